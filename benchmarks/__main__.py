@@ -11,7 +11,7 @@ from benchmarks.overhead.command import overhead
 from benchmarks.redeem.command import redeem
 from benchmarks.safety.command import safety
 from kvferry.cli.main import run
-from kvferry.cli.printed import check_output
+from kvferry.cli.output import check_output
 
 app = typer.Typer(
     name="python -m benchmarks",

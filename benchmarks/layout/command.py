@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.bench_options import REPEATS_HELP, parse_layouts, progress_line
-from kvferry.cli.options import write
+from kvferry.cli.options import write_file
 from kvferry.errors import ConfigError
 
 _MODELS = "Llama-3.1-8B,Qwen3-0.6B,Qwen3-Next-80B-A3B"
@@ -69,7 +69,7 @@ def layout(
     with progress_line() as progress:
         tables = [measure(job, reading, progress) for reading in readings]
     if plot is not None:
-        write(plot, picture(tables))
+        write_file(plot, picture(tables))
     if as_json:
         print(json.dumps(report.as_json(tables, machine_facts())))
     else:

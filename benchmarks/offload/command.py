@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.bench_options import parse_names, progress_line, work_folder
-from kvferry.cli.options import given
+from kvferry.cli.options import without_none
 
 
 def offload(
@@ -48,7 +48,7 @@ def offload(
     from kvferry.measuring.simulated import read_geometry
 
     chosen = parse_names(parts, PARTS, "parts")
-    reading = read_geometry(geometry, given(num_hidden_layers=layers))
+    reading = read_geometry(geometry, without_none(num_hidden_layers=layers))
     with work_folder(path) as folder, progress_line() as progress:
         measured = measure(
             OffloadJob(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.bench_options import progress_line
-from kvferry.cli.options import given
+from kvferry.cli.options import without_none
 
 
 def overhead(
@@ -40,7 +40,7 @@ def overhead(
     from kvferry.measuring.simulated import read_geometry
     from kvferry.plan.side import Side
 
-    changes = given(num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
+    changes = without_none(num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
     job = OverheadJob(
         reading=read_geometry(geometry, changes, dtype),
         side=Side(block_tokens=block_size),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.bench_options import parse_names, progress_line
-from kvferry.cli.options import given
+from kvferry.cli.options import without_none
 
 
 def safety(
@@ -37,7 +37,7 @@ def safety(
     from kvferry.measuring.simulated import read_geometry
 
     chosen = parse_names(parts, PARTS, "parts")
-    reading = read_geometry(geometry, given(num_hidden_layers=layers))
+    reading = read_geometry(geometry, without_none(num_hidden_layers=layers))
     with progress_line() as progress:
         measured = measure(SafetyJob(parts=chosen, reading=reading, tokens=tokens, repeats=repeats), progress)
     if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.doctor.ports import listening
+from kvferry.doctor.ports import listening_ports
 from support.namespaces import Host
 from support.open_to_others import session
 from support.vllm_engine.inside import distance
@@ -69,7 +69,7 @@ def test_an_answer_over_the_wire_is_a_single_engines(pair: Pair, hosts: tuple[Ho
 def test_every_port_of_an_engine_is_on_the_address_that_it_was_given_or_on_loopback(
     pair: Pair, hosts: tuple[Host, Host]
 ) -> None:
-    addresses = [one.address for process in session(pair.decode.pid) for one in listening(process)]
+    addresses = [one.address for process in session(pair.decode.pid) for one in listening_ports(process)]
     assert addresses.count(hosts[1].address) > 2, "both channels and UCX listen"
     assert set(addresses) <= {hosts[1].address, "127.0.0.1"}
 

@@ -20,7 +20,7 @@ from kvferry.serving.ports import free_ports
 from kvferry.serving.role import Role
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from kvferry.top.derive import figures
-from kvferry.top.exposition import read
+from kvferry.top.exposition import parse_page
 from kvferry.top.window import window
 from support.vllm_engine.inside import distance
 from support.vllm_engine.multi import child, multi
@@ -130,8 +130,8 @@ def test_each_tells_of_a_request_that_the_other_has_loaded(two: Two) -> None:
     two.engine.call("forget_host_memory", of=0)
     assert two.say(text)["loaded"] == [("disk", 300)]
     told = two.engine.call("story_of_last", of=0)
-    at = told.index("Another connector of the engine has brought 299 tokens.")
-    assert told[at + 1] == "The engine goes on with 299 tokens at hand and computes 1."
+    at = told.index("Another connector of the engine loaded 299 tokens.")
+    assert told[at + 1] == "Scheduled: 299 tokens cached, 1 to compute."
     assert not any("nother connector" in line for line in two.engine.call("story_of_last", of=1))
 
 
@@ -222,8 +222,8 @@ def test_one_that_loads_and_saves_within_a_step_is_a_child_as_others(
         warm = say()
         assert warm["loaded"] == [("ExampleConnector", 640)]
         told = engine.call("story_of_last")
-        assert "Another connector of the engine has brought 640 tokens." in told
-        assert "The engine goes on with 640 tokens at hand and computes 60." in told
+        assert "Another connector of the engine loaded 640 tokens." in told
+        assert "Scheduled: 640 tokens cached, 60 to compute." in told
         assert warm["tokens"] == cold["tokens"]
         assert distance(warm, cold) < 1e-4
         assert engine.call("tier_counts")["stored"] == kept, "what may have failed to load was stored"
@@ -318,5 +318,5 @@ def test_a_server_knows_them_by_name_and_shows_what_its_engine_counts(
     asked = {name: str(metric.kind) for name, metric in EXPOSED.items() if CONNECTOR in metric.labels}
     if parent == "FerryMultiConnector":
         assert {name: kinds.get(name) for name in asked} == asked, "top and the dashboard ask for these"
-        found = figures([window(None, read(shown, 0.0), "0")]).totals.connectors
+        found = figures([window(None, parse_page(shown, 0.0), "0")]).totals.connectors
         assert {name: one.hits for name, one in found.items()} == {"one": 1, "two": 0}

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.serving.demo.client import Answer, ask
+from kvferry.serving.demo.client import StreamedAnswer, ask
 from kvferry.serving.demo.endpoint import routed
 from kvferry.serving.demo.pair import family_model
 from kvferry.serving.demo.transfers import Transfer, read_transfer
@@ -106,16 +106,16 @@ class Served:
         self._url, (self.prefill,), (self.decode,) = url, fleet.prefill_urls, fleet.decode_urls
         self._client = httpx.Client(timeout=300, trust_env=False)
 
-    def through(self, text: list[int]) -> tuple[Answer, Transfer | None]:
+    def through(self, text: list[int]) -> tuple[StreamedAnswer, Transfer | None]:
         """An answer of the pair, and what moved for it."""
         name = f"ranks-{uuid.uuid4().hex}"
         return self._ask(self._url, text, name), read_transfer(self._log, name)
 
-    def alone(self, url: str, text: list[int]) -> Answer:
+    def alone(self, url: str, text: list[int]) -> StreamedAnswer:
         """An answer of one engine, from nothing cached."""
         return self._ask(url, text, "alone", cache_salt=uuid.uuid4().hex)
 
-    def _ask(self, url: str, text: list[int], name: str, **more: Any) -> Answer:
+    def _ask(self, url: str, text: list[int], name: str, **more: Any) -> StreamedAnswer:
         body = {"model": self._model, "prompt": text, "max_tokens": 8, "logprobs": 5, **more}
         return ask(self._client, url, body, request_id=name)
 
@@ -141,7 +141,7 @@ class Served:
         """Let the decode engine forget its own prefix cache; tiers keep what they have."""
         self._client.post(f"{self.decode}/reset_prefix_cache").raise_for_status()
 
-    def straight(self, text: list[int], **more: Any) -> Answer:
+    def straight(self, text: list[int], **more: Any) -> StreamedAnswer:
         """An answer of the decode engine, of which the router does not hear."""
         return self._ask(self.decode, text, f"straight-{uuid.uuid4().hex}", **more)
 
@@ -453,7 +453,7 @@ def test_every_rank_gets_all_latents_and_the_answer_depends_on_them(served: Serv
     assert apart(spoiled, sound) > 2 * apart(sound, alone)
 
 
-def apart(one: Answer, other: Answer) -> float:
+def apart(one: StreamedAnswer, other: StreamedAnswer) -> float:
     """The largest difference of a log probability of the first token, among those that both name."""
     first, second = one.logprobs[0], other.logprobs[0]
     return max(

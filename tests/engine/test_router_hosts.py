@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.serving.demo.client import Answer, ask
+from kvferry.serving.demo.client import StreamedAnswer, ask
 from kvferry.serving.demo.pair import family_model
 from kvferry.serving.demo.transfers import Transfer, read_transfer
 from kvferry.serving.engine import EngineSpec
@@ -57,16 +57,16 @@ class Served:
     model: str
     log: Path
 
-    def through(self, text: list[int]) -> tuple[Answer, Transfer | None]:
+    def through(self, text: list[int]) -> tuple[StreamedAnswer, Transfer | None]:
         """The router's answer, and what moved for it."""
         name = f"hosts-{uuid.uuid4().hex}"
         return self._ask(self.router, text, name), read_transfer(self.log, name)
 
-    def alone(self, url: str, text: list[int]) -> Answer:
+    def alone(self, url: str, text: list[int]) -> StreamedAnswer:
         """An answer of one engine, from nothing cached."""
         return self._ask(url, text, "alone", cache_salt=uuid.uuid4().hex)
 
-    def _ask(self, url: str, text: list[int], name: str, **more: str) -> Answer:
+    def _ask(self, url: str, text: list[int], name: str, **more: str) -> StreamedAnswer:
         body = {"model": self.model, "prompt": text, "max_tokens": 8, "logprobs": 5, **more}
         with httpx.Client(timeout=60, trust_env=False) as client:
             return ask(client, url, body, request_id=name)

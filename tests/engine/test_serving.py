@@ -153,8 +153,8 @@ def test_a_request_is_explained_and_its_spans_belong_to_the_callers_trace(served
     assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  prefill engine, process \d+,\s", prefill)
     assert f"{tokens - 1} tokens are offered to another engine" in prefill
     assert re.match(r"cmpl-who-asks-why-0-\w{8}\n  decode engine, process \d+,\s", decode)
-    assert f"It comes with {tokens} tokens; may be served by peer." in decode
-    assert f"goes on with {tokens - 1} tokens at hand and computes 1." in decode
+    assert f"The request has {tokens} tokens. Possible sources: peer." in decode
+    assert f"Scheduled: {tokens - 1} tokens cached, 1 to compute." in decode
     assert explain(answer["id"]).stdout == f"{prefill}\n\n{decode}"
     listed = explain("--last", "3").stdout.splitlines()
     at = listed.index(decode.splitlines()[0])

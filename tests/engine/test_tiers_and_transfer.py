@@ -95,11 +95,11 @@ def test_why_a_request_was_served_as_it_was_is_explained(both: Both) -> None:
     said = " ".join(explain(answer["request_id"]).stdout.split())
     assert "peer bids 511 tokens (511 from peer), worth 511." in said
     assert "tiers bids 192 tokens (192 from file), worth 192." in said
-    assert "is taken: the best bid." in said
-    assert "The engine goes on with 511 tokens at hand and computes 1." in said
+    assert "is chosen: the best bid." in said
+    assert "Scheduled: 511 tokens cached, 1 to compute." in said
     assert re.search(r"Stored 5 of 5 chunks of \d full_attention, [\d.]+ [KM]iB, until", said), said
     alone = " ".join(explain(first["request_id"]).stdout.split())
-    assert "All of it is to be computed: no source has more." in alone
+    assert "Everything is computed: no source has more." in alone
     assert "tiers bids nothing, not stored: chunk 0 of" in alone
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvferry.serving.devices import this_machine
+from kvferry.serving.devices import visible_devices
 from kvferry.serving.engine import EngineSpec, EngineState
 from kvferry.serving.launch import Fleet, death_notice, fleet_specs
 from kvferry.serving.ports import free_ports
@@ -70,7 +70,12 @@ class Pair:
 def single(model: str, logs: Path) -> Iterator[str]:
     """One engine without kvferry; its URL."""
     spec = EngineSpec(
-        "single", Role.BOTH, model, free_ports(1)[0], arguments=_ENGINE, environment=_ENVIRONMENT
+        name="single",
+        role=Role.BOTH,
+        model=model,
+        port=free_ports(1)[0],
+        arguments=_ENGINE,
+        environment=_ENVIRONMENT,
     )
     with Fleet([spec], logs) as fleet:
         fleet.wait_ready()
@@ -91,7 +96,7 @@ def pair(model: str, folder: Path) -> Iterator[Pair]:
         prefill_settings=settings,
         decode_settings={**settings, "turn_seconds": 5.0},
         arguments=_ENGINE,
-        machine=this_machine(),
+        machine=visible_devices(),
     )
     specs = tuple(replace(spec, environment={**spec.environment, **_ENVIRONMENT}) for spec in specs)
     with Fleet(specs, folder / "logs") as fleet:

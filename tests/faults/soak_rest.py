@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.serving.engine import Engine
+from kvferry.serving.engine import EngineProcess
 from kvferry.serving.role import Role
 
 REST_SECONDS = 40.0
@@ -25,7 +25,7 @@ HELD = (
 )
 
 
-async def held_at_rest(engines: Sequence[Engine], model: str) -> list[str]:
+async def held_at_rest(engines: Sequence[EngineProcess], model: str) -> list[str]:
     """Wait until no engine holds anything; return what they held to the end."""
     until = time.monotonic() + REST_SECONDS
     async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
@@ -48,7 +48,7 @@ async def _step(client: httpx.AsyncClient, url: str, model: str) -> None:
     (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
 
 
-async def _page(client: httpx.AsyncClient, engine: Engine) -> str:
+async def _page(client: httpx.AsyncClient, engine: EngineProcess) -> str:
     reply = await client.get(f"{engine.spec.url}/metrics")
     reply.raise_for_status()
     return reply.text
@@ -66,7 +66,7 @@ def held_of(page: str) -> list[str]:
     return [*missing, *(f"{name} {value:g}" for name, value in sums.items() if value)]
 
 
-async def counted(engines: Sequence[Engine]) -> tuple[Counter[str], Counter[str]]:
+async def counted(engines: Sequence[EngineProcess]) -> tuple[Counter[str], Counter[str]]:
     """Return the tokens that came from each tier and peer, and how loads ended."""
     tokens: Counter[str] = Counter()
     loads: Counter[str] = Counter()

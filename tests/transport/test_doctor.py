@@ -18,7 +18,7 @@ def test_nixl_starts_ucx_and_the_process_ends_well():
 
 def test_reads_are_timed_and_their_way_is_named():
     found = reads.time_reads(reads.start_reads("tcp,self"))
-    assert isinstance(found, reads.Reads)
+    assert isinstance(found, reads.ReadTimings)
     assert found.way
     assert all(way.startswith("tcp/") for way in found.way)
     assert 0.01 < found.gigabytes_per_second < 1000

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.doctor.ports import listening
+from kvferry.doctor.ports import listening_ports
 from kvferry.geometry import Region
 from kvferry.transport import metadata_validation
 from kvferry.transport.messages import Outgoing
@@ -184,12 +184,12 @@ def test_nobody_outside_the_machine_reaches_an_engine_on_loopback(world, reader,
     producer = well(world, reader, "P", world.producer)
     child = reader.thread._validator._sandbox._process.pid
     for pid in (producer.process.pid, os.getpid(), child):
-        found = listening(pid)
+        found = listening_ports(pid)
         assert found, "UCX listens"
         assert {port.address for port in found} == {"127.0.0.1"}, found
     outside = [str(address) for _, address in _ipv4() if not address.is_loopback]
     assert outside, "this machine has no address but loopback"
-    for port in listening(producer.process.pid):
+    for port in listening_ports(producer.process.pid):
         for address in outside:
             with socket.socket() as sock:
                 assert sock.connect_ex((address, port.number)) == errno.ECONNREFUSED

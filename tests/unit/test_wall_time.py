@@ -23,13 +23,13 @@ USES = {
     "cli/explain.py": "ages of requests, for people",
     "doctor/costs.py": "the age of a file of measurements, for people",
     "engines/vllm/tracing.py": "spans, which are in wall time",
-    "explain/show.py": "times of requests, for people",
+    "explain/text.py": "times of requests, for people",
     "observe/trace_server.py": "ages of requests, for people",
     "observe/socket_directory.py": "the age of what a killed process has left",
-    "tiers/file_store.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
-    "tiers/index.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
-    "tiers/room.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
-    "top/book.py": "times of figures, for people",
+    "tiers/files/tier.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
+    "tiers/files/directory_index.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
+    "tiers/files/space.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
+    "top/poller.py": "times of figures, for people",
     "top/lines.py": "times of figures, for people",
 }
 

@@ -1,1 +1,1 @@
-"""Commands; each module adds its own to the application through `register`."""
+"""The commands. Each module has a `register` that adds its commands to the application."""

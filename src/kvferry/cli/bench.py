@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.bench_options import REPEATS_HELP, parse_layouts, progress_line, work_folder
-from kvferry.cli.options import given
-from kvferry.cli.printed import check_output
+from kvferry.cli.options import without_none
+from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError
 
 _MAX_DEPTH = 256
@@ -61,7 +61,7 @@ def transfer(
 
     if order not in ORDERS:
         raise ConfigError(f"--order {order} is not known; choose one of {', '.join(ORDERS)}")
-    changes = given(num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
+    changes = without_none(num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
     reading = read_geometry(geometry, changes, dtype)
     if len(set(reading.cache.layers)) > 1:
         raise ConfigError(
@@ -157,7 +157,7 @@ def tiers(
     from kvferry.measuring.simulated import read_geometry
     from kvferry.plan.side import Side
 
-    reading = read_geometry(geometry, given(num_hidden_layers=layers))
+    reading = read_geometry(geometry, without_none(num_hidden_layers=layers))
     sides = tuple(Side(layout=layout, block_tokens=block_size) for layout in parse_layouts(layouts))
     chunks_in_flight = _parse_depths(depths)
     with work_folder(path) as folder, progress_line() as progress:

@@ -1,4 +1,4 @@
-"""`kvferry cache`: what lies in a directory or in object storage, and keeping it in order."""
+"""`kvferry cache`: inspect and clean a directory or an object store of chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.options import pairs
+from kvferry.cli.options import parse_pairs
 from kvferry.errors import ConfigError
 from kvferry.terminal import printable, report_width, wrapped
 
@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
-    """List the namespaces: which model, how much, when last used."""
+    """List the namespaces: model, size and last use."""
     from kvferry.tiers.survey import namespace_usage
     from kvferry.units import format_age, format_bytes
 
@@ -72,7 +72,7 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
         if one.unreadable:
             print(f"  {one.unreadable} of them cannot be read; see kvferry cache verify")
     if not found:
-        print("No namespaces.")
+        print("No namespaces: no engine has stored chunks here.")
 
 
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
@@ -106,7 +106,7 @@ def verify(
 ) -> None:
     """Read every chunk and check every byte.
 
-    Exit code 1 if something is bad.
+    Exit code 1 if a chunk is damaged.
     """
     from kvferry.tiers.survey import verify_all
     from kvferry.units import format_bytes
@@ -131,15 +131,15 @@ def gc(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Size to evict to this once, such as 10GiB; by default the directory's capacity.",
+            help="Capacity for this run, such as 10GiB; by default the directory's own.",
         ),
     ] = None,
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove leftovers, recount, and evict down to the capacity.
+    """Remove leftovers, recount the size, and evict down to the capacity.
 
-    Leftovers are of processes that were killed; what was used, or stored, longest ago is evicted first.
+    Leftovers are files of killed processes. The least recently used, or stored, chunks are evicted first.
     """
     from kvferry.tiers.sizes import parse_size
     from kvferry.units import format_bytes
@@ -154,11 +154,11 @@ def gc(
 
 def clear(
     where: _Where,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     option: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Remove all of kvferry's files there, and nothing else."""
+    """Remove all of kvferry's files, and no others."""
     from kvferry.tiers.survey import cache_totals
     from kvferry.units import format_bytes
 
@@ -170,7 +170,7 @@ def clear(
             sure = typer.confirm(question)
         except typer.Abort as error:
             raise ConfigError(
-                "nothing is removed without an answer; pass --yes where nobody can give one"
+                "nothing is removed without confirmation; pass --yes to confirm in a script"
             ) from error
         if not sure:
             print("Nothing was removed.")
@@ -183,7 +183,7 @@ def clear(
 
 
 def _cache(where: str, options: list[str] | None) -> CacheAdmin:
-    """The cache that a path or a URL names.
+    """Return the cache at a path or URL.
 
     Raises:
         ConfigError: there is none, or it cannot be reached.
@@ -193,7 +193,7 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
     if is_url(where):
         from kvferry.tiers.objects.admin import BucketAdmin
 
-        return BucketAdmin(where, pairs(options))
+        return BucketAdmin(where, parse_pairs(options))
     if options:
         raise ConfigError(f"--option is for URLs of object storage; {where} is a path")
     from kvferry.tiers.files.admin import DirectoryAdmin
@@ -202,14 +202,14 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
 
 
 def _said(facts: Mapping[str, object]) -> list[str]:
-    """Facts that are short; of the form, which has a line for every field of every layer, the first."""
+    """Return the short facts, and the first line of the canonical form, which has a line per field."""
     said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
     return [printable(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]
 
 
 def _lines(words: list[str], width: int) -> list[str]:
-    """Words joined by commas, in lines of at most so many characters where a word is not longer."""
+    """Join words with commas, in lines of at most `width` characters; a longer word has its own line."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + len(word) + 3 <= width:

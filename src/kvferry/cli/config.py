@@ -1,4 +1,4 @@
-"""`kvferry config`: what makes an engine exchange KV."""
+"""`kvferry config`: print the setting that makes an engine exchange or keep KV."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def register(app: typer.Typer) -> None:
 
 @with_settings
 def config(
-    role: Annotated[Role, typer.Option(help="What the engine does.")] = Role.BOTH,
+    role: Annotated[Role, typer.Option(help="Role of the engine.")] = Role.BOTH,
     *,
-    beside: Annotated[
+    other_connectors: Annotated[
         str | None,
         typer.Option(
-            help='Other connectors in the engine, as JSON: [{"kv_connector": "NixlConnector"}, ...].'
+            metavar="JSON",
+            help='Other connectors in the engine, as JSON: [{"kv_connector": "NixlConnector"}, ...].',
         ),
     ] = None,
     **settings: Any,
@@ -33,8 +34,8 @@ def config(
     """
     from kvferry.serving import kv_config
 
-    settings["tiers"] = kv_config.tiers_of(settings["tiers"])
-    whole = kv_config.kv_transfer_config(role, settings, alone=beside is None)
-    if beside is not None:
-        whole = kv_config.beside(whole, kv_config.others_of(beside))
+    settings["tiers"] = kv_config.parse_tiers(settings["tiers"])
+    whole = kv_config.kv_transfer_config(role, settings, alone=other_connectors is None)
+    if other_connectors is not None:
+        whole = kv_config.with_other_connectors(whole, kv_config.parse_connectors(other_connectors))
     print(kv_config.kv_transfer_json(whole))

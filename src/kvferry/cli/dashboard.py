@@ -1,4 +1,4 @@
-"""`kvferry dashboard`: what Grafana and Prometheus load to show and watch an engine's metrics."""
+"""`kvferry dashboard`: write a Grafana dashboard and Prometheus alerts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.options import write
+from kvferry.cli.options import write_file
 from kvferry.errors import ConfigError
 
 
@@ -36,5 +36,5 @@ def dashboard(
         raise ConfigError(f"cannot make the folder {out}: {said}; name one that can be made") from error
     files = {"kvferry-dashboard.json": json.dumps(model(), indent=2) + "\n", "kvferry-alerts.yaml": rules()}
     for name, text in files.items():
-        write(out / name, text)
+        write_file(out / name, text)
         print(out / name)

@@ -1,4 +1,4 @@
-"""`kvferry demo`: see hybrid KV cache move between two engines."""
+"""`kvferry demo`: move hybrid KV cache between two engines, and show it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.printed import check_output
+from kvferry.cli.output import check_output
 from kvferry.errors import ConfigError, KVFerryError
 
 if TYPE_CHECKING:
@@ -28,16 +28,24 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     model: Annotated[
-        str | None, typer.Argument(help="Path or id of any model that vLLM can load; by default tiny ones.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Path or id of a model that vLLM can load; by default tiny ones."
+        ),
     ] = None,
     vllm_args: Annotated[
         list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for both engines.")
     ] = None,
-    families: Annotated[str, typer.Option(help="Tiny models to run, separated by commas.")] = _FAMILIES,
-    prompts: Annotated[int, typer.Option(min=1, max=64, help="Requests per model.")] = 4,
-    answer_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens per answer.")] = 24,
+    families: Annotated[
+        str, typer.Option(metavar="NAMES", help="Tiny models to run, separated by commas.")
+    ] = _FAMILIES,
+    prompts: Annotated[int, typer.Option(metavar="COUNT", min=1, max=64, help="Requests per model.")] = 4,
+    answer_tokens: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, max=1024, help="Tokens per answer.")
+    ] = 24,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Keep the engines' logs there; by default only those of a failed run.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the engines' logs there; by default only after a failure."),
     ] = None,
 ) -> None:
     """Send real text through two engines, and show what moved.
@@ -47,14 +55,14 @@ def demo(
     """
     from rich.console import Console
 
-    from kvferry.serving.demo import Screen, Verdict, measure
+    from kvferry.serving.demo import AnswerVerdict, Screen, measure
     from kvferry.serving.signals import StopRequested, StopSignals
     from kvferry.serving.temporary import temporary_folder
 
     check_output()
     screen = Screen(Console())
     folder = log_dir or temporary_folder("kvferry-demo-")
-    verdicts: list[Verdict] = []
+    verdicts: list[AnswerVerdict] = []
     try:
         with StopSignals() as signals:
             for number, served in enumerate(_models(model, families, vllm_args or [], screen, signals)):
@@ -76,7 +84,7 @@ def demo(
     except KVFerryError:
         screen.note(f"\nThe engines' logs are kept in {folder}.")
         raise
-    if Verdict.NO in verdicts:
+    if AnswerVerdict.NO in verdicts:
         screen.note(f"\nAnswers differ from a single engine's. The engines' logs are kept in {folder}.")
         raise typer.Exit(_FAILED)
     _drop(folder, log_dir)

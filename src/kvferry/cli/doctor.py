@@ -1,4 +1,4 @@
-"""`kvferry doctor`: what to fix before KV moves."""
+"""`kvferry doctor`: check what could keep KV from moving."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.printed import check_output
+from kvferry.cli.output import check_output
 
 _BAD = 1
 
@@ -23,40 +23,44 @@ def doctor(
     urls: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[URL]...",
-            help="Running engines: http://host:port (a router stands for all its engines) or kvferry://host:port.",
+            metavar="URL",
+            help="Running engines or routers: http://host:port, or kvferry://host:port of a control channel.",
         ),
     ] = None,
-    prefill: Annotated[list[str] | None, typer.Option(help="URL of a prefill engine; repeatable.")] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="URL of a decode engine; repeatable.")] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="URL of a prefill engine; repeatable.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="URL of a decode engine; repeatable.")
+    ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="File with the JSON of `kvferry config`, or its kv_connector_extra_config."),
+        typer.Option(metavar="FILE", help="JSON of `kvferry config`, or its kv_connector_extra_config."),
     ] = None,
     secret_file: Annotated[
         Path | None,
-        typer.Option(help="File with the engines' secret; by default the one that --config names."),
+        typer.Option(metavar="FILE", help="The engines' secret; by default the one that --config names."),
     ] = None,
     machine: Annotated[bool, typer.Option("--machine/--no-machine", help="Check this machine too.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine, a configuration and running engines.
 
-    Tells what to fix, and how. Exit code 0: nothing to fix; 1: something to fix; 2: an argument cannot be
-    used. An engine that is given by its HTTP address computes a prompt of four tokens.
+    Says what to fix, and how. Exit code 0: nothing to fix; 1: something to fix; 2: an argument cannot be
+    used. An engine given by its HTTP address computes a prompt of four tokens.
     """
     from rich.console import Console
 
     from kvferry.doctor import report
-    from kvferry.doctor.engines import target
-    from kvferry.doctor.examine import Job, examine
+    from kvferry.doctor.engines import parse_target
+    from kvferry.doctor.examine import Examination, examine
     from kvferry.doctor.finding import is_well
     from kvferry.serving.role import Role
 
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
     named = ((urls, Role.BOTH), (prefill, Role.PREFILL), (decode, Role.DECODE))
-    job = Job(
-        tuple(target(text, role) for texts, role in named for text in texts or ()),
+    job = Examination(
+        tuple(parse_target(text, role) for texts, role in named for text in texts or ()),
         str(config) if config else None,
         str(secret_file) if secret_file else None,
         machine,
@@ -67,6 +71,6 @@ def doctor(
     if as_json:
         print(json.dumps(report.as_json(found)))
     else:
-        report.show(found, Console(highlight=False))
+        report.print_report(found, Console(highlight=False))
     if not is_well(found):
         raise typer.Exit(_BAD)

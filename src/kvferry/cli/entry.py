@@ -1,4 +1,4 @@
-"""Where the `kvferry` command begins: until it is loaded, Ctrl-C ends it without a word."""
+"""Entry point of the `kvferry` command. Ctrl-C ends it silently while it loads."""
 
 from __future__ import annotations
 

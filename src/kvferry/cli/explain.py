@@ -1,4 +1,4 @@
-"""`kvferry explain`: what became of a request, as the engines of this machine remember it."""
+"""`kvferry explain`: show what became of a request, from the memory of this machine's engines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry.cli.printed import complain
+from kvferry.cli.output import print_error
 from kvferry.errors import ConfigError, KVFerryError
 
 if TYPE_CHECKING:
-    from kvferry.explain.asking import Answers, Told
+    from kvferry.explain.client import AllAnswers, EngineTrace
 
 _MOST_STORIES = 16
 
@@ -26,44 +26,44 @@ def explain(
     request_id: Annotated[
         str | None,
         typer.Argument(
-            metavar="[REQUEST-ID]",
-            help="The id of an answer, its X-Request-Id, or how either begins; by default the last ones.",
+            metavar="REQUEST-ID",
+            help="Id of an answer, its X-Request-Id, or the beginning of either.",
         ),
     ] = None,
     last: Annotated[
-        int, typer.Option(min=1, max=1000, help="How many requests of each engine to list.")
+        int, typer.Option(metavar="COUNT", min=1, max=1000, help="Number of requests to list per engine.")
     ] = 20,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every event as JSON; times in seconds.")
     ] = False,
 ) -> None:
-    """Say where the KV of a request came from, and why.
+    """Show where the KV of a request came from, and why.
 
-    Also tells how long each step took. Without a request id, lists the last requests. Asks every engine of
-    this user on this machine.
+    Shows every decision about the request, and how long each step took. Without a request id, lists the last
+    requests. Asks all engines of this user on this machine.
     """
-    from kvferry.explain.asking import ask
-    from kvferry.explain.show import show, show_list
+    from kvferry.explain.client import ask_engines
+    from kvferry.explain.text import render, render_list
     from kvferry.observe.wire import MAX_QUESTION_BYTES, Question
 
     if request_id is not None and not 0 < len(request_id.encode()) < MAX_QUESTION_BYTES // 8:
         raise ConfigError("the id of a request has 1 to 511 bytes; see kvferry explain for those there are")
-    answers = ask(Question("", last) if request_id is None else Question(request_id, _MOST_STORIES))
-    for silent in answers.silent:
-        complain(silent)
-    told = answers.told()
+    answers = ask_engines(Question("", last) if request_id is None else Question(request_id, _MOST_STORIES))
+    for silent in answers.problems:
+        print_error(silent)
+    told = answers.traces()
     if not told:
         raise KVFerryError(_nothing(answers, request_id))
     if as_json:
         print(json.dumps([_plain(one) for one in told]))
     elif request_id is None:
-        print(show_list(told, time.time()))
+        print(render_list(told, time.time()))
     else:
-        print("\n\n".join(show(one) for one in told))
+        print("\n\n".join(render(one) for one in told))
 
 
-def _nothing(answers: Answers, request_id: str | None) -> str:
-    """Why there is nothing to say."""
+def _nothing(answers: AllAnswers, request_id: str | None) -> str:
+    """Return the message for an empty result."""
     engines = [answer.engine for answer in answers.answers]
     if not engines:
         return (
@@ -71,7 +71,7 @@ def _nothing(answers: Answers, request_id: str | None) -> str:
             "machine, and check that its explain_requests is not 0"
         )
     if request_id is None:
-        return "no request has come yet"
+        return "no request has arrived yet"
     remembered = ", ".join(str(one.remembered) for one in engines)
     return (
         f"no request {request_id!r} is remembered by {len(engines)} engine{'s' * (len(engines) > 1)} "
@@ -79,7 +79,7 @@ def _nothing(answers: Answers, request_id: str | None) -> str:
     )
 
 
-def _plain(told: Told) -> dict[str, Any]:
+def _plain(told: EngineTrace) -> dict[str, Any]:
     from kvferry.observe.wire import trace_to_dict
 
     engine = told.answer.engine
@@ -92,6 +92,6 @@ def _plain(told: Told) -> dict[str, Any]:
             "connector": engine.connector,
             "kvferry": engine.kvferry,
         },
-        "came": told.came,
+        "arrived": told.arrived,
         **trace_to_dict(told.trace),
     }

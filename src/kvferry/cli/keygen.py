@@ -1,4 +1,4 @@
-"""`kvferry keygen`: a secret for engines on several machines."""
+"""`kvferry keygen`: create a secret for engines on several machines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def register(app: typer.Typer) -> None:
 
 
 def keygen(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="File to make; - for standard output.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File to create; - for standard output.")],
 ) -> None:
-    """Make a secret for the engines' secret_file.
+    """Create a secret for engines on several machines.
 
-    The same file on all machines lets their engines exchange KV, and nobody else. A file that exists is never
-    overwritten.
+    Copy the file to all machines, and set the engines' secret_file to it: only they can then exchange KV. An
+    existing file is never overwritten.
     """
     from pathlib import Path
 

@@ -21,7 +21,7 @@ from kvferry.cli import (
     serve,
     top,
 )
-from kvferry.cli.printed import complain, whole_output
+from kvferry.cli.output import flushed_output, print_error
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -41,7 +41,7 @@ for _module in (serve, router, config, keygen, doctor, demo, plan, cache, explai
 
 
 def _print_versions(asked: bool) -> None:
-    """Ours, and those of what it stands on, where they are installed."""
+    """Print the versions of kvferry, vLLM and NIXL, as far as they are installed, and exit."""
     if not asked:
         return
     from kvferry import __version__
@@ -61,17 +61,17 @@ def _options(
         typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit."),
     ] = False,
 ) -> None:
-    """Moves the KV cache of hybrid language models between engines."""
+    """Move the KV cache of language models between engines, and keep it in tiers."""
 
 
 def main() -> None:
-    """Run the command line that `sys.argv` holds, and end the process."""
+    """Run a command. Print a kvferry error as one sentence, and exit with its code."""
     run(app)
 
 
 def run(commands: typer.Typer) -> None:
     """Run one of some commands; an error of kvferry's becomes one sentence and an exit code."""
-    with whole_output():
+    with flushed_output():
         try:
             commands()
         except ConfigError as error:
@@ -83,5 +83,5 @@ def run(commands: typer.Typer) -> None:
 
 
 def _end(error: KVFerryError, code: int) -> None:
-    complain(str(error))
+    print_error(str(error))
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""What commands do with their options."""
+"""Helpers for command-line options."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from kvferry.errors import ConfigError
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """Those that were given: whose value is not None."""
+def without_none(**options: Any) -> dict[str, Any]:
+    """Return the options whose value is not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def pairs(texts: list[str] | None) -> dict[str, str]:
-    """What texts such as ``name=value`` say.
+def parse_pairs(texts: list[str] | None) -> dict[str, str]:
+    """Return the names and values of texts such as ``name=value``.
 
     Raises:
-        ConfigError: one has no equals sign, or a name is given twice.
+        ConfigError: a text has no equals sign, or a name is given twice.
     """
     found: dict[str, str] = {}
     for text in texts or []:
@@ -29,7 +29,7 @@ def pairs(texts: list[str] | None) -> dict[str, str]:
     return found
 
 
-def write(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Write the file that an option names.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvferry.cli import plan_options as opt
-from kvferry.cli.options import given, write
+from kvferry.cli.options import without_none, write_file
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def plan(
 
     source = Side(tp, pp, layout_of(layout, reading), block_size)
     to = layout_of(to_layout, reading) if to_layout else None
-    destination = replace(source, **given(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size))
+    destination = replace(source, **without_none(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size))
     pricing = Pricing(link(load_costs(costs), bandwidth), pinned(strategy))
     made = forecast(reading, (source, destination), tokens, pricing, separate=separate)
     asked = Asked(step_tokens, retention_of(retention), chunk_tokens, snapshot_tokens, kept_tokens)
@@ -132,4 +132,4 @@ def _print_json(made: Forecast, kept: Kept) -> None:
 def _draw(path: Path, made: Forecast, reading: ModelReading, *, separate: bool) -> None:
     from kvferry.plan.page import picture
 
-    write(path, picture(made, reading, separate=separate))
+    write_file(path, picture(made, reading, separate=separate))

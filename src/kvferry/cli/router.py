@@ -1,4 +1,4 @@
-"""`kvferry router`: one endpoint over engines that were started elsewhere."""
+"""`kvferry router`: one endpoint over engines that are already running."""
 
 from __future__ import annotations
 
@@ -17,34 +17,45 @@ def register(app: typer.Typer) -> None:
 
 
 def router(
-    prefill: Annotated[list[str] | None, typer.Option(help="URL of a prefill engine; repeatable.")] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="URL of a decode engine; repeatable.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8000,
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="URL of a prefill engine; repeatable.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="URL of a decode engine; repeatable.")
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on; 0 for any.")
+    ] = 8000,
     prefill_timeout_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Seconds after which a prefill without an answer is given up.")
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Timeout of a prefill.")
     ] = 120.0,
     decode_idle_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Seconds after which a silent decode engine is given up.")
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Timeout of a decode engine that sends nothing.")
     ] = 600.0,
-    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 64,
+    max_body_mib: Annotated[
+        int, typer.Option(metavar="MIB", min=1, help="Largest request body, in MiB.")
+    ] = 64,
     trust_kv_transfer_params: Annotated[
         bool,
         typer.Option(
             "--trust-kv-transfer-params",
-            help="Keep kv_transfer_params that callers send. Only for a router that no user can reach.",
+            help="Keep kv_transfer_params that callers send. Safe only if no user can reach the router.",
         ),
     ] = False,
 ) -> None:
-    """Serve one OpenAI endpoint over prefill and decode engines."""
+    """Serve one OpenAI endpoint over running engines.
+
+    Sends each prompt to a prefill engine, then to a decode engine, which loads its KV.
+    """
     from kvferry.serving.ports import listen, url_of
     from kvferry.serving.router import RouterSettings, router_app
     from kvferry.serving.run import run_app
     from kvferry.serving.signals import StopSignals
 
     settings = RouterSettings(
-        tuple(prefill or ()),
-        tuple(decode or ()),
+        prefill=tuple(prefill or ()),
+        decode=tuple(decode or ()),
         prefill_seconds=prefill_timeout_seconds,
         decode_idle_seconds=decode_idle_seconds,
         max_body_bytes=max_body_mib * _MIB,

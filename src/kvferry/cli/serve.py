@@ -1,4 +1,4 @@
-"""`kvferry serve`: engines and router, started and stopped as one."""
+"""`kvferry serve`: start and stop engines and a router together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.printed import check_output
+from kvferry.cli.output import check_output
 
 
 def register(app: typer.Typer) -> None:
@@ -19,28 +19,40 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="Path or id of a model that vLLM can load.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Path or id of a model that vLLM can load.")],
     vllm_args: Annotated[
         list[str] | None, typer.Argument(metavar="-- VLLM_ARGS", help="Arguments for every engine.")
     ] = None,
-    prefill: Annotated[int, typer.Option(help="Number of prefill engines.")] = 1,
-    decode: Annotated[int, typer.Option(help="Number of decode engines.")] = 1,
-    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each prefill engine.")] = 1,
-    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each decode engine.")] = 1,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any.")] = 8000,
+    prefill: Annotated[int, typer.Option(metavar="COUNT", help="Number of prefill engines.")] = 1,
+    decode: Annotated[int, typer.Option(metavar="COUNT", help="Number of decode engines.")] = 1,
+    prefill_tp: Annotated[
+        int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of each prefill engine.")
+    ] = 1,
+    decode_tp: Annotated[
+        int, typer.Option(metavar="COUNT", help="Tensor-parallel ranks of each decode engine.")
+    ] = 1,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on; 0 for any.")
+    ] = 8000,
     turn_seconds: Annotated[
         float,
-        typer.Option(help="Seconds that decode engines keep an answer's KV for the next turn; 0 for none."),
+        typer.Option(
+            metavar="SECONDS", help="Time that decode engines keep an answer's KV for the next turn."
+        ),
     ] = 0,
-    log_dir: Annotated[Path | None, typer.Option(help="Folder for the engines' logs.")] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for the engines' logs; by default a temporary one."),
+    ] = None,
     startup_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds until every engine must be ready.")
+        float, typer.Option(metavar="SECONDS", min=1, help="Time for all engines to become ready.")
     ] = 600,
 ) -> None:
-    """Start engines of MODEL here, and one OpenAI endpoint.
+    """Start engines and a router on this machine.
 
-    Starts prefill and decode engines on this machine, and a router in front of them.
+    Starts prefill and decode engines of MODEL, and one OpenAI endpoint in front of them. Ctrl-C stops all of
+    them.
     """
     from rich.console import Console
 

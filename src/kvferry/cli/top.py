@@ -1,4 +1,4 @@
-"""`kvferry top`: what engines do, live."""
+"""`kvferry top`: live metrics of engines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def register(app: typer.Typer) -> None:
 def top(
     urls: Annotated[
         list[str],
-        typer.Argument(metavar="URL...", help="URLs of engines, or of a kvferry router in front of them."),
+        typer.Argument(metavar="URL", help="URLs of engines, or of a kvferry router in front of them."),
     ],
     interval: Annotated[
         float,
         typer.Option(
-            min=0.1, max=3600, help="Seconds between two readings of /metrics; rates are over that time."
+            metavar="SECONDS",
+            min=0.1,
+            max=3600,
+            help="Time between two readings of /metrics, over which rates are computed.",
         ),
     ] = 1.0,
     once: Annotated[
@@ -39,17 +42,17 @@ def top(
 ) -> None:
     """Watch engines live: hits, misses, loads, tiers, failures.
 
-    Shows all engines together, then one line per engine. Press Tab for the next engine in detail, Escape to
-    go back, q to quit.
+    Shows all engines together, then one line per engine. Press Tab for the next engine in detail, Escape for
+    all engines, q to quit.
     """
     import anyio
     from rich.console import Console
 
-    from kvferry.top.fetch import address
+    from kvferry.top.fetch import parse_address
     from kvferry.top.lines import text
     from kvferry.top.live import sampled, watch
 
-    asked = list(dict.fromkeys(address(url) for url in urls))
+    asked = list(dict.fromkeys(parse_address(url) for url in urls))
     console = Console(highlight=False)
     drawn = console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()
     if drawn and not (once or as_json):
@@ -68,7 +71,7 @@ def top(
 
 
 def as_plain(value: Any) -> Any:
-    """With null for what is no number."""
+    """Return the value with non-finite numbers replaced by None."""
     if isinstance(value, dict):
         return {key: as_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""`kvferry doctor`: checks of this machine, a configuration and running engines, and what to fix.
+"""`kvferry doctor`: checks of this machine, a configuration and running engines, with advice.
 
-- `finding`: what a check says; `report`: how it is printed.
-- `limits`: no check waits longer than it may; `probes`: what runs in processes of its own, to be killed.
+- `finding`: the result of a check; `report`: how results are printed.
+- `limits`: deadlines for checks; `probes`: code that runs in processes of its own, so that it can be killed.
 - `machine`, `software`, `nixl`, `reads`, `costs`: this machine.
-- `settings`, `listening`, `storage`, `mounts`: what a configuration names here.
-- `engines`, `http_engine`, `meeting`, `pairs`: engines that run, one by one and two by two.
-- `examine`: all of it, in order.
+- `settings`, `listening`, `storage`, `mounts`: what a configuration needs from this machine.
+- `engines`, `http_engine`, `meeting`, `pairs`: running engines, one by one and in pairs.
+- `examine`: all checks in order.
 """

@@ -1,4 +1,4 @@
-"""Whether the planner goes by what this machine takes."""
+"""Check whether the planner's costs fit this machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from kvferry.doctor.finding import Finding, note, ok, refused
-from kvferry.doctor.reads import Reads
+from kvferry.doctor.finding import Finding, from_error, note, ok
+from kvferry.doctor.reads import ReadTimings
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
 from kvferry.transport.costs_file import CostsFile, find_default_costs, load_costs
@@ -19,13 +19,13 @@ _STALE_DAYS = 180
 _CALIBRATE = "kvferry bench calibrate, while nothing else runs"
 
 
-def check(path: str | None, found: Reads | None, now: datetime | None = None) -> Finding:
-    """Whether what the planner goes by is this machine's.
+def check(path: str | None, found: ReadTimings | None, now: datetime | None = None) -> Finding:
+    """Compare the planner's costs with this machine.
 
     Args:
-        path: of the file that the configuration names; None for the user's.
-        found: READs that were timed here now, None if they could not be.
-        now: for the age of the file.
+        path: costs file of the configuration; None for the user's own.
+        found: READs timed on this machine; None if none were.
+        now: current time, for the age of the file.
     """
     subject = "costs"
     try:
@@ -33,7 +33,7 @@ def check(path: str | None, found: Reads | None, now: datetime | None = None) ->
         file = expanded(path) if path else find_default_costs()
         written = None if file is None else msgspec.json.decode(file.read_bytes(), type=CostsFile)
     except ConfigError as error:
-        return refused(subject, error, _CALIBRATE)
+        return from_error(subject, error, _CALIBRATE)
     if written is None:
         return note(
             subject,
@@ -55,8 +55,8 @@ def check(path: str | None, found: Reads | None, now: datetime | None = None) ->
     return ok(subject, f"measured {written.made[:10]}, in {file}{_compared(used, found)}")
 
 
-def _off(used: Costs, found: Reads) -> float:
-    """How many times as long READs take as the costs say, of the one that is farthest off."""
+def _off(used: Costs, found: ReadTimings) -> float:
+    """Return the largest factor between measured and expected READ times."""
     times = [
         seconds / (count * used.read_descriptor_seconds + moved * used.read_byte_seconds)
         for count, moved, seconds in found.timed
@@ -64,7 +64,7 @@ def _off(used: Costs, found: Reads) -> float:
     return max(times, key=lambda each: max(each, 1 / each))
 
 
-def _compared(used: Costs, found: Reads | None) -> str:
+def _compared(used: Costs, found: ReadTimings | None) -> str:
     return f"; a READ takes {_off(used, found):.1f} times what they say" if found else ""
 
 

@@ -1,4 +1,4 @@
-"""Engines that run: found by what the operator gave, met, and described."""
+"""Find running engines from addresses, connect to them, and describe them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from kvferry.doctor import http_engine, ports
-from kvferry.doctor.finding import Finding, Section, bad, note, ok
-from kvferry.doctor.http_engine import Offered
-from kvferry.doctor.limits import each_within
+from kvferry.doctor.finding import Finding, ReportSection, bad, note, ok
+from kvferry.doctor.http_engine import OfferedKv
+from kvferry.doctor.limits import run_all_within
 from kvferry.doctor.meeting import CannotMeet, Met, give_back, meet
 from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
@@ -32,12 +32,12 @@ _ENGINE_SECONDS = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the operator gave.
+    """An engine or router to examine.
 
     Attributes:
-        name: as it was given.
-        role: of the engine, as far as it was said.
-        url: of an HTTP endpoint, without a path; None for a control channel.
+        name: address as given.
+        role: role of the engine, as far as it is known.
+        url: base URL of an HTTP endpoint; None for a control channel.
         control: address of a control channel; None for a URL.
     """
 
@@ -48,14 +48,14 @@ class Target:
 
 
 @dataclass(slots=True)
-class Seen:
-    """An engine that was looked at.
+class ExaminedEngine:
+    """An engine and the findings about it. Mutable while it is examined.
 
     Attributes:
-        name: as it was given.
-        role: which half of the work it does.
-        findings: about it.
-        met: who it is, if it could be met.
+        name: address as given.
+        role: role of the engine.
+        findings: in the order in which they were made.
+        met: what it said on its control channel; None if it could not be reached.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Seen:
     met: Met | None = None
 
 
-def target(text: str, role: Role = Role.BOTH) -> Target:
-    """What an argument names.
+def parse_target(text: str, role: Role = Role.BOTH) -> Target:
+    """Return the target that an argument names.
 
-    >>> target("http://127.0.0.1:8100/v1").url, target("kvferry://10.0.0.7:5600").control
+    >>> parse_target("http://127.0.0.1:8100/v1").url, parse_target("kvferry://10.0.0.7:5600").control
     ('http://127.0.0.1:8100', ('10.0.0.7', 5600))
-    >>> target("[::1]:5600").control
+    >>> parse_target("[::1]:5600").control
     ('::1', 5600)
 
     Raises:
@@ -92,17 +92,19 @@ def target(text: str, role: Role = Role.BOTH) -> Target:
     )
 
 
-def look_at(targets: Sequence[Target], keys: Keys | None) -> tuple[list[Section], list[Seen]]:
-    """Look at all of them at once, and at the engines behind those that are routers.
+def examine_engines(
+    targets: Sequence[Target], keys: Keys | None
+) -> tuple[list[ReportSection], list[ExaminedEngine]]:
+    """Examine all targets concurrently, then the engines behind those that are routers.
 
     Returns:
-        A section for each, and the engines.
+        A section per target, and the engines.
     """
-    found, seen = list[Section](), list[Seen]()
+    found, seen = list[ReportSection](), list[ExaminedEngine]()
     known: set[tuple[str, str]] = set()
     waiting = list(targets)
     while waiting:
-        answers = each_within(_ENGINE_SECONDS, [partial(_look, one, keys) for one in waiting])
+        answers = run_all_within(_ENGINE_SECONDS, [partial(_look, one, keys) for one in waiting])
         further: list[Target] = []
         for one, answer in zip(waiting, answers, strict=True):
             if isinstance(answer, BaseException):
@@ -115,7 +117,7 @@ def look_at(targets: Sequence[Target], keys: Keys | None) -> tuple[list[Section]
             found.append(_section(one, engine.findings))
             for url, role in behind:
                 try:
-                    further.append(target(url, role))
+                    further.append(parse_target(url, role))
                 except ConfigError as error:
                     found.append(
                         _section(
@@ -136,18 +138,18 @@ def look_at(targets: Sequence[Target], keys: Keys | None) -> tuple[list[Section]
     return found, seen
 
 
-def _section(one: Target, findings: Sequence[Finding]) -> Section:
+def _section(one: Target, findings: Sequence[Finding]) -> ReportSection:
     role = "engine" if one.role is Role.BOTH else f"{one.role} engine"
-    return Section(f"{role} {one.name}", tuple(findings))
+    return ReportSection(f"{role} {one.name}", tuple(findings))
 
 
-def _look(one: Target, keys: Keys | None) -> tuple[Seen, tuple[tuple[str, Role], ...]]:
-    """An engine; or a router, with what is behind it."""
-    seen = Seen(one.name, one.role)
+def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[str, Role], ...]]:
+    """Examine an engine, or list the engines behind a router."""
+    seen = ExaminedEngine(one.name, one.role)
     control, offered = one.control, None
-    others: tuple[Offered | None, ...] = ()
+    others: tuple[OfferedKv | None, ...] = ()
     if one.url is not None:
-        at = http_engine.look(one.url, _HTTP_SECONDS)
+        at = http_engine.examine_url(one.url, _HTTP_SECONDS)
         seen.findings += at.findings
         if at.offered is None:
             return seen, at.behind
@@ -165,11 +167,11 @@ def _look(one: Target, keys: Keys | None) -> tuple[Seen, tuple[tuple[str, Role],
     return seen, ()
 
 
-def _meet(control: Address, keys: Keys | None, offered: Offered | None) -> Met:
-    """Who is there, who then has the blocks back that it offered.
+def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> Met:
+    """Connect to an engine, and release the blocks that it offered.
 
     Raises:
-        CannotMeet: nobody, or somebody else.
+        CannotMeet: nothing, or another engine, answers at the address.
     """
     met = meet(control, keys, _CONTROL_SECONDS)
     if offered is None or keys is None:
@@ -179,14 +181,14 @@ def _meet(control: Address, keys: Keys | None, offered: Offered | None) -> Met:
             f"engine {offered.engine_id} tells peers this address, but {met.facts.engine_id} answers there",
             "set the connector's host to an address that leads peers to its machine",
         )
-    give_back(control, keys, offered.ticket, http_engine.OFFERED)
+    give_back(control, keys, offered.ticket, http_engine.PROBE_TOKENS)
     return met
 
 
 def _ranks(
-    first: Offered, others: Sequence[Offered | None], met: Met | None, keys: Keys | None
+    first: OfferedKv, others: Sequence[OfferedKv | None], met: Met | None, keys: Keys | None
 ) -> list[Finding]:
-    """The data-parallel ranks of an engine besides the first, as far as they are not what it is."""
+    """Compare the other data-parallel ranks of an engine with the first."""
     found, known = list[Finding](), {first.engine_id}
     for number, offered in enumerate(others, 1):
         rank = f"data-parallel rank {number}"
@@ -216,7 +218,7 @@ def _ranks(
 
 
 def _different(one: Met, other: Met) -> str:
-    """In what two ranks of an engine differ that must not; empty if in nothing."""
+    """Return the differences between two ranks that must be alike; empty if there are none."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
         [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in met.ranks]
@@ -230,7 +232,7 @@ def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
 
 
 def _told(url: str, control: Address) -> list[Finding]:
-    """Whether the address that peers are told is one that others reach."""
+    """Return a note if the engine advertises an address that only its own machine can reach."""
     host = urlsplit(url).hostname or ""
     if not is_loopback(control[0]) or is_loopback(host):
         return []
@@ -244,7 +246,7 @@ def _told(url: str, control: Address) -> list[Finding]:
 
 
 def _who(met: Met) -> list[Finding]:
-    """What an engine says of itself."""
+    """Describe an engine."""
     first = met.ranks[0].geometry
     alike = Counter(f"{group.label} in blocks of {group.block_tokens}" for group in first.groups)
     groups = ", ".join(f"{count} x {label}" for label, count in alike.items())
@@ -262,7 +264,7 @@ def _who(met: Met) -> list[Finding]:
 
 
 def _ports(met: Met) -> list[Finding]:
-    """The open ports of an engine of this machine and user; nothing is known of others."""
+    """Check the open ports of an engine, if it runs on this machine as this user."""
     host, port = met.address
     if not is_local_address(host):
         return []

@@ -1,4 +1,4 @@
-"""Everything that is looked at, in order: this machine, a configuration, engines, pairs of them."""
+"""Run all checks in order: this machine, a configuration, engines, pairs of engines."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry.doctor import costs, listening, machine, nixl, pairs, reads, settings, software, storage
-from kvferry.doctor.engines import Target, look_at
-from kvferry.doctor.finding import Finding, Section
-from kvferry.doctor.limits import guarded
-from kvferry.doctor.reads import Reads
+from kvferry.doctor.engines import Target, examine_engines
+from kvferry.doctor.finding import Finding, ReportSection
+from kvferry.doctor.limits import run_check
+from kvferry.doctor.reads import ReadTimings
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.engines.vllm.version import nixl_version
@@ -26,14 +26,14 @@ _LONG_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be looked at.
+class Examination:
+    """The things to check.
 
     Attributes:
-        targets: engines, routers.
+        targets: engines and routers.
         config: path of a configuration.
-        secret_file: of the engines; by default the one of the configuration, or this machine's key.
-        machine: whether this machine is.
+        secret_file: secret of the engines; by default the configuration's, or this machine's key.
+        machine: check this machine too.
     """
 
     targets: tuple[Target, ...] = ()
@@ -42,28 +42,32 @@ class Job:
     machine: bool = True
 
 
-def examine(job: Job, progress: Callable[[str], None]) -> list[Section]:
-    """Look at all of it, one after the other: what is timed is not to share cores with what is tried.
+def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSection]:
+    """Run the checks one after the other, because timed checks must not share cores with others.
+
+    Args:
+        job: the things to check.
+        progress: called with a short text before each slow step.
 
     Raises:
-        ConfigError: what the operator gave cannot be used.
+        ConfigError: an argument cannot be used.
     """
     keys = existing_keys(job.secret_file) if job.secret_file else None
     if not (job.machine or job.config or job.targets):
         raise ConfigError("there is nothing to check; give an address or --config, or drop --no-machine")
-    given = settings.read_file(job.config) if job.config else settings.Given((), ())
-    sections: list[Section] = []
-    timed: Reads | None = None
+    given = settings.read_file(job.config) if job.config else settings.ConfigFile((), ())
+    sections: list[ReportSection] = []
+    timed: ReadTimings | None = None
     if job.machine:
         found, timed = _this_machine(given.configs, progress)
-        sections.append(Section("this machine", tuple(found)))
+        sections.append(ReportSection("this machine", tuple(found)))
     if job.config:
         progress("looking at what the configuration names")
         named = (*given.findings, *_named(given.configs, timed))
-        sections.append(Section(f"configuration {job.config}", named))
+        sections.append(ReportSection(f"configuration {job.config}", named))
     if job.targets:
         progress("meeting engines")
-        engines, seen = look_at(job.targets, keys or _keys_of(given.configs))
+        engines, seen = examine_engines(job.targets, keys or _keys_of(given.configs))
         local = timed.words if timed else ""
         sections += [*engines, *pairs.check(seen, _costs(given.configs), local)]
     return sections
@@ -71,27 +75,27 @@ def examine(job: Job, progress: Callable[[str], None]) -> list[Section]:
 
 def _this_machine(
     configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None]
-) -> tuple[list[Finding], Reads | None]:
-    found = guarded("limits", _QUICK_SECONDS, machine.check)
+) -> tuple[list[Finding], ReadTimings | None]:
+    found = run_check("limits", _QUICK_SECONDS, machine.check)
     if not any(config.secret_file or not config.transfers for config in configs):
         found.append(listening.key(None))
     progress("loading vLLM and the connector")
-    found += guarded("vLLM", _LONG_SECONDS, software.check)
+    found += run_check("vLLM", _LONG_SECONDS, software.check)
     progress("starting NIXL's plugins")
     version = nixl_version()
-    found += guarded("NIXL", _LONG_SECONDS, lambda: nixl.check(version))
-    timed: list[Reads] = []
+    found += run_check("NIXL", _LONG_SECONDS, lambda: nixl.check(version))
+    timed: list[ReadTimings] = []
     if version is not None:
         progress("reading between two processes")
-        found += guarded("READ", _LONG_SECONDS, lambda: _timed(timed))
+        found += run_check("READ", _LONG_SECONDS, lambda: _timed(timed))
     one = timed[0] if timed else None
     if not any(config.costs for config in configs):
         found.append(costs.check(None, one))
     return found, one
 
 
-def _timed(timed: list[Reads]) -> list[Finding]:
-    """The findings of the READs; what was measured goes into `timed`."""
+def _timed(timed: list[ReadTimings]) -> list[Finding]:
+    """Return the findings about READs, and append the timings to `timed`."""
     findings = []
     for one in reads.check():
         if isinstance(one, Finding):
@@ -101,11 +105,11 @@ def _timed(timed: list[Reads]) -> list[Finding]:
     return findings
 
 
-def _named(configs: tuple[ConnectorConfig, ...], timed: Reads | None) -> list[Finding]:
-    """What configurations name on this machine."""
+def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> list[Finding]:
+    """Check what the configurations need from this machine."""
     found: list[Finding] = []
     for config in configs:
-        found += guarded("listening", _QUICK_SECONDS, partial(listening.check, config))
+        found += run_check("listening", _QUICK_SECONDS, partial(listening.check, config))
         if config.costs:
             found.append(costs.check(config.costs, timed))
         if (tiers := read_tiers(config.tiers)) is not None:

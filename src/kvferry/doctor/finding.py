@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""Result of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """How it is: as it should be, worth knowing, or to be changed."""
+    """Result of a check: fine, worth knowing, or to be fixed."""
 
     OK = "ok"
     NOTE = "note"
@@ -17,13 +17,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was checked.
 
     Attributes:
-        subject: what, in a few words.
-        state: how it is.
+        subject: what was checked, in a few words.
+        state: result.
         found: a sentence without its full stop.
-        advice: what to do; what is bad always has some.
+        advice: what to do; never empty for BAD.
     """
 
     subject: str
@@ -37,38 +37,38 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """Findings about one thing, in the order in which they are read."""
+class ReportSection:
+    """Findings under one heading, in reading order."""
 
     title: str
     findings: tuple[Finding, ...]
 
 
 def ok(subject: str, found: str) -> Finding:
-    """As it should be."""
+    """Return a finding that needs no action."""
     return Finding(subject, State.OK, found)
 
 
 def note(subject: str, found: str, advice: str = "") -> Finding:
-    """Worth knowing."""
+    """Return a finding that is worth knowing."""
     return Finding(subject, State.NOTE, found, advice)
 
 
 def bad(subject: str, found: str, advice: str) -> Finding:
-    """To be changed."""
+    """Return a finding that must be fixed."""
     return Finding(subject, State.BAD, found, advice)
 
 
-def refused(subject: str, error: Exception, advice: str = "correct it") -> Finding:
-    """What kvferry itself refuses: its errors say after the last semicolon what to do.
+def from_error(subject: str, error: Exception, advice: str = "correct it") -> Finding:
+    """Return a finding for a kvferry error, whose text after the last semicolon says what to do.
 
-    >>> refused("port", ValueError("port is 70000; it must be 0 to 65535")).advice
+    >>> from_error("port", ValueError("port is 70000; it must be 0 to 65535")).advice
     'it must be 0 to 65535'
     """
     found, semicolon, said = str(error).rpartition("; ")
     return bad(subject, found, said) if semicolon else bad(subject, said, advice)
 
 
-def is_well(sections: Iterable[Section]) -> bool:
-    """Whether there is nothing to fix."""
+def is_well(sections: Iterable[ReportSection]) -> bool:
+    """Return whether there is nothing to fix."""
     return not any(finding.state is State.BAD for section in sections for finding in section.findings)

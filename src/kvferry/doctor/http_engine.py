@@ -1,4 +1,4 @@
-"""An engine, or a router, at the address of its OpenAI endpoint."""
+"""Examine an engine or a router at its HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from kvferry.transport.handshake import Address
 
 
 class _Ask(Protocol):
-    """Asks one address."""
+    """A function that requests a path of one address."""
 
     async def __call__(
         self, path: str, post: bytes | None = None, chosen: Mapping[str, str] | None = None
     ) -> HttpReply:
-        """Its answer; `chosen` are headers."""
+        """Return the answer; `chosen` are extra headers."""
 
 
 _PROMPT = [11, 12, 13, 14]
 """Token ids that any vocabulary has."""
-OFFERED = _PROMPT[:-1]
-"""Token ids that an engine offers of it: the last one is computed by whoever takes the offer."""
+PROBE_TOKENS = _PROMPT[:-1]
+"""Token ids that an engine offers: the consumer computes the last one."""
 _RANK = "X-data-parallel-rank"
-"""The header by which vLLM lets a data-parallel rank be chosen."""
+"""vLLM's header that chooses a data-parallel rank."""
 _TICKET = re.compile(r"[0-9a-f]{32}")
-"""What kvferry puts where vLLM's NixlConnector names a request."""
+"""A ticket, in the key where vLLM's NixlConnector has a request id."""
 _ENGINE = re.compile(r'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
-    """Where an engine says that it keeps what it has just computed.
+class OfferedKv:
+    """The address of the KV that an engine has just computed.
 
     Attributes:
-        address: of its control channel.
-        engine_id: of the engine.
-        ticket: names the lease under which it keeps it.
+        address: control channel of the engine.
+        engine_id: id of the engine.
+        ticket: name of the lease on the blocks.
     """
 
     address: Address
@@ -57,36 +57,36 @@ class Offered:
 
 
 @dataclass(slots=True)
-class AtUrl:
-    """What an HTTP address has shown.
+class UrlFindings:
+    """Result of examining a URL. Mutable while it is examined.
 
     Attributes:
-        findings: about it.
-        behind: engines behind a router, with their roles.
-        offered: by an engine that exchanges KV; of a data-parallel one, by its first rank.
-        others: the same by its other ranks, None of one that does not.
+        findings: in the order in which they were made.
+        behind: URLs and roles of the engines behind a router.
+        offered: KV offered by the engine, or by its first data-parallel rank; None if it exchanges none.
+        others: the same for its other ranks.
     """
 
     findings: list[Finding] = field(default_factory=list)
     behind: tuple[tuple[str, Role], ...] = ()
-    offered: Offered | None = None
-    others: tuple[Offered | None, ...] = ()
+    offered: OfferedKv | None = None
+    others: tuple[OfferedKv | None, ...] = ()
 
 
-def look(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> AtUrl:
-    """Ask what is at `url`. An engine is given a prompt of four tokens, to be computed for another engine.
+def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> UrlFindings:
+    """Examine the server at `url`. An engine computes a prompt of four tokens for a remote decode.
 
     Args:
         url: without a path.
-        seconds: for each answer.
-        environment: ``VLLM_API_KEY`` is sent where it is set, as vLLM reads it.
+        seconds: deadline of each answer.
+        environment: ``VLLM_API_KEY`` is sent if it is set.
     """
     key = environment.get("VLLM_API_KEY")
     return anyio.run(_look, url, seconds, {"Authorization": f"Bearer {key}"} if key else {})
 
 
-async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> AtUrl:
-    seen = AtUrl()
+async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFindings:
+    seen = UrlFindings()
     async with client(headers) as http:
 
         async def ask(
@@ -112,13 +112,13 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> AtUrl:
 
 
 def _router(health: HttpReply) -> dict[str, Any] | None:
-    """What a router says of its engines; None if this is none."""
+    """Return what a router says of its engines; None if the answer is not a router's."""
     said = health.json
     return said if isinstance(said, dict) and {"prefill", "decode"} <= said.keys() else None
 
 
-def _behind(said: dict[str, Any]) -> AtUrl:
-    seen = AtUrl()
+def _behind(said: dict[str, Any]) -> UrlFindings:
+    seen = UrlFindings()
     try:
         health = msgspec.convert(said, Health)
     except msgspec.ValidationError as error:
@@ -143,8 +143,8 @@ def _behind(said: dict[str, Any]) -> AtUrl:
     return seen
 
 
-def _is_engine(answer: HttpReply, seen: AtUrl) -> bool:
-    """Whether it is vLLM, which says its version."""
+def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
+    """Return whether the answer comes from vLLM."""
     said = answer.json
     version = said.get("version") if isinstance(said, dict) else None
     if not isinstance(version, str):
@@ -162,11 +162,11 @@ def _is_engine(answer: HttpReply, seen: AtUrl) -> bool:
     return isinstance(version, str)
 
 
-def _connector(answer: HttpReply, seen: AtUrl) -> int:
-    """Whose metrics it shows; several API servers show none of a counter that never counted.
+def _connector(answer: HttpReply, seen: UrlFindings) -> int:
+    """Find out from its metrics which connector runs. Several API servers show no counter that never counted.
 
     Returns:
-        How many data-parallel ranks it shows metrics of; 1 where that cannot be seen.
+        Number of data-parallel ranks with metrics; 1 if unknown.
     """
     shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.fine else []
     if not answer.fine:
@@ -181,8 +181,8 @@ def _connector(answer: HttpReply, seen: AtUrl) -> int:
     return max(1, len(set(_ENGINE.findall(answer.text)))) if answer.fine else 1
 
 
-async def _ask_for_kv(ask: _Ask, seen: AtUrl, engines: int) -> None:
-    """Compute a short prompt for another engine, on every rank: answers say where control channels are."""
+async def _ask_for_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
+    """Compute a short prompt on every rank. The answers carry the addresses of the control channels."""
     listed = await ask("/v1/models")
     try:
         model = listed.json["data"][0]["id"]
@@ -227,11 +227,11 @@ async def _ask_for_kv(ask: _Ask, seen: AtUrl, engines: int) -> None:
         )
 
 
-def _offered(params: dict[str, Any] | None) -> Offered | None:
+def _offered(params: dict[str, Any] | None) -> OfferedKv | None:
     if not params or "remote_block_ids" in params:
         return None
     host, port = params.get("remote_host"), params.get("remote_port")
     engine_id, ticket = params.get("remote_engine_id"), params.get("remote_request_id")
     if not (isinstance(host, str) and isinstance(port, int) and _TICKET.fullmatch(str(ticket))):
         return None
-    return Offered((host, port), str(engine_id), bytes.fromhex(str(ticket)))
+    return OfferedKv((host, port), str(engine_id), bytes.fromhex(str(ticket)))

@@ -1,8 +1,8 @@
-"""No check waits longer than it may.
+"""Deadlines for checks.
 
-What only waits for sockets runs in a thread, which is left behind when its time is up. What may crash, or
-wait where no signal arrives (a mount that hangs, a driver), runs in a process of its own, which is killed
-with all that it has started.
+A check that only waits for sockets runs in a thread, which is abandoned at its deadline. A check that may
+crash, or hang where no signal arrives (a dead mount, a driver), runs in a process, which is killed with its
+children.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ _MOST_SAID = 300
 T = TypeVar("T")
 
 
-class TooLong(KVFerryError):
-    """Something was not done in time."""
+class CheckTimeout(KVFerryError):
+    """A check did not end in time."""
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns, or raises.
+def run_within(seconds: float, call: Callable[[], T]) -> T:
+    """Return what `call` returns.
 
     Raises:
-        TooLong: it does neither for so long.
+        CheckTimeout: it did not end in time.
+        Exception: whatever `call` raises.
     """
-    (answer,) = each_within(seconds, [call])
+    (answer,) = run_all_within(seconds, [call])
     if isinstance(answer, BaseException):
         raise answer
     return answer
 
 
-def each_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """What each of `calls` returns, or what it raises, in their order; all run at once."""
+def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+    """Run all calls concurrently. Return results or exceptions in order, CheckTimeout for late ones."""
     answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
 
     def run(number: int, call: Callable[[], T]) -> None:
@@ -56,7 +57,7 @@ def each_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | Ba
 
     for number, call in enumerate(calls):
         threading.Thread(target=run, args=(number, call), name="kvferry-doctor", daemon=True).start()
-    late = TooLong(f"no result in {seconds:g} s")
+    late = CheckTimeout(f"no result in {seconds:g} s")
     found: dict[int, T | BaseException] = {}
     until = time.monotonic() + seconds
     while len(found) < len(calls):
@@ -68,23 +69,23 @@ def each_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | Ba
     return [found.get(number, late) for number in range(len(calls))]
 
 
-def guarded(subject: str, seconds: float, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of a check; that it takes too long, or fails, is one."""
+def run_check(subject: str, seconds: float, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Run a check. A timeout or an exception becomes a finding."""
     try:
-        return within(seconds, lambda: list(check()))
-    except TooLong as error:
+        return run_within(seconds, lambda: list(check()))
+    except CheckTimeout as error:
         return [bad(subject, f"no answer: {error}", "find out what blocks there")]
     except Exception as error:  # noqa: BLE001 - one check that breaks must not hide what others find
         return [bad(subject, f"this check broke: {type(error).__name__}: {error}", "please report it")]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A process that has ended.
+class ProcessResult:
+    """Result of a process.
 
     Attributes:
-        code: negative for a signal; None if it was killed because its time was up.
-        out, err: what it printed until then.
+        code: exit code, negative for a signal; None if it was killed at its deadline.
+        out, err: its output until then.
     """
 
     code: int | None
@@ -93,26 +94,26 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """In words."""
+        """Return how it ended, as a sentence."""
         if self.code is None:
             return "it did not finish in time"
         return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"
 
     @property
     def last_words(self) -> str:
-        """The last thing that it had to say, or how it ended."""
+        """Return the last line of its standard error, or how it ended."""
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         return lines[-1][:_MOST_SAID] if lines and self.code is not None else self.how
 
 
 def run_python(
     arguments: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
-) -> Ended:
-    """Run this Python with arguments, for so long at most.
+) -> ProcessResult:
+    """Run this Python interpreter with arguments, and kill it at its deadline.
 
     Args:
         arguments: as ``["-m", module, ...]``.
-        seconds: until it is killed, with all that it has started.
+        seconds: time until it is killed, with its children.
         environment: variables on top of this process's own.
     """
     process = subprocess.Popen(
@@ -135,11 +136,11 @@ def run_python(
     except BaseException:
         _kill(process)
         raise
-    return Ended(code, out, err)
+    return ProcessResult(code, out, err)
 
 
 def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a process and its session; what it printed. One that the kernel holds on to is left to it."""
+    """Kill a process and its session, and return its output. Leave one that the kernel does not end."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:

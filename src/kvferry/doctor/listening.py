@@ -1,4 +1,4 @@
-"""Where an engine of a configuration would listen, who could reach it, and its key."""
+"""Check where an engine would listen, who could reach it, and which key it has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import stat
 from collections.abc import Mapping
 
-from kvferry.doctor.finding import Finding, bad, note, ok, refused
+from kvferry.doctor.finding import Finding, bad, from_error, note, ok
 from kvferry.engines.vllm.config import NODE, ConnectorConfig
 from kvferry.errors import ConfigError
 from kvferry.transport.address import is_loopback, parse_ip
@@ -18,7 +18,7 @@ _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
 
 
 def node_address(environment: Mapping[str, str] = os.environ) -> str:
-    """The address that ``host: node`` stands for: ``VLLM_HOST_IP``, or the default route's."""
+    """Return the address that ``host: node`` means: ``VLLM_HOST_IP``, or that of the default route."""
     if given := environment.get("VLLM_HOST_IP"):
         return given
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -30,25 +30,25 @@ def node_address(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def check(config: ConnectorConfig) -> list[Finding]:
-    """All of it; nothing where no KV is exchanged."""
+    """Check everything about listening; an engine without transfer does not listen."""
     if not config.transfers:
         return [ok("listening", "no KV is exchanged, so nothing listens")]
     host = node_address() if config.host == NODE else config.host
     return [
         key(config.secret_file),
-        who_may(config, host),
+        access(config, host),
         *advertised(config.advertise_host),
         *address(host, config.port),
     ]
 
 
 def key(secret_file: str | None) -> Finding:
-    """Whether an engine of this user would have a key, and which."""
+    """Check the key that an engine of this user would use."""
     subject = "key"
     try:
         place, keys = key_location(secret_file), existing_keys(secret_file)
     except ConfigError as error:
-        return refused(subject, error)
+        return from_error(subject, error)
     if keys is None:
         return ok(subject, f"{place}: made by the first engine that needs it")
     mode = f"{stat.S_IMODE(place.path.stat().st_mode):o}"
@@ -58,8 +58,8 @@ def key(secret_file: str | None) -> Finding:
     )
 
 
-def who_may(config: ConnectorConfig, host: str) -> Finding:
-    """Who could read the engine's memory."""
+def access(config: ConnectorConfig, host: str) -> Finding:
+    """Say who could exchange KV with the engine."""
     subject = "host"
     told = config.advertise_host or host
     if is_loopback(host):
@@ -75,7 +75,7 @@ def who_may(config: ConnectorConfig, host: str) -> Finding:
 
 
 def advertised(told: str | None) -> list[Finding]:
-    """Whether peers would resolve the name that they are told, which they do only with names they list."""
+    """Return a note if the advertised address is a name: peers resolve only names that they list."""
     if told is None or told == "localhost" or parse_ip(told) is not None:
         return []
     return [
@@ -88,7 +88,7 @@ def advertised(told: str | None) -> list[Finding]:
 
 
 def address(host: str, port: int) -> list[Finding]:
-    """Whether the control channel could listen there now."""
+    """Check whether the control channel could listen at the address now."""
     subject = "port"
     try:
         family, kind, number, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""What the machine lends: memory that may be locked, files, shared memory, large pages."""
+"""Check what the operating system provides: lockable memory, files, threads, shared memory, huge pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.doctor.finding import Finding, bad, note, ok, refused
+from kvferry.doctor.finding import Finding, bad, from_error, note, ok
 from kvferry.errors import ConfigError
 from kvferry.memory.available import Read, read
 from kvferry.memory.sealed import sealed_file
@@ -17,7 +17,7 @@ from kvferry.transport.nixl_requirements import LEAST_BYTES
 from kvferry.units import format_bytes
 
 _ENOUGH_FILES = 65_535
-"""What vLLM raises its own limit to, as far as it may."""
+"""vLLM raises its own limit to this, if it may."""
 _FEW_FILES = 1024
 _ENGINES_THREADS = 256
 """An engine of one rank and its helpers had 115 on two cores."""
@@ -26,7 +26,7 @@ _COLLAPSES_SINCE = (6, 1)
 
 
 def devices(folder: str = "/sys/class/infiniband") -> list[str]:
-    """RDMA devices: InfiniBand, RoCE, EFA."""
+    """Return the names of RDMA devices: InfiniBand, RoCE, EFA."""
     try:
         return sorted(entry.name for entry in Path(folder).iterdir())
     except OSError:
@@ -34,10 +34,10 @@ def devices(folder: str = "/sys/class/infiniband") -> list[str]:
 
 
 def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Finding:
-    """Whether memory can be registered with RDMA devices, which lock it.
+    """Check whether memory can be registered with RDMA devices, which lock it.
 
     Args:
-        limit: bytes that a process may lock, negative for any; by default this process's.
+        limit: lockable bytes, negative for unlimited; by default this process's limit.
         rdma: names of devices; by default this machine's.
     """
     subject = "locked memory"
@@ -56,7 +56,7 @@ def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Fi
 
 
 def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
-    """Whether sockets and files of many requests can be open at a time."""
+    """Check whether enough sockets and files can be open for many requests."""
     subject = "open files"
     if soft is None or hard is None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -77,12 +77,12 @@ def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
 
 
 def threads(limit: int | None = None, used: int | None = None, user: int | None = None) -> Finding:
-    """Whether this user may start the threads of engines; the kernel counts those of all its processes.
+    """Check whether this user may start the threads of engines, besides those of its other processes.
 
     Args:
-        limit: threads that the user may have, negative for any; by default this process's limit.
-        used: threads that it has; by default counted in ``/proc``.
-        user: its number, 0 for root, whom no limit binds; by default this process's.
+        limit: number of threads, negative for unlimited; by default this process's limit.
+        used: number of the user's threads; by default counted in ``/proc``.
+        user: user id, by default this process's. Root (0) has no limit.
     """
     subject = "threads"
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
@@ -111,7 +111,7 @@ def _threads_of(user: int) -> int:
 
 
 def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_result] = os.statvfs) -> Finding:  # noqa: S108
-    """Room for queues of vLLM's and UCX's; the host tier's memory is not there."""
+    """Check the room for the queues of vLLM and UCX. The host tier does not use it."""
     subject = path
     try:
         found = stat(path)
@@ -141,10 +141,10 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
 
 
 def file_size(limit: int | None = None) -> Finding:
-    """Whether files can be as large as host memory and UCX's queues are, which count as files.
+    """Check whether files may be as large as host memory and UCX's queues, which count as files.
 
     Args:
-        limit: bytes that a file may have, negative for any; by default this process's.
+        limit: bytes per file, negative for unlimited; by default this process's limit.
     """
     subject = "size of a file"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] if limit is None else limit
@@ -159,17 +159,17 @@ def file_size(limit: int | None = None) -> Finding:
 
 
 def memory_files() -> Finding:
-    """Whether memory can be had that ranks share safely."""
+    """Check whether ranks can share memory through sealed memory files."""
     subject = "memory files"
     try:
         os.close(sealed_file("kvferry-doctor", 4096))
     except ConfigError as error:
-        return refused(subject, error)
+        return from_error(subject, error)
     return ok(subject, "can be made and sealed, as the host tier needs it")
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
-    """Whether memory that moves can be in pages of 2 MiB (`memory.huge_pages`)."""
+    """Check whether memory that moves can be in pages of 2 MiB (`memory.huge_pages`)."""
     subject = "large pages"
     enabled = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     version = release or os.uname().release
@@ -197,7 +197,7 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
 
 
 def check() -> list[Finding]:
-    """All of it."""
+    """Run all checks of the machine."""
     return [
         locked_memory(),
         open_files(),

@@ -1,4 +1,4 @@
-"""Which file system a path is on, and what that means for chunks."""
+"""Find the file system of a path, and its properties."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """What is on it is in memory, and gone with it."""
+        """Return whether its files are in memory, and lost at a restart."""
         return self.kind in _MEMORY
 
     @property
     def is_layer(self) -> bool:
-        """It is a container's own layer, which goes with the container."""
+        """Return whether it is a container's own layer, which is deleted with the container."""
         return self.kind in _LAYERS
 
     @property
     def is_network(self) -> bool:
-        """Its bytes are on another machine, or behind a process of a user."""
+        """Return whether its files are on another machine or behind a user-space process."""
         return self.kind in _NETWORK or self.kind.startswith("fuse")
 
 
-def mounts(table: Iterable[str] | None = None) -> list[Mount]:
-    r"""All mounts that this process sees.
+def list_mounts(table: Iterable[str] | None = None) -> list[Mount]:
+    r"""Return all mounts that this process sees.
 
     Args:
         table: lines of ``/proc/self/mountinfo`` (proc(5)), by default this process's.
 
-    >>> mounts([r"36 35 98:0 /mnt1 /mnt/a\040b rw - nfs4 server:/export rw"])
+    >>> list_mounts([r"36 35 98:0 /mnt1 /mnt/a\040b rw - nfs4 server:/export rw"])
     [Mount(point='/mnt/a b', kind='nfs4', source='server:/export')]
     """
     if table is None:
@@ -75,7 +75,7 @@ def mounts(table: Iterable[str] | None = None) -> list[Mount]:
 
 
 def mount_of(path: str, among: Iterable[Mount]) -> Mount | None:
-    """The mount that an absolute path is on: of the longest one above it, the last.
+    """Return the mount of an absolute path: the longest matching mount point, and of equals the last.
 
     >>> among = [Mount("/", "ext4", ""), Mount("/mnt", "nfs", ""), Mount("/mn", "xfs", "")]
     >>> mount_of("/mnt/kv/x", among).kind

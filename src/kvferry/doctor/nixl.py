@@ -1,23 +1,23 @@
-"""NIXL here: which of its plugins start, and whether a process that used it ends as it should."""
+"""Check which NIXL plugins start, and whether a process that used NIXL ends cleanly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from kvferry.doctor.finding import Finding, bad, note, ok
-from kvferry.doctor.limits import Ended, run_python
-from kvferry.doctor.probes import MODULE, said
+from kvferry.doctor.limits import ProcessResult, run_python
+from kvferry.doctor.probes import MODULE, parse_output
 
 _SECONDS = 60.0
 _INSTALL = "pip install --no-deps nixl nixl-cu12"
 
 
-def _start_plugins() -> Ended:
+def _start_plugins() -> ProcessResult:
     return run_python(["-m", MODULE, "nixl"], _SECONDS, {"NIXL_LOG_LEVEL": "ERROR"})
 
 
-def check(version: str | None, probe: Callable[[], Ended] = _start_plugins) -> list[Finding]:
-    """Whether NIXL is here, and what of it starts.
+def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugins) -> list[Finding]:
+    """Check NIXL and its plugins.
 
     Args:
         version: that is installed; None if none is.
@@ -27,7 +27,7 @@ def check(version: str | None, probe: Callable[[], Ended] = _start_plugins) -> l
         absent = "is not installed here: engines of this machine can keep KV in tiers, but exchange none"
         return [note("NIXL", absent, _INSTALL)]
     ended = probe()
-    lines = said(ended.out)
+    lines = parse_output(ended.out)
     tried = {line["plugin"]: line["why"] for line in lines if "plugin" in line}
     start = [plugin for plugin, why in tried.items() if not why]
     if "UCX" not in start:
@@ -47,8 +47,8 @@ def check(version: str | None, probe: Callable[[], Ended] = _start_plugins) -> l
     return [*found, _end(ended, libraries)]
 
 
-def _end(ended: Ended, libraries: bool) -> Finding:
-    """How the process ended that had used NIXL (`transport.rdma_libraries`)."""
+def _end(ended: ProcessResult, libraries: bool) -> Finding:
+    """Check how the process that used NIXL ended (`transport.rdma_libraries`)."""
     beside = "the system's libefa is loaded first" if libraries else "no libefa here"
     if ended.code:
         return bad(

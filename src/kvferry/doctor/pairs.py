@@ -1,4 +1,4 @@
-"""Whether one engine can read another's KV: each difference, by the functions of the handshake."""
+"""Check whether one engine can read another's KV, with the functions of the handshake itself."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import permutations
 
-from kvferry.doctor.engines import Seen
-from kvferry.doctor.finding import Finding, Section, State, bad, note, ok
-from kvferry.doctor.limits import guarded
+from kvferry.doctor.engines import ExaminedEngine
+from kvferry.doctor.finding import Finding, ReportSection, State, bad, note, ok
+from kvferry.doctor.limits import run_check
 from kvferry.doctor.meeting import Met
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind
@@ -41,7 +41,7 @@ _OTHERWISE = "start both with the same model, dtypes, attention backend and cach
 
 
 def differences(there: Met, here: Met) -> list[str]:
-    """Why `here` cannot read from `there`, a sentence each, all of them; empty if it can."""
+    """Return why `here` cannot read from `there`, one sentence per difference; empty if it can."""
     found = dict.fromkeys(compare_facts(there.facts.must_agree, here.facts.must_agree))
     peer = [card.geometry for card in there.ranks]
     for card in here.ranks:
@@ -53,34 +53,34 @@ def differences(there: Met, here: Met) -> list[str]:
     return list(found)
 
 
-def check(engines: Sequence[Seen], costs: Costs, local: str = "") -> list[Section]:
-    """A section for every pair of a prefill and a decode engine, in the direction that KV moves.
+def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> list[ReportSection]:
+    """Return a section per pair of a prefill and a decode engine, in the direction that KV moves.
 
     Args:
-        engines: all that were met; those of no role are taken for both.
-        costs: what the planner goes by here.
-        local: what a READ between two processes of this machine has shown; empty if nothing.
+        engines: all examined engines; an engine without a role is taken for both.
+        costs: the planner's costs here.
+        local: speed of READs between two processes of this machine; empty if unknown.
     """
     met = [(seen, seen.met) for seen in engines if seen.met is not None]
     found: dict[tuple[str, str], tuple[Finding, ...]] = {}
     for (source, there), (reader, here) in permutations(met, 2):
         if source.role is not Role.DECODE and reader.role is not Role.PREFILL and there.facts != here.facts:
             check_pair = partial(_pair, there, here, costs, local)
-            found[source.name, reader.name] = tuple(guarded("pair", _PAIR_SECONDS, check_pair))
-    sections, said = list[Section](), set[tuple[str, str]]()
+            found[source.name, reader.name] = tuple(run_check("pair", _PAIR_SECONDS, check_pair))
+    sections, said = list[ReportSection](), set[tuple[str, str]]()
     for (one, other), findings in found.items():
         back = found.get((other, one))
         if (other, one) in said:
             continue
         alike = back is not None and _either_way(findings) == _either_way(back)
-        sections.append(Section(f"{one} (there) {'<->' if alike else '->'} {other} (here)", findings))
+        sections.append(ReportSection(f"{one} (there) {'<->' if alike else '->'} {other} (here)", findings))
         if alike:
             said.add((one, other))
     return sections
 
 
 def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
-    r"""What is said of a pair, whichever of the two is the one that reads.
+    """Return the findings of a pair without the direction.
 
     >>> one, other = "dtype: a there, b here", "dtype: b there, a here"
     >>> _either_way([note("x", one)]) == _either_way([note("x", other)])
@@ -121,7 +121,7 @@ def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
 
 
 def _fact_of(difference: str) -> str:
-    """The fact that a sentence is about, without what it says of a part.
+    """Return the name of the fact that a difference is about.
 
     >>> _fact_of("built model, RotaryEmbedding.base: 10000 there, 500 here")
     'built model'
@@ -130,7 +130,7 @@ def _fact_of(difference: str) -> str:
 
 
 def _link(there: Met, here: Met, local: str) -> Finding:
-    """How bytes would go; said of no more than what was measured."""
+    """Say which way bytes would take, as far as it was measured."""
     took = " and ".join(map(format_seconds, sorted(met.round_trip_seconds for met in (there, here))))
     channel = f"asked from here, control channels answer in {took}"
     if there.address[0] == here.address[0]:
@@ -141,7 +141,7 @@ def _link(there: Met, here: Met, local: str) -> Finding:
 
 
 def _moves(there: Met, here: Met, costs: Costs) -> str:
-    """What a hand-over looks like: ranks, runs, strategies."""
+    """Describe a transfer between the two: ranks, strategies and runs."""
     ranks = f"{len(there.ranks)} rank(s) there, {len(here.ranks)} here"
     peer = [card.geometry for card in there.ranks]
     templates = [t for card in here.ranks for t in build_templates(peer, card.geometry)]
@@ -154,13 +154,13 @@ def _moves(there: Met, here: Met, costs: Costs) -> str:
 
 
 def _between(runs: Sequence[int]) -> str:
-    """Bytes of contiguous runs, from the least to the most."""
+    """Return the smallest and the largest run as text."""
     ends = dict.fromkeys((format_bytes(min(runs)), format_bytes(max(runs))))
     return " to ".join(ends)
 
 
 def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
-    """The ways that the planner would choose for a request of some blocks."""
+    """Return the strategies that the planner would choose for a request of some blocks."""
     found = set()
     for template in templates:
         for route in template.routes:
@@ -170,7 +170,7 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 
 
 def _drafts(there: Met, here: Met) -> list[Finding]:
-    """Layers of a draft model that the peer does not keep are cleared instead of loaded."""
+    """Return a note on layers of a draft model that the peer lacks: they are cleared instead of loaded."""
     peer, ours = ([card.geometry for card in met.ranks] for met in (there, here))
     if not (names := absent_layer_names(peer, ours)):
         return []
@@ -185,7 +185,7 @@ def _drafts(there: Met, here: Met) -> list[Finding]:
 
 
 def _windows(there: Met, here: Met) -> list[Finding]:
-    """Blocks of windows that are filled in part serve one request only (`engines.vllm.part_blocks`)."""
+    """Return a note if a load may fill only part of a window's first block (`engines.vllm.part_blocks`)."""
     kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
     theirs, ours = (
         max(

@@ -1,6 +1,6 @@
-"""Ports on which an engine of this machine listens: whose they are, and what protects them.
+"""Find the ports of an engine's processes on this machine, their purpose, and their protection.
 
-Read from ``/proc``, for the processes that belong to the one that has a given port.
+Reads ``/proc`` for the process that has a given port, and for its parents and children.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SHUT = "close it to all but peers: docs/network.md has a firewall rule and a Ne
 
 @dataclass(frozen=True, slots=True, order=True)
 class Port:
-    """A socket that listens.
+    """A listening socket.
 
     Attributes:
-        process: id of a process that has it.
-        address: bound to; ``0.0.0.0`` or ``::`` for all.
-        number: of the port.
+        process: id of a process that holds it.
+        address: bound address; ``0.0.0.0`` or ``::`` for all.
+        number: port number.
     """
 
     process: int
@@ -38,14 +38,14 @@ class Port:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Return whether only this machine can reach it."""
         address = ipaddress.ip_address(self.address)
         mapped = getattr(address, "ipv4_mapped", None)
         return (mapped or address).is_loopback
 
 
-def listening(process: int) -> list[Port]:
-    """Return the TCP ports of a process; none if it is gone, or another user's."""
+def listening_ports(process: int) -> list[Port]:
+    """Return the TCP ports of a process; none if it is gone or another user's."""
     held = set()
     with suppress(OSError):
         for entry in os.scandir(_PROC / str(process) / "fd"):
@@ -59,7 +59,7 @@ def listening(process: int) -> list[Port]:
 
 
 def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
-    """Yield (address, port, inode) of what listens in the network namespace of a process; proc(5)."""
+    """Yield (address, port, inode) of the listening sockets in a process's network namespace; see proc(5)."""
     for table, family in _TABLES:
         with suppress(OSError):
             for line in (_PROC / str(process) / "net" / table).read_text().splitlines()[1:]:
@@ -73,7 +73,7 @@ def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
 def engine_of(port: int) -> dict[int, str]:
     """Return the command lines, by process id, of the engine that has a port; empty if unknown."""
     commands, parents = _processes()
-    having = [process for process in commands if any(one.number == port for one in listening(process))]
+    having = [process for process in commands if any(one.number == port for one in listening_ports(process))]
     if not having:
         return {}
     root = having[0]
@@ -104,15 +104,15 @@ def _processes() -> tuple[dict[int, str], dict[int, int]]:
 
 
 def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Finding]:
-    """Say of each port of an engine's processes what it is for and who may use it.
+    """Return a finding per port: its purpose, and who may use it.
 
     Args:
-        processes: command lines by id.
-        known: purpose by port, of those that let in holders of the key only.
+        processes: command lines by process id.
+        known: purpose by port, for ports that require the key.
     """
     seen: dict[tuple[str, int], Port] = {}
     for process in processes:
-        for port in listening(process):
+        for port in listening_ports(process):
             seen.setdefault((port.address, port.number), port)
     return [_finding(port, processes[port.process], known) for port in seen.values()]
 

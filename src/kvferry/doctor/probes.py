@@ -1,10 +1,10 @@
-"""What is tried in a process of its own: `python -m kvferry.doctor.probes WHAT [ARGUMENT]`.
+"""Checks that run in a process of their own: `python -m kvferry.doctor.probes WHAT [ARGUMENT]`.
 
-Each prints lines that `said` reads; a process that is killed, or crashes, has said what it knew till then.
+Each prints JSON lines, which `parse_output` reads even if the process crashed after some of them.
 
-- ``nixl``: which plugins there are and which start; ``reads``: READs between two processes;
-- ``connector``: whether vLLM takes the connector; ``path``: what can be done with a directory;
-  ``twins``: which of some are one.
+- ``nixl``: list and start NIXL's plugins; ``reads``: time READs between two processes;
+- ``connector``: load the connector in vLLM; ``path``: test a directory;
+  ``twins``: find paths that are the same directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MOST_DESCRIPTORS = 2048
 _ROUNDS = 7
 
 
-def said(out: str) -> list[dict[str, Any]]:
-    """What a probe has said, among what libraries print."""
+def parse_output(out: str) -> list[dict[str, Any]]:
+    """Return the JSON lines of a probe, ignoring what libraries print."""
     found = []
     for line in out.splitlines():
         _, mark, told = line.partition(_MARK)  # libraries leave unfinished lines before it
@@ -47,7 +47,7 @@ def _say(**what: Any) -> None:
 
 
 def nixl() -> None:
-    """Its version, its plugins, and what becomes of each."""
+    """Print NIXL's version, its plugins, and why a plugin does not start."""
     from importlib.metadata import version  # noqa: PLC0415
 
     from kvferry.transport.nixl_agent import make_nixl_agent  # noqa: PLC0415 - loads NIXL
@@ -66,7 +66,7 @@ def nixl() -> None:
 
 
 def reads() -> None:
-    """READs of small and of large descriptors, as `kvferry bench calibrate` times them."""
+    """Time READs of small and large descriptors, as `kvferry bench calibrate` does."""
     import numpy as np  # noqa: PLC0415
 
     from kvferry.measuring.machine import machine_facts  # noqa: PLC0415
@@ -106,7 +106,7 @@ def connector() -> None:
 
 
 def path(where: str) -> None:
-    """A directory of the file tier: whose, how much room, and what the file system does with a file there."""
+    """Test a directory of the file tier: owner, room, and whether a file can be written and locked."""
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
     from kvferry.tiers.files.opening import check_directory  # noqa: PLC0415
 
@@ -128,7 +128,7 @@ def path(where: str) -> None:
 
 
 def twins(*paths: str) -> None:
-    """Of each path, which of those before it is the same directory."""
+    """For each path, print the earlier path that is the same directory."""
     from kvferry.tiers.paths import find_same_directory  # noqa: PLC0415
 
     for number, path in enumerate(paths):
@@ -136,7 +136,7 @@ def twins(*paths: str) -> None:
 
 
 def _write(name: str) -> None:
-    """Write, lock and remove a file of a page."""
+    """Write, lock and remove a file of one page."""
     from kvferry.tiers.files.direct_io import set_direct, whole_pages  # noqa: PLC0415
 
     page = whole_pages(4096)

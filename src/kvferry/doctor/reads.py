@@ -1,7 +1,7 @@
-"""Which way bytes take between two processes of this machine, and how fast.
+"""Time READs between two processes of this machine, and find the transport they use.
 
-With ``UCX_TLS=^sm`` the two processes read from each other as if they were on different machines, as far as
-their own devices go; the network between machines is not in it.
+With ``UCX_TLS=^sm`` the processes read from each other as if on two machines, through their own network
+devices. The network between machines is not measured.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.doctor.finding import Finding, bad, note, ok
-from kvferry.doctor.limits import Ended, run_python
+from kvferry.doctor.limits import ProcessResult, run_python
 from kvferry.doctor.machine import devices
-from kvferry.doctor.probes import MODULE, said
+from kvferry.doctor.probes import MODULE, parse_output
 from kvferry.units import format_bytes
 
 _SECONDS = 90.0
@@ -22,13 +22,13 @@ _TABLE = "remote memory read by ucp_get"
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
-    """READs that were timed.
+class ReadTimings:
+    """Timed READs.
 
     Attributes:
-        way: transports as UCX names them, as ``cma/memory``.
-        timed: (descriptors, bytes, seconds) of each.
-        machine: where, as `kvferry bench` names it.
+        way: transports as UCX names them, for example ``cma/memory``.
+        timed: (descriptors, bytes, seconds) of each size.
+        machine: description of the machine, as in `kvferry bench`.
     """
 
     way: tuple[str, ...]
@@ -37,13 +37,13 @@ class Reads:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Of the largest descriptors."""
+        """Return the rate with the largest descriptors."""
         _, moved, seconds = self.timed[-1]
         return moved / seconds / 1e9
 
     @property
     def words(self) -> str:
-        """In few words."""
+        """Return transports and rates as text."""
         parts = [
             f"{moved / seconds / 1e9:.2g} GB/s in pieces of {format_bytes(moved / count)}"
             for count, moved, seconds in self.timed
@@ -51,8 +51,8 @@ class Reads:
         return f"by {' and '.join(self.way) or 'a way UCX does not name'}: {', '.join(parts)}"
 
 
-def way_of(out: Iterable[str]) -> tuple[str, ...]:
-    """What READs go over, as UCX says it where ``UCX_PROTO_INFO`` is set: the configurations of its table."""
+def transport_of(out: Iterable[str]) -> tuple[str, ...]:
+    """Return the transports of READs from UCX's output with ``UCX_PROTO_INFO`` set."""
     found: dict[str, None] = {}
     inside = False
     for line in out:
@@ -65,8 +65,8 @@ def way_of(out: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def start_reads(transports: str | None) -> Ended:
-    """Have two processes read from each other; with this ``UCX_TLS``, None to leave it as it is."""
+def start_reads(transports: str | None) -> ProcessResult:
+    """Have two processes read from each other with this ``UCX_TLS``; None leaves the variable as it is."""
     variables = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     return run_python(
         ["-m", MODULE, "reads"],
@@ -75,20 +75,20 @@ def start_reads(transports: str | None) -> Ended:
     )
 
 
-def time_reads(ended: Ended) -> Reads | str:
-    """What a probe has measured; or why it has not."""
-    lines = said(ended.out)
+def time_reads(ended: ProcessResult) -> ReadTimings | str:
+    """Return a probe's measurements, or why there are none."""
+    lines = parse_output(ended.out)
     timed = tuple((n["descriptors"], n["bytes"], n["seconds"]) for n in lines if "descriptors" in n)
     if len(timed) < 2:
         return ended.last_words
     machine: dict[str, Any] = next((line["machine"] for line in lines if "machine" in line), {})
-    return Reads(way_of(ended.out.splitlines()), timed, machine)
+    return ReadTimings(transport_of(ended.out.splitlines()), timed, machine)
 
 
 def check(
-    environment: Mapping[str, str] = os.environ, start: Callable[[str | None], Ended] = start_reads
-) -> Iterator[Finding | Reads]:
-    """READs between two processes: as they are here, and as if they were on two machines."""
+    environment: Mapping[str, str] = os.environ, start: Callable[[str | None], ProcessResult] = start_reads
+) -> Iterator[Finding | ReadTimings]:
+    """Check READs between two processes, first as they are, then without shared memory."""
     given = environment.get("UCX_TLS")
     here = time_reads(start(None))
     if isinstance(here, str):

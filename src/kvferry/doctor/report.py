@@ -1,4 +1,4 @@
-"""Findings on a terminal, in 80 columns, and as JSON."""
+"""Print findings in 80 columns, or as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.doctor.finding import Section, State, is_well
+from kvferry.doctor.finding import ReportSection, State, is_well
 from kvferry.terminal import printable, wrapped
 
 _MARKS = {State.OK: "ok", State.NOTE: "note", State.BAD: "BAD"}
@@ -19,8 +19,8 @@ _INDENT = 7
 _ARROW = "-> "
 
 
-def show(sections: Sequence[Section], console: Console) -> None:
-    """Print them, and what they come to."""
+def print_report(sections: Sequence[ReportSection], console: Console) -> None:
+    """Print all sections and a summary."""
     for section in sections:
         console.print(Text(printable(section.title), "bold"), soft_wrap=True)
         for finding in section.findings:
@@ -36,8 +36,8 @@ def show(sections: Sequence[Section], console: Console) -> None:
     console.print(summary(sections), soft_wrap=True, highlight=False)
 
 
-def summary(sections: Sequence[Section]) -> str:
-    """One line."""
+def summary(sections: Sequence[ReportSection]) -> str:
+    """Return the summary line."""
     counts = Counter(finding.state for section in sections for finding in section.findings)
     noted = f"; {counts[State.NOTE]} worth a look" if counts[State.NOTE] else ""
     if not counts[State.BAD]:
@@ -45,8 +45,8 @@ def summary(sections: Sequence[Section]) -> str:
     return f"{counts[State.BAD]} of {counts.total()} checks found something to fix{noted}."
 
 
-def as_json(sections: Sequence[Section]) -> dict[str, Any]:
-    """The same for programs."""
+def as_json(sections: Sequence[ReportSection]) -> dict[str, Any]:
+    """Return the findings as JSON values."""
     return {
         "well": is_well(sections),
         "sections": [

@@ -1,4 +1,4 @@
-"""The file of ``--config``: read as the connector reads it."""
+"""Check the file of ``--config`` in the way the connector reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from kvferry.doctor.finding import Finding, bad, note, ok, refused
+from kvferry.doctor.finding import Finding, bad, from_error, note, ok
 from kvferry.engines.vllm import plugin
 from kvferry.engines.vllm.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.multi.settings import INHERITED, parse_multi
@@ -25,11 +25,11 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a file says.
+class ConfigFile:
+    """A configuration file.
 
     Attributes:
-        configs: settings of every `KVFerryConnector` in it that can be used.
+        configs: valid settings of each `KVFerryConnector` in the file.
         findings: about the file.
     """
 
@@ -37,17 +37,17 @@ class Given:
     findings: tuple[Finding, ...]
 
 
-def read_file(path: str) -> Given:
+def read_file(path: str) -> ConfigFile:
     """Read and check a file: the object of ``--kv-transfer-config``, or its ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: it cannot be read, or is no JSON object.
+        ConfigError: it cannot be read, or is not a JSON object.
     """
     given = _json(path)
     if "kv_connector" in given:
         return _of_transfer(given)
     config, found = _extra(given, None)
-    return Given(config, found)
+    return ConfigFile(config, found)
 
 
 def _json(path: str) -> dict[str, Any]:
@@ -75,23 +75,25 @@ def _json(path: str) -> dict[str, Any]:
     return given
 
 
-def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> Given:
-    """A value of ``--kv-transfer-config``; of several connectors in one, ours.
+def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
+    """Check a value of ``--kv-transfer-config``; of several connectors, only kvferry's.
 
     Args:
         given: the value.
-        alone: the role is that of this connector, not of several together.
+        alone: the role is this connector's own, not that of several together.
     """
     name = given["kv_connector"]
     if not isinstance(name, str):
-        return Given((), (bad("settings", f"kv_connector is {name!r}", f'set it to "{_OURS}"'),))
+        return ConfigFile((), (bad("settings", f"kv_connector is {name!r}", f'set it to "{_OURS}"'),))
     extra = given.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
-        return Given((), (bad("settings", f"kv_connector_extra_config is {extra!r}", "make it an object"),))
+        return ConfigFile(
+            (), (bad("settings", f"kv_connector_extra_config is {extra!r}", "make it an object"),)
+        )
     if name == _OURS:
         role = given.get("kv_role")
         configs, found = _extra(extra, role if alone and isinstance(role, str) else None)
-        return Given(configs, (*_around(given), *found))
+        return ConfigFile(configs, (*_around(given), *found))
     children = extra.get("connectors")
     inner = [each for each in children if isinstance(each, dict)] if isinstance(children, list) else []
     found_ = list[Finding]()
@@ -101,9 +103,9 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> Given:
         inner = [{**handed_on, **each} for each in inner]
     ours = [each for each in inner if each.get("kv_connector") == _OURS]
     if not ours and name == _MULTI:
-        return Given((), tuple(found_))
+        return ConfigFile((), tuple(found_))
     if not ours:
-        return Given(
+        return ConfigFile(
             (),
             (note("settings", f"kv_connector is {name!r}, which is not kvferry's; it is not checked"),),
         )
@@ -114,21 +116,21 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> Given:
         configs_ += read.configs
         subject = "settings" if len(ours) == 1 else f"settings ({number + 1})"
         found_ += [Finding(subject, one.state, one.found, one.advice) for one in read.findings]
-    return Given(tuple(configs_), tuple(found_))
+    return ConfigFile(tuple(configs_), tuple(found_))
 
 
 def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Finding]:
-    """A `FerryMultiConnector`, but for what its children are told."""
+    """Check a `FerryMultiConnector` without its children."""
     try:
         settings = parse_multi(extra)
     except ConfigError as error:
-        return [*_around(given), refused("settings", error)]
+        return [*_around(given), from_error("settings", error)]
     names = ", ".join(child.name for child in settings.children)
     return [*_around(given), ok("settings", f"{_MULTI} over {names}, policy {settings.policy}")]
 
 
 def _around(given: Mapping[str, Any]) -> list[Finding]:
-    """What stands beside the connector's own settings."""
+    """Check the keys around the connector's own settings."""
     found = []
     name = given["kv_connector"]
     expected, module = CONNECTORS[name], given.get("kv_connector_module_path")
@@ -154,7 +156,7 @@ def _around(given: Mapping[str, Any]) -> list[Finding]:
 
 
 def _known_by_name() -> bool:
-    """Whether vLLM, as it is installed here, is told of kvferry's connectors by kvferry itself."""
+    """Return whether the installed vLLM loads kvferry's plugin, which registers the connectors by name."""
     allowed = os.environ.get("VLLM_PLUGINS")
     ours = [one.name for one in entry_points(group=_PLUGINS) if one.module == plugin.__name__]
     return any(allowed is None or name in allowed.split(",") for name in ours)
@@ -166,14 +168,14 @@ def _extra(
     try:
         config = parse_config(extra, kv_role)
     except ConfigError as error:
-        return (), (refused("settings", error),)
+        return (), (from_error("settings", error),)
     return (config,), (
         ok("settings", f"{len(extra)} keys, all of which the connector takes: {summary(config)}"),
     )
 
 
 def summary(config: ConnectorConfig) -> str:
-    """What an engine with these settings does, in few words."""
+    """Return in a few words what an engine with these settings does."""
     does = ["exchanges KV with other engines"] if config.transfers else []
     if config.tiers:
         kinds = "host, file" if config.tiers == "default" else ", ".join(one["type"] for one in config.tiers)

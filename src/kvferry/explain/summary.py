@@ -1,4 +1,4 @@
-"""A request in a few numbers: where its tokens came from, and its time until the engine went on with it."""
+"""Sum up a request in a few numbers: where its tokens came from, and its time until it was scheduled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.observe.traces import RequestTrace
 
 @dataclass(slots=True)
 class Summary:
-    """Of what was told, up to when the engine first went on with the request.
+    """Numbers of a request up to the first time that the engine scheduled it.
 
     Attributes:
         tokens: of the prompt.
@@ -33,12 +33,12 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """What is left of `seconds`."""
+        """Return the part of `seconds` that is neither loading nor looking."""
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 
 def summary(trace: RequestTrace) -> Summary:
-    """Of a trace that begins with the coming of its request."""
+    """Sum up a trace that begins with the arrival of its request."""
     came = trace.events[0]
     assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
     found, looks_since, begun = Summary(came.tokens), None, dict[str, events.LoadBegan]()

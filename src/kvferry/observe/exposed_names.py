@@ -1,4 +1,4 @@
-"""Names as they stand on an engine's `/metrics`: kvferry's, and those of vLLM's that are shown beside."""
+"""Names on an engine's `/metrics`: kvferry's, and those of vLLM that `kvferry top` shows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VLLM = (
 
 
 def exposed_name(metric: Metric, prefix: str = PREFIX) -> str:
-    """The name with which a metric is asked for; of a histogram, without what is appended to it."""
+    """Return the name of a metric on `/metrics`; for a histogram, without the suffix of its series."""
     return f"{prefix}{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}"
 
 
@@ -37,9 +37,9 @@ EXPOSED: Mapping[str, Metric] = MappingProxyType(
 """All of them, by that name."""
 
 SUFFIXES = ("_bucket", "_sum", "_count")
-"""Of a histogram's series."""
+"""Suffixes of a histogram's series."""
 
 
 def series_names(name: str) -> tuple[str, ...]:
-    """Names of the series of a metric of `EXPOSED`."""
+    """Return the names of all series of a metric in `EXPOSED`."""
     return tuple(name + each for each in SUFFIXES) if EXPOSED[name].kind is MetricKind.HISTOGRAM else (name,)

@@ -1,7 +1,6 @@
-"""What engines and routers show over HTTP, asked for by whoever looks at them.
+"""HTTP requests to engines and routers, for the commands that inspect them.
 
-Whatever is at an address may answer: an answer has a limit in bytes and one in time, which holds for all of
-it, so that a server that never ends costs what a silent one does.
+Any server may be at an address. So each answer has a limit in bytes and a deadline for the whole of it.
 """
 
 from __future__ import annotations
@@ -19,29 +18,34 @@ import msgspec
 from kvferry.errors import ProtocolError
 
 MAX_BYTES = 64 << 20
-"""Of an answer; a page of metrics has some 100 KB per engine."""
+"""Limit of an answer. A page of metrics has about 100 KB per engine."""
 _CONNECT_SECONDS = 5.0
 
 
 class HttpReply(NamedTuple):
-    """An answer, whole."""
+    """A complete HTTP answer.
+
+    Attributes:
+        status: HTTP status.
+        body: all bytes.
+    """
 
     status: int
     body: bytes
 
     @property
     def fine(self) -> bool:
-        """Whether it is what was asked for."""
+        """Return whether the status is 200."""
         return 200 <= self.status < 300
 
     @property
     def text(self) -> str:
-        """The body."""
+        """Return the body as text."""
         return self.body.decode(errors="replace")
 
     @property
     def json(self) -> Any:
-        """What the body says; None if it is no JSON."""
+        """Return the decoded JSON of the body; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -49,10 +53,10 @@ class HttpReply(NamedTuple):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """What a kvferry router says of its engines."""
+    """The `/health` of a kvferry router: its engines by role."""
 
     class Engine(msgspec.Struct, frozen=True):
-        """One of them."""
+        """An engine behind a router."""
 
         url: str
         up: bool = False
@@ -63,11 +67,11 @@ class Health(msgspec.Struct, frozen=True):
 
 
 HEALTH = msgspec.json.Decoder(Health)
-"""Of its JSON. Made here, since msgspec crashes where several threads are the first to read a type."""
+"""Decoder of `Health`. Created here, because msgspec crashes if several threads decode a new type first."""
 
 
 def http_address(text: str) -> str | None:
-    """Where an engine or a router is asked, without the path of what for; None for what is no URL.
+    """Return the base URL of an engine or router, without a path; None if the text is not a URL.
 
     >>> [http_address(text) for text in ("http://127.0.0.1:8000/metrics", "https://a.b/one/v1/", "a:1")]
     ['http://127.0.0.1:8000', 'https://a.b/one', None]
@@ -83,7 +87,7 @@ def http_address(text: str) -> str | None:
 
 
 def client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
-    """For all addresses; an idle engine closes connections, so each serves once."""
+    """Return an HTTP client that uses each connection once, because idle engines close connections."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
     return httpx.AsyncClient(
@@ -130,7 +134,7 @@ async def fetch(
 
 
 def _why(error: BaseException) -> str:
-    """What the first of all causes says; empty if that is nothing."""
+    """Return the message of the root cause; empty if it has none."""
     if isinstance(error, BaseExceptionGroup):  # of a name with several addresses
         return _why(error.exceptions[0])
     if cause := error.__cause__ or error.__context__:

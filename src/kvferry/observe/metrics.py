@@ -1,4 +1,4 @@
-"""The metrics: their names, kinds, labels, and what each says. `docs/metrics.md` explains them."""
+"""Definitions of kvferry's metrics: names, kinds, labels and help texts. `docs/metrics.md` explains them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PREFIX = "kvferry_"
 SECONDS = (
     0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-"""Upper ends of the histograms' buckets."""
+"""Upper bounds of the histograms' buckets, in seconds."""
 
 
 class MetricKind(StrEnum):
-    """As Prometheus has them."""
+    """Kind of a Prometheus metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -25,12 +25,12 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One of them.
+    """Definition of a metric.
 
     Attributes:
-        name: without `PREFIX`, and of counters without ``_total``.
-        kind: of it.
-        what: it says.
+        name: without `PREFIX`, and for counters without ``_total``.
+        kind: counter, gauge or histogram.
+        what: help text.
         labels: names of its own labels, in the order in which values are given.
     """
 
@@ -93,6 +93,6 @@ _MULTI = (
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
-"""Of a connector, by name."""
+"""Metrics of a connector, by name."""
 MULTI: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _MULTI})
-"""Of the choice between several connectors, by name; `docs/multi.md` explains them."""
+"""Metrics of the choice between several connectors, by name. `docs/multi.md` explains them."""

@@ -1,4 +1,4 @@
-"""What was counted between two looks, by metric and labels, on its way from an engine to its `/metrics`."""
+"""Metric values gathered since the last step, on their way from an engine to its `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Series: TypeAlias = tuple[str, tuple[str, ...]]
 
 @dataclass(slots=True)
 class MetricsDelta:
-    """Values of series. Only grows, until somebody takes it and begins a new one.
+    """Increments and values of metrics, keyed by series. Mutable; grows until it is replaced by a new one.
 
     Attributes:
-        counters: how much more.
-        gauges: how much now.
-        samples: of histograms, one by one.
+        counters: increments.
+        gauges: current values.
+        samples: observations of histograms.
     """
 
     counters: Counter[Series] = field(default_factory=Counter)
@@ -26,32 +26,32 @@ class MetricsDelta:
     samples: defaultdict[Series, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def __bool__(self) -> bool:
-        """Something was counted."""
+        """Return whether it holds any value."""
         return bool(self.counters or self.gauges or self.samples)
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
-        """So much more, which is nothing if it is 0."""
+        """Add `by` to a counter."""
         if by:
             self.counters[name, labels] += by
 
     def set(self, name: str, *labels: str, to: float) -> None:
-        """It is so much now."""
+        """Set a gauge."""
         self.gauges[name, labels] = to
 
     def sample(self, name: str, *labels: str, of: Iterable[float]) -> None:
-        """These were seen."""
+        """Add observations to a histogram."""
         if seen := list(of):
             self.samples[name, labels] += seen
 
     def add(self, other: MetricsDelta) -> None:
-        """What was counted after this."""
+        """Add a later delta: sum counters, overwrite gauges, append samples."""
         self.counters.update(other.counters)
         self.gauges.update(other.gauges)
         for series, seen in other.samples.items():
             self.samples[series] += seen
 
     def plain(self) -> dict[str, Any]:
-        """As values that any encoding knows: per kind, a list of (name, labels, value)."""
+        """Return lists of (name, labels, value) by kind, which any encoding can carry."""
         return {
             "counters": [[name, list(labels), n] for (name, labels), n in self.counters.items()],
             "gauges": [[name, list(labels), n] for (name, labels), n in self.gauges.items()],
@@ -60,7 +60,7 @@ class MetricsDelta:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
-        """The other way round."""
+        """Return the delta that `plain` described."""
         found = cls()
         for name, labels, n in plain["counters"]:
             found.count(name, *labels, by=n)

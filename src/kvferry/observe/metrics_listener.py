@@ -1,7 +1,7 @@
-"""The metrics, as a fold over events.
+"""Count events as metrics.
 
-A request's *query* of a source is counted once, with its end, when the engine first goes on with the request:
-so hits and misses always add up to queries, whatever becomes of the request later.
+A *query* of a source is counted once per request, with its result, when the engine schedules the request. So
+hits and misses always add up to queries.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvferry.tiers.names import HOST
 
 @dataclass(slots=True)
 class _RequestCounts:
-    """A request between its coming and its end.
+    """State of a request between its arrival and its end. Mutable.
 
     Attributes:
-        sources: that might serve it.
-        asked: what was said last at its admission.
-        failed: sources whose last load failed, and how.
-        until: per attempt, up to which token all of its loads together would have brought it.
-        lost: per such source, the same of its last attempt, since it was last settled.
-        brought: loads that are ready.
-        broken: attempts of which a load failed; what else they brought is of no use.
-        settled: the engine has gone on with it, once at least.
+        sources: sources that may serve it.
+        asked: last event of its admission; None before the first.
+        failed: sources whose last load failed, with the kind of failure.
+        until: end token of all loads of an attempt, by attempt.
+        lost: the same for failed attempts since the request was last scheduled, by source.
+        brought: loads that succeeded.
+        broken: attempts with a failed load. Their other loads are not used.
+        settled: the request was scheduled at least once.
     """
 
     sources: tuple[str, ...]
@@ -43,7 +43,7 @@ class _RequestCounts:
     settled: bool = False
 
     def lack(self, source: str) -> SourceMiss:
-        """Why a source has brought nothing."""
+        """Return why a source served nothing."""
         if source in self.failed:
             return SourceMiss(source, self.failed[source])
         asked = self.asked
@@ -63,7 +63,7 @@ _NOT_TAKEN = {DecisionReason.NO_ROOM: MissReason.NO_ROOM, DecisionReason.ATTEMPT
 
 
 class MetricsListener:
-    """See the module: call it with every event, `take` what was counted. Not thread-safe."""
+    """Count every event it is called with; `take` returns the counts. Not thread-safe."""
 
     def __init__(self) -> None:
         self._counted = MetricsDelta()
@@ -86,16 +86,16 @@ class MetricsListener:
         }
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:
-        """Count what has happened."""
+        """Count one event."""
         if (count := self._of.get(type(event))) is not None:
             count(event)
 
     def take(self) -> MetricsDelta:
-        """What was counted since the last call."""
+        """Return the counts since the last call, and begin new ones."""
         taken = self._counted
         if taken:
             self._counted = MetricsDelta()
@@ -224,7 +224,7 @@ class MetricsListener:
 
 
 def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
-    """The first `tokens` of what was bid: less than that may have been taken."""
+    """Yield parts with `tokens` tokens in total: a load may take less than was bid."""
     for part in parts:
         taken = min(part.tokens, tokens)
         if taken > 0:

@@ -1,15 +1,15 @@
-"""What a request is called: by the engine, and by whoever asked."""
+"""Match the ids that clients know to the engine's request ids."""
 
 from __future__ import annotations
 
 import re
 
 _HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
-"""What an engine puts before an id: which of several answers, and the kind of request."""
+"""Prefix that vLLM adds to an id: number of the answer, and kind of request."""
 
 
 def matches_id(request_id: str, said: str) -> bool:
-    """Whether an engine's request may be meant: by its id, a client's for it, or the beginning of one.
+    """Return whether an engine's request id equals or begins with `said`, with or without vLLM's prefixes.
 
     >>> matches_id("cmpl-5f3a-0-1b2c3d4e", "cmpl-5f3a")  # id of the answer
     True

@@ -1,6 +1,7 @@
-"""Where the engines of a user on this machine can be asked: directories of sockets that only they may enter.
+"""Directories with the sockets of a user's engines, and the sockets in them.
 
-An engine's socket gets its name when it listens, so one that refuses belongs to an engine that is gone.
+A socket gets its final name only once it listens. So a socket that refuses connections belongs to an engine
+that is gone.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from kvferry.errors import ConfigError
 
 _SUFFIX, _UNFINISHED = ".sock", ".new"
 _UNFINISHED_SECONDS = 60.0
-"""After which nobody makes a socket any more, which takes moments."""
+"""Age at which an unfinished socket belongs to a killed process."""
 _AGAIN_SECONDS = 0.02
 
 
 def socket_directories() -> list[Path]:
-    """Directories, which need not exist: of the user's session if there is one, and of the machine.
+    """Return the directories in the order of preference; they need not exist.
 
-    An engine takes the first; whoever asks may be of a session when the engine is not.
+    The first is in `$XDG_RUNTIME_DIR`, if that exists, and the last in `/tmp`. An engine uses the first.
+    Clients read all of them, because a client may have a session when the engine has none.
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     shared = Path(f"/tmp/kvferry-{os.getuid()}")  # noqa: S108 - checked by whoever uses it
@@ -31,10 +33,10 @@ def socket_directories() -> list[Path]:
 
 
 def make_directory() -> Path:
-    """The first of the directories, made if need be, and ours alone.
+    """Create the preferred directory if needed, and return it.
 
     Raises:
-        ConfigError: it is not, or cannot be made.
+        ConfigError: it cannot be created, or others may enter it.
     """
     directory = socket_directories()[0]
     try:
@@ -49,11 +51,11 @@ def make_directory() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """See that a directory is ours alone.
+    """Check that a directory belongs to this user and that nobody else may enter it.
 
     Raises:
-        ConfigError: it is another user's, others may enter it, or it is something else.
-        OSError: it cannot be looked at.
+        ConfigError: it is another user's, others may enter it, or it is no directory.
+        OSError: its status cannot be read.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
@@ -71,10 +73,10 @@ def check_directory(directory: Path) -> None:
 
 
 def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
-    """A socket that listens in a directory that was checked, and its path.
+    """Return a listening socket in a checked directory, and its path.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     path, before = directory / f"{name}{_SUFFIX}", directory / f"{name}{_UNFINISHED}"
     listening = None
@@ -96,10 +98,10 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 
 
 def engine_sockets(directory: Path) -> list[Path]:
-    """Of the engines there; what a process has left that was killed while it made one is removed.
+    """Return the paths of the engines' sockets. Remove unfinished sockets of killed processes.
 
     Raises:
-        ConfigError: the directory is not ours alone, or cannot be looked into.
+        ConfigError: others may enter the directory, or it cannot be read.
     """
     try:
         check_directory(directory)
@@ -116,14 +118,14 @@ def engine_sockets(directory: Path) -> list[Path]:
 
 
 def connect(path: Path, until: float) -> socket.socket | None:
-    """A connection to an engine; None if the engine is gone, and what it has left is removed then.
+    """Connect to an engine. Return None, and remove its socket, if the engine is gone.
 
     Args:
         path: one of `engine_sockets`.
-        until: monotonic time; an engine with a full queue of questions is tried again so long.
+        until: monotonic seconds; a full queue of questions is retried until then.
 
     Raises:
-        OSError: its queue is still full, or it cannot be asked.
+        OSError: the queue is still full, or the socket cannot be used.
     """
     asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     asking.settimeout(0)
@@ -147,7 +149,7 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove what engines that are gone have left."""
+    """Remove the sockets of engines that are gone."""
     for path in engine_sockets(directory):
         with suppress(OSError):
             if (connection := connect(path, 0.0)) is not None:

@@ -1,7 +1,7 @@
-"""What takes time, as spans of whatever trace a request belongs to: a fold over events.
+"""Turn events into spans of the trace that a request belongs to.
 
-One span per load, store and lease, and one for every time that a source was waited for. Attributes are named
-as OpenTelemetry names them where it does, ``gen_ai.request.id`` as the engine's own span has it.
+There is one span per load, store and lease, and one for each wait for a source. Attributes have
+OpenTelemetry's names where it defines one; ``gen_ai.request.id`` is the same as in the engine's own span.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MAX_REQUESTS = 16_384
 """Requests whose trace is remembered: stores and leases may end after they have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """Something that has ended.
+    """A finished operation.
 
     Attributes:
-        name: of its kind.
+        name: kind of operation.
         request_id: the engine's.
-        parent: headers of the trace that it belongs to; none if it belongs to none.
-        begin, end: seconds of the monotonic clock.
+        parent: W3C headers of the parent trace; empty without one.
+        begin, end: monotonic seconds.
         attributes: by name.
-        failure: for people; empty if it did not fail.
+        failure: text for people; empty if it did not fail.
     """
 
     name: str
@@ -45,10 +45,10 @@ class TraceSpan:
 
 
 class SpanListener:
-    """See the module: call it with every event. Not thread-safe."""
+    """Call `emit` with a span whenever an operation ends. Not thread-safe."""
 
     def __init__(self, emit: Callable[[TraceSpan], None]) -> None:
-        """Args: emit: is given every span as it ends."""
+        """Args: emit: receives every finished span."""
         self._emit = emit
         self._parents: OrderedDict[str, Headers] = OrderedDict()
         self._looking: dict[str, events.SourcesAsked] = {}
@@ -69,7 +69,7 @@ class SpanListener:
         }
 
     def __call__(self, event: Event) -> None:
-        """Something has begun, or ended."""
+        """Note the beginning of an operation, or emit its span at its end."""
         if (note := self._of.get(type(event))) is not None:
             note(event)
 
@@ -154,4 +154,14 @@ class SpanListener:
         failure: str = "",
     ) -> None:
         parent = self._parents.get(began.request_id, ())
-        self._emit(TraceSpan(name, began.request_id, parent, began.at, ended.at, said, failure))
+        self._emit(
+            TraceSpan(
+                name=name,
+                request_id=began.request_id,
+                parent=parent,
+                begin=began.at,
+                end=ended.at,
+                attributes=said,
+                failure=failure,
+            )
+        )

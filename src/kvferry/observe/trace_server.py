@@ -1,7 +1,7 @@
-"""Answers questions for traces, in a thread of its own, over a socket that only the engine's user reaches.
+"""Serve the traces of recent requests over a Unix socket that only the engine's user can reach.
 
-One question at a time, each with a deadline. The thread shares the interpreter with the engine, so it works
-in pieces of some 20 µs and lets others have the interpreter after each.
+A thread of its own answers one question at a time, each with a deadline. It shares the interpreter lock with
+the engine, so it works in pieces of about 20 µs and yields after each.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from kvferry.observe.wire import MAX_QUESTION_BYTES, EngineInfo, encode_trace, r
 logger = logging.getLogger(__name__)
 
 _SECONDS = 3.0
-"""For a question and its answer."""
+"""Time for a question and its answer."""
 _CREDENTIALS = struct.Struct("iII")
 _ROOT = 0
 
 
 class TraceServer:
-    """See the module. Ends with `close`, or with the process.
+    """Answer questions about traces until `close` is called or the process ends. Thread-safe.
 
     Attributes:
-        error: why it does not answer; None if it does.
+        error: why nothing is served; None if the socket listens.
     """
 
     def __init__(self, traces: TraceBuffer, engine: EngineInfo, most: int, seconds: float = _SECONDS) -> None:
-        """Begin. What prevents it is logged: an engine serves requests all the same.
+        """Start the thread. Log a failure instead of raising it: the engine serves requests without traces.
 
         Args:
-            traces: that are asked for.
-            engine: whose; its clocks and counts are filled in here.
-            most: that `traces` may hold.
-            seconds: for a question and its answer.
+            traces: memory to answer from.
+            engine: description of the engine; its clocks and counts are filled in per answer.
+            most: capacity of `traces` in requests.
+            seconds: time for a question and its answer.
         """
         self.error: Exception | None = None
         self._traces, self._engine, self._most, self._seconds = traces, engine, most, seconds
@@ -60,7 +60,7 @@ class TraceServer:
             logger.warning("kvferry explain cannot ask this engine: %s", error)
 
     def close(self) -> None:
-        """Answer no more; waits for nobody."""
+        """Stop answering and remove the socket. Wait at most 0.2 s for the thread."""
         if self.error is None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -122,7 +122,7 @@ class TraceServer:
 
 
 def _check_user(asking: socket.socket) -> None:
-    """Raise unless it is our user, or root, who asks."""
+    """Raise ProtocolError unless the connection comes from this user or root."""
     found = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     if user not in (_ROOT, os.getuid()):
@@ -130,11 +130,11 @@ def _check_user(asking: socket.socket) -> None:
 
 
 def _line(asking: socket.socket, until: float) -> bytes:
-    """The first line of what somebody says.
+    """Return the first line that a client sends.
 
     Raises:
-        ProtocolError: it is longer than a question.
-        OSError: it did not come in time.
+        ProtocolError: it is longer than a question may be.
+        OSError: it did not arrive by `until` (monotonic seconds).
     """
     said = bytearray()
     while b"\n" not in said:

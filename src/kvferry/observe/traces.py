@@ -26,16 +26,16 @@ MAX_TEXT = 500
 _OF_REQUEST = get_args(RequestEvent)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunks:
-    """Chunks of a request and a KV cache group that were to be copied to host memory.
+    """Chunks of one request and KV cache group that were ordered to be copied to host memory.
 
     Attributes:
         group: number and kind of the group.
-        ordered, done, failed: how many chunks.
-        size: bytes of those done.
-        first, last: when the first was ordered, and the last was done or had failed; seconds.
-        failure: of the last that failed.
+        ordered, done, failed: number of chunks.
+        size: bytes of the chunks that are done.
+        first, last: monotonic seconds of the first order and of the last result.
+        failure: reason of the last failure.
     """
 
     group: str
@@ -50,14 +50,14 @@ class StoredChunks:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """What was told of one request until now.
+    """The events of one request so far.
 
     Attributes:
-        request_id: vLLM's.
-        events: in their order, without those summed up below.
-        left_out: how many are missing after the first `FIRST_EVENTS` of them.
-        stored: by group.
-        heard: signs of life of the consumer of its lease.
+        request_id: the engine's.
+        events: in order, without those summed up below.
+        left_out: number of events missing after the first `FIRST_EVENTS`.
+        stored: stores, summed up by group.
+        heartbeats: number of heartbeats of the consumer of its lease.
     """
 
     request_id: str
@@ -69,7 +69,7 @@ class RequestTrace:
 
 @dataclass(slots=True)
 class _GrowingTrace:
-    """A trace that grows."""
+    """A trace that the engine's thread adds to."""
 
     request_id: str
     events: list[RequestEvent] = field(default_factory=list)
@@ -78,27 +78,27 @@ class _GrowingTrace:
     heartbeats: int = 0
 
     def copy(self) -> RequestTrace:
-        """As it is now; in any thread."""
+        """Return a copy. Any thread may call it."""
         told, stored = tuple(self.events), tuple(self.stored.copy().values())
         return RequestTrace(self.request_id, told, self.left_out, stored, self.heartbeats)
 
 
 class TraceBuffer:
-    """See the module: call it with every event."""
+    """Remember every event it is called with. The engine's thread writes; any thread may call `last`."""
 
     def __init__(self, requests: int) -> None:
-        """Args: requests: how many are remembered, those that came last."""
+        """Args: requests: number of requests to remember, the latest ones."""
         self._most = requests
         self._kept: OrderedDict[str, _GrowingTrace] = OrderedDict()
         self._events = 0
         self._stores: dict[str, events.StoreBegan] = {}
 
     def __len__(self) -> int:
-        """Requests that are remembered."""
+        """Return the number of remembered requests."""
         return len(self._kept)
 
     def __call__(self, event: Event) -> None:
-        """Remember what has happened to a request."""
+        """Remember one event of a request."""
         if isinstance(event, events.Arrived):
             self._begin(event)
         elif not isinstance(event, _OF_REQUEST):
@@ -109,7 +109,7 @@ class TraceBuffer:
             self._stores.pop(event.store, None)
 
     def last(self) -> Iterator[RequestTrace]:
-        """Traces of the requests that came last, the latest first; in any thread."""
+        """Yield copies of the traces, the latest request first. Any thread may call it."""
         return (kept.copy() for kept in reversed(list(self._kept.values())))
 
     def _begin(self, event: events.Arrived) -> None:
@@ -128,7 +128,9 @@ class TraceBuffer:
             kept.heartbeats += 1
         elif isinstance(event, events.StoreBegan):
             self._stores[event.store] = event
-            so_far = kept.stored.get(event.group) or StoredChunks(event.group, 0, event.at)
+            so_far = kept.stored.get(event.group) or StoredChunks(
+                group=event.group, ordered=0, first=event.at
+            )
             kept.stored[event.group] = replace(so_far, ordered=so_far.ordered + event.chunks)
         elif isinstance(event, events.StoreEnded):
             if (began := self._stores.pop(event.store, None)) is not None and began.group in kept.stored:
@@ -149,7 +151,7 @@ def _ended(stored: StoredChunks, chunks: int, event: events.StoreEnded) -> Store
 
 
 def _cut(event: RequestEvent) -> RequestEvent:
-    """Without what is too long of its texts: they may be a peer's."""
+    """Return the event with its texts shortened: a peer may have written them."""
     if all(len(text) <= MAX_TEXT for text in _texts(event)):
         return event
     if isinstance(event, events.SourceRefused):
@@ -166,7 +168,7 @@ def _cut(event: RequestEvent) -> RequestEvent:
 
 
 def _texts(event: RequestEvent) -> list[str]:
-    """Those that others may have made long."""
+    """Return the texts of an event that others may have written."""
     if isinstance(event, events.SourcesAsked):
         return [*(one.excluded for one in event.bids), *(one.detail for one in event.misses)]
     if isinstance(event, events.Arrived):

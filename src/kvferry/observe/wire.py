@@ -1,6 +1,6 @@
-"""Questions for traces and answers to them, as lines of JSON.
+"""Encoding of questions about traces and of their answers, as lines of JSON.
 
-One connection is one question, and its answer: a line about the engine (`EngineInfo`), then one per trace
+A connection carries one question and its answer: a line with `EngineInfo`, then one line per trace
 (`encode_trace`), the latest first.
 """
 
@@ -17,34 +17,34 @@ from kvferry.observe.traces import RequestTrace, StoredChunks
 MAX_QUESTION_BYTES = 4096
 MAX_ANSWER_BYTES = 16 << 20
 MAX_TRACES = 1000
-"""Of an answer."""
+"""Largest number of traces in an answer."""
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What reading raises of a line that nobody should have said."""
+"""Exceptions of decoding an invalid line."""
 _EVENTS = {one.__name__: one for one in get_args(RequestEvent)}
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is asked for.
+    """A request for traces.
 
     Attributes:
-        find: what `matches_id` takes; empty for whichever.
-        most: traces.
+        find: beginning of a request id, as for `matches_id`; empty for all requests.
+        most: largest number of traces.
     """
 
     find: str = ""
     most: int = MAX_TRACES
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
-    """Who answers.
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine that answers.
 
     Attributes:
         kvferry: version.
-        engine_id, model, pid: whose.
+        engine_id, model, pid: identity of the engine.
         role: ``prefill``, ``decode`` or ``both``.
-        wall, monotonic: what both clocks say, seconds.
-        remembered, most: requests that are, and may be.
-        connector: which of several that the engine has; empty if it has one.
+        wall, monotonic: both clocks now, in seconds.
+        remembered, most: number of remembered requests, and the limit.
+        connector: name of the connector among several; empty for the only one.
     """
 
     kvferry: str
@@ -68,12 +68,12 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def encode_trace(trace: RequestTrace) -> bytes:
-    """One line."""
+    """Return a trace as one line of JSON."""
     return msgspec.json.encode(_named(trace))
 
 
 def trace_to_dict(trace: RequestTrace) -> dict[str, Any]:
-    """What that line says."""
+    """Return a trace as plain values."""
     plain: dict[str, Any] = msgspec.to_builtins(_named(trace))
     return plain
 
@@ -89,10 +89,10 @@ def _named(trace: RequestTrace) -> dict[str, Any]:
 
 
 def decode_trace(line: bytes) -> RequestTrace:
-    """The other way round.
+    """Return the trace that `encode_trace` wrote.
 
     Raises:
-        ProtocolError: it is no trace.
+        ProtocolError: the line is not a trace.
     """
     try:
         plain = msgspec.json.decode(line, type=_Trace)
@@ -103,10 +103,10 @@ def decode_trace(line: bytes) -> RequestTrace:
 
 
 def read_question(line: bytes) -> Question:
-    """What somebody asks.
+    """Return the question of a line.
 
     Raises:
-        ProtocolError: it is no question.
+        ProtocolError: the line is not a question, or asks for too many traces.
     """
     try:
         question = msgspec.json.decode(line, type=Question)

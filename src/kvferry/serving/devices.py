@@ -1,4 +1,4 @@
-"""How the devices of one machine are shared out among engines."""
+"""Share the devices of one machine among engines."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-g
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What engines can run on.
+class Devices:
+    """Devices that engines can run on.
 
     Attributes:
-        gpus: CUDA device names as in ``CUDA_VISIBLE_DEVICES``; empty for a machine that computes on its CPU.
-        cores: CPU ids that this process may use.
+        gpus: CUDA device names as in ``CUDA_VISIBLE_DEVICES``; empty for a CPU machine.
+        cores: ids of CPUs that this process may use.
     """
 
     gpus: tuple[str, ...]
     cores: tuple[int, ...]
 
 
-def this_machine() -> Machine:
-    """The devices that this process may use."""
-    return Machine(_visible_gpus(), tuple(sorted(os.sched_getaffinity(0))))
+def visible_devices() -> Devices:
+    """Return the devices that this process may use."""
+    return Devices(_visible_gpus(), tuple(sorted(os.sched_getaffinity(0))))
 
 
-def engine_environments(machine: Machine, ranks: Sequence[int]) -> list[dict[str, str]]:
-    """Variables for each engine that give it devices of its own, as far as there are enough.
+def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str, str]]:
+    """Return environment variables that give each engine devices of its own, as far as there are enough.
 
     vLLM takes them in the order of its ranks: data-parallel outermost, tensor-parallel innermost.
 
     Args:
-        machine: whose devices.
-        ranks: workers of each engine, over all its parallel dimensions; on GPUs no more than there are.
+        machine: devices to share.
+        ranks: workers of each engine over all parallel dimensions; on GPUs at most the number of GPUs.
 
     Returns:
-        One mapping per engine. On GPUs: as many devices as it has ranks, others than its neighbours' while
-        there are enough. On a CPU: an equal share of the cores per rank, or no binding at all where ranks
-        outnumber cores.
+        One mapping per engine. On GPUs it names one device per rank; engines share devices only if there are
+        too few. On a CPU each rank has an equal share of the cores, or no binding if there are more ranks
+        than cores.
     """
     if machine.gpus:
         return [
@@ -66,10 +66,10 @@ def engine_environments(machine: Machine, ranks: Sequence[int]) -> list[dict[str
     ]
 
 
-def memory_arguments(machine: Machine, ranks: Sequence[int], given: Sequence[str]) -> tuple[str, ...]:
-    """Arguments that keep engines which share memory from each taking nearly all of it.
+def memory_arguments(machine: Devices, ranks: Sequence[int], given: Sequence[str]) -> tuple[str, ...]:
+    """Return arguments that limit the memory of engines that share a device.
 
-    Nothing where `given` already sizes the cache, or where every rank has a GPU of its own.
+    Empty if `given` already sizes the cache, or if every rank has a GPU of its own.
     """
     if any(argument.split("=")[0] in _MEMORY_FLAGS for argument in given):
         return ()
@@ -80,7 +80,7 @@ def memory_arguments(machine: Machine, ranks: Sequence[int], given: Sequence[str
 
 
 def _slots(ranks: Sequence[int]) -> list[range]:
-    """Consecutive rank numbers over all engines: the share of each."""
+    """Return the consecutive rank numbers of each engine."""
     starts = [sum(ranks[:i]) for i in range(len(ranks))]
     return [range(start, start + count) for start, count in zip(starts, ranks, strict=True)]
 
@@ -101,7 +101,7 @@ def _visible_gpus() -> tuple[str, ...]:
 
 
 def _vllm_is_for_cpu() -> bool:
-    """Builds for CPUs are a distribution of its own, or one whose local version says so."""
+    """Return whether vLLM is built for CPUs, or not installed."""
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

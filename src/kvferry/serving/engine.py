@@ -1,4 +1,4 @@
-"""One engine of a fleet: what is to be started, and the process once it is."""
+"""One engine of a fleet: its specification and its process."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _HEALTH_TIMEOUT_SECONDS = 2.0
 _GUARD_MARGIN_SECONDS = 8.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine that is to be started.
+    """An engine to start.
 
     Attributes:
-        name: unique in its fleet, as in ``prefill-0``; names the log file.
+        name: unique in its fleet, for example ``prefill-0``; names the log file.
         role: PREFILL or DECODE; BOTH for an engine that serves alone.
         model: path or id that vLLM can load.
-        port: of its OpenAI endpoint.
-        host: that it listens on.
+        port: port of its OpenAI endpoint.
+        host: address that it listens on.
         tensor_parallel: number of ranks.
         kv_transfer: value of ``--kv-transfer-config``; None for an engine that exchanges no KV.
         arguments: further arguments of vLLM's API server.
-        environment: variables to set on top of this process's own.
+        environment: variables on top of this process's own.
     """
 
     name: str
@@ -51,11 +51,11 @@ class EngineSpec:
 
     @property
     def url(self) -> str:
-        """Base of its endpoint, without a trailing slash."""
+        """Return the base URL of its endpoint, without a trailing slash."""
         return f"http://{self.host}:{self.port}"
 
     def command(self) -> list[str]:
-        """The command line that starts it."""
+        """Return the command line that starts it."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.model, "--host", self.host, "--port", str(self.port)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel)]
@@ -72,16 +72,16 @@ class EngineState(StrEnum):
     DEAD = "dead"
 
 
-class Engine:
-    """A started engine: its guard (see `kvferry.serving.guard`), and under that everything vLLM starts.
+class EngineProcess:
+    """A started engine under its guard (`kvferry.serving.guard`).
 
-    The guard ends the engine when the lifeline, a pipe whose other end only this process holds, closes: by
-    `stop`, or by this process ending in whatever way.
+    The guard ends the engine when the lifeline closes. The lifeline is a pipe whose other end only this
+    process holds, so it closes with `stop` and with any end of this process.
 
     Attributes:
-        spec: what was started.
-        log_path: where its standard output and error go.
-        state: as of the last `poll`.
+        spec: the engine's specification.
+        log_path: file with its standard output and error.
+        state: state at the last `poll`.
     """
 
     def __init__(self, spec: EngineSpec, log_path: Path, grace_seconds: float) -> None:
@@ -111,17 +111,17 @@ class Engine:
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Return the seconds since it was started."""
         return time.monotonic() - self._started
 
     @property
     def exit_code(self) -> int | None:
-        """Of the engine's main process; negative for a signal, None while it runs."""
+        """Return the exit code of the engine's main process, negative for a signal; None while it runs."""
         code = self._guard.poll()
         return code if code is None or code < 128 else 128 - code
 
     def poll(self) -> EngineState:
-        """See how it is: asks the process, and while it starts also ``/health``."""
+        """Update and return the state. A starting engine is asked for ``/health``."""
         if self._guard.poll() is not None:
             self.state = EngineState.DEAD
         elif self.state is EngineState.STARTING and self.healthy():
@@ -129,7 +129,7 @@ class Engine:
         return self.state
 
     def healthy(self) -> bool:
-        """Whether ``/health`` answers 200 now."""
+        """Return whether ``/health`` answers 200 now."""
         connection = http.client.HTTPConnection(
             self.spec.host, self.spec.port, timeout=_HEALTH_TIMEOUT_SECONDS
         )
@@ -142,13 +142,13 @@ class Engine:
             connection.close()
 
     def begin_stop(self) -> None:
-        """Ask the engine to end; its guard makes it, after the grace. Returns at once."""
+        """Ask the engine to end, and return at once. Its guard kills it after the grace period."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
 
     def kill(self) -> None:
-        """End everything of this engine without asking it."""
+        """Kill all processes of this engine."""
         if self._lifeline >= 0:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._lifeline, b"k")
@@ -157,7 +157,7 @@ class Engine:
             self._guard.send_signal(signal.SIGUSR1)
 
     def finish_stop(self) -> None:
-        """Wait until nothing of this engine is left; `begin_stop` or `kill` came before."""
+        """Wait until all processes of the engine have ended. Call `begin_stop` or `kill` first."""
         try:
             self._guard.wait(self._grace_seconds + _GUARD_MARGIN_SECONDS)
         except subprocess.TimeoutExpired:

@@ -38,11 +38,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Killed(Exception):
-    """SIGUSR1 came."""
+    """SIGUSR1 arrived."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command under guard; see the module."""
+    """Run the command under guard, and return its exit code."""
     lifeline, grace_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     root = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509 - no threads here
@@ -63,7 +63,7 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -> None:
-    """Return when the tree is to be ended: the root has, was asked to and had its grace, or a kill came."""
+    """Wait until the tree must end: the root ended, its grace period passed, or a kill came."""
     ended = os.pidfd_open(root.pid)
     readable, _, _ = select.select([ended, lifeline], [], [])
     if ended in readable or os.read(lifeline, 1):
@@ -95,7 +95,7 @@ def _signal_all(pids: list[int], number: int) -> None:
 
 
 def _descendants(*, trackers: bool) -> list[int]:
-    """Processes below this one that still run; with or without resource trackers."""
+    """Return the running processes below this one, with or without resource trackers."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := _read(entry / "stat")):

@@ -19,17 +19,16 @@ _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH
 def kv_transfer_config(
     role: Role, settings: Mapping[str, Any] | None = None, *, alone: bool = True
 ) -> dict[str, Any]:
-    """The object for an engine of this role on this machine: what it would refuse at start is refused here.
+    """Return the object for an engine of this role; refuse what the engine would refuse at its start.
 
     Args:
-        role: of the engine.
-        settings: keys of `ConnectorConfig`; a key whose value is None is left out.
-        alone: the engine has no other connector, so this one exchanges KV if the role says so; that is
-            written out where tiers would say otherwise.
+        role: role of the engine.
+        settings: keys of `ConnectorConfig`; values of None are left out.
+        alone: the engine has no other connector. Then ``transfer`` is set if the role needs it and tiers
+            would turn it off.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or a value out of range; or a file of secrets or costs that
-            cannot be used.
+        ConfigError: a key is unknown, a value has a wrong type or is out of range, or a file cannot be used.
     """
     extra = {key: value for key, value in (settings or {}).items() if value is not None}
     config = parse_config(extra, _VLLM_ROLE[role] if alone else None)
@@ -47,15 +46,15 @@ def kv_transfer_config(
     }
 
 
-def beside(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
-    """The object for an engine with other connectors, before ours: a `FerryMultiConnector` of all.
+def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
+    """Return the object of a `FerryMultiConnector` with other connectors before kvferry's.
 
     Args:
-        config: ours, see `kv_transfer_config`; its ``policy`` and ``patience_seconds`` choose between all.
+        config: result of `kv_transfer_config`. Its ``policy`` and ``patience_seconds`` apply to all.
         others: entries of ``connectors``.
 
     Raises:
-        ConfigError: they are no such entries; see `parse_multi`.
+        ConfigError: an entry is not valid; see `parse_multi`.
     """
     extra = config["kv_connector_extra_config"]
     own = {
@@ -72,29 +71,29 @@ def beside(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
     }
 
 
-def others_of(text: str) -> Any:
-    """Entries of ``connectors`` from a command line.
+def parse_connectors(text: str) -> Any:
+    """Parse the entries of ``connectors`` from a command line, without checking them.
 
     Raises:
-        ConfigError: it is no JSON. What it holds, `beside` checks.
+        ConfigError: the text is not JSON.
     """
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"beside is {text!r}, which is no JSON ({error}); write a list such as "
+            f"other_connectors is {text!r}, which is no JSON ({error}); write a list such as "
             '[{"kv_connector": "NixlConnector"}]'
         ) from error
 
 
-def tiers_of(text: str | None) -> Any:
-    """The value of the key ``tiers`` from a command line; None if it was not given.
+def parse_tiers(text: str | None) -> Any:
+    """Parse the key ``tiers`` from a command line, without checking the objects; None if it was not given.
 
     Args:
         text: ``default``, or JSON: a list of objects with a "type".
 
     Raises:
-        ConfigError: it is neither. What the objects hold, `kv_transfer_config` checks.
+        ConfigError: it is neither.
     """
     if text is None or text == "default":
         return text
@@ -108,5 +107,5 @@ def tiers_of(text: str | None) -> Any:
 
 
 def kv_transfer_json(config: Mapping[str, Any]) -> str:
-    """The object as one line of JSON."""
+    """Return the object as one line of JSON."""
     return json.dumps(config, separators=(",", ":"))

@@ -1,11 +1,11 @@
-"""Engines started and stopped together.
+"""Start and stop several engines together.
 
     with Fleet(specs, log_dir) as fleet:
         fleet.wait_ready()
         ... requests to fleet.prefill_urls, fleet.decode_urls ...
 
-Leaving the block, by whatever exception, ends every process of every engine. If this process is killed, the
-guards of the engines see that and do the same.
+Leaving the block, also by an exception, ends every process of every engine. If this process is killed, the
+engines' guards notice and do the same.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import Self
 
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.private_file import check_umask
-from kvferry.serving.engine import Engine, EngineSpec, EngineState
-from kvferry.serving.log_tail import telling_line
+from kvferry.serving.engine import EngineProcess, EngineSpec, EngineState
+from kvferry.serving.log_tail import error_line
 from kvferry.serving.role import Role
 from kvferry.serving.specs import fleet_specs
 from kvferry.serving.temporary import compiled_code, temporary_for_engines
 
-__all__ = ["Engine", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]
+__all__ = ["EngineProcess", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]
 
 _POLL_SECONDS = 0.2
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the kernel keeps it
 # Exit code of argument parsers.
 _REFUSED_ARGUMENTS = 2
 
-Progress = Callable[[Sequence[Engine]], None]
+Progress = Callable[[Sequence[EngineProcess]], None]
 
 
 class LaunchError(KVFerryError):
-    """An engine that did not start; one sentence with its own last error and its log's path."""
+    """An engine did not start. The message has its last error and the path of its log."""
 
 
 class Fleet:
-    """The engines of these specs, as a context manager; started on entry.
+    """The engines of some specifications, as a context manager that starts them on entry.
 
     Attributes:
         engines: in the order of the specs; empty before `start`.
@@ -56,27 +56,27 @@ class Fleet:
         startup_timeout_seconds: float = 600.0,
         grace_seconds: float = 10.0,
     ) -> None:
-        """Describe the fleet; nothing is started yet.
+        """Store the specifications; start nothing yet.
 
         Args:
-            specs: of the engines.
-            log_dir: gets one file per engine, ``<name>.log``; made if it is not there.
-            startup_timeout_seconds: from `start` until every engine must be ready.
-            grace_seconds: how long an engine may take to end by itself before it is killed.
+            specs: engines to start.
+            log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
+            startup_timeout_seconds: time from `start` until every engine must be ready.
+            grace_seconds: time that an engine has to end before it is killed.
         """
         self._specs = tuple(specs)
         self._log_dir = log_dir
         self._startup_timeout_seconds = startup_timeout_seconds
         self._grace_seconds = grace_seconds
-        self.engines: tuple[Engine, ...] = ()
+        self.engines: tuple[EngineProcess, ...] = ()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
-        """Start every engine; returns before they are ready.
+        """Start every engine, and return before they are ready.
 
         Raises:
             ConfigError: the umask, or the folder for logs or temporary files, cannot be used.
-            LaunchError: a file or a process cannot be made.
+            LaunchError: a file or a process cannot be created.
         """
         check_umask()
         try:
@@ -103,7 +103,7 @@ class Fleet:
         for spec in self._specs:
             log_path = self._log_dir / f"{spec.name}.log"
             placed = replace(spec, environment={**own, **spec.environment})
-            self.engines = (*self.engines, Engine(placed, log_path, self._grace_seconds))
+            self.engines = (*self.engines, EngineProcess(placed, log_path, self._grace_seconds))
 
     def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
         """Wait until every engine answers.
@@ -131,18 +131,18 @@ class Fleet:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """Endpoints of the engines that prefill."""
+        """Return the endpoints of the prefill engines."""
         return [engine.spec.url for engine in self.engines if engine.spec.role is Role.PREFILL]
 
     @property
     def decode_urls(self) -> list[str]:
-        """Endpoints of the engines that decode."""
+        """Return the endpoints of the decode engines."""
         return [engine.spec.url for engine in self.engines if engine.spec.role is Role.DECODE]
 
     def stop(self) -> None:
-        """End every engine and wait until nothing of them is left.
+        """Stop every engine, and wait for all their processes.
 
-        A KeyboardInterrupt while it waits kills what is left at once, and is raised when that is done.
+        A KeyboardInterrupt during the wait kills all of them, and is raised afterwards.
         """
         for engine in self.engines:
             engine.begin_stop()
@@ -155,7 +155,7 @@ class Fleet:
         self._clean()
 
     def kill(self) -> None:
-        """End every engine without asking it, and wait until nothing of them is left."""
+        """Kill every engine, and wait for all their processes."""
         for engine in self.engines:
             engine.kill()
         for engine in self.engines:
@@ -172,7 +172,7 @@ class Fleet:
             self._temporary = None
 
     def __enter__(self) -> Self:
-        """Start; what was started is ended if one of them cannot be."""
+        """Start all engines; if one cannot be started, stop the others."""
         try:
             self.start()
         except BaseException:
@@ -185,17 +185,17 @@ class Fleet:
     ) -> None:
         self.stop()
 
-    def _late_notice(self, engine: Engine) -> str:
+    def _late_notice(self, engine: EngineProcess) -> str:
         return (
             f"{engine.spec.name} is not ready after {self._startup_timeout_seconds:g} s; raise "
             f"the startup timeout, or see {engine.log_path}"
         )
 
 
-def death_notice(engine: Engine) -> str:
-    """One sentence about an engine that has ended: its own last error, and where the log is."""
+def death_notice(engine: EngineProcess) -> str:
+    """Return a sentence about an engine that has ended: its last error, and the path of its log."""
     code = engine.exit_code
     how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-    said = telling_line(engine.log_path)
+    said = error_line(engine.log_path)
     why = f": {said}" if said else ""
     return f"{engine.spec.name} ended with {how}{why} (log: {engine.log_path})"

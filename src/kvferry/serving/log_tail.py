@@ -1,4 +1,4 @@
-"""The line of an engine's log that says why it ended."""
+"""Find the line of an engine's log that says why it ended."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ECHOES = (
 _MAX_CHARS = 500
 
 
-def telling_line(log_path: Path) -> str | None:
-    """The last error that is not merely an echo of another process's; None if the log names no error."""
+def error_line(log_path: Path) -> str | None:
+    """Return the last error that does not merely repeat another process's; None if there is none."""
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _tail(log_path)]
     echo = None
     for index in range(len(lines) - 1, -1, -1):
@@ -35,7 +35,7 @@ def telling_line(log_path: Path) -> str | None:
 
 
 def last_line(log_path: Path) -> str:
-    """What the log says last, without its prefix; empty for an empty log."""
+    """Return the last line of the log without its prefix; empty for an empty log."""
     for line in reversed(_tail(log_path)):
         if text := _PREFIX.sub("", _ANSI.sub("", line)).strip():
             return text

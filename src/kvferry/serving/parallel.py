@@ -1,4 +1,4 @@
-"""Ranks of an engine: one per tensor, pipeline, context and local data-parallel index."""
+"""Parallel sizes of an engine, and its number of ranks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Parallel:
 
     @property
     def ranks(self) -> int:
-        """Workers on this machine, each with devices of its own."""
+        """Return the number of workers on this machine, each with devices of its own."""
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
-        """Name the sizes above 1, as in ``tensor 2 x data 2``."""
+        """Return the sizes above 1, for example ``tensor 2 x data 2``."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "data": self.data}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 

@@ -10,11 +10,11 @@ _BACKLOG = 2048
 
 
 class ListenError(KVFerryError):
-    """An address that cannot be listened on."""
+    """An address cannot be listened on."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Distinct ports that nobody listens on now; nothing keeps others from taking them before you do."""
+    """Return distinct ports that are free now. Another process may take them before the caller does."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for sock in sockets:
@@ -26,10 +26,10 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 for any free one.
+    """Return a listening socket; port 0 for any free port.
 
     Raises:
-        ListenError: the address cannot be had.
+        ListenError: the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
@@ -47,6 +47,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Where a socket listens, as a URL without a trailing slash."""
+    """Return the URL of a listening socket, without a trailing slash."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""What a person sees while engines start."""
+"""Show the progress of starting engines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.serving.engine import Engine, EngineState
+from kvferry.serving.engine import EngineProcess, EngineState
 from kvferry.serving.log_tail import last_line
 
 _COLOURS = {EngineState.STARTING: "yellow", EngineState.READY: "green", EngineState.DEAD: "red"}
 
 
 @contextmanager
-def startup_progress(console: Console) -> Iterator[Callable[[Sequence[Engine]], None]]:
-    """Yields what shows engines: a live table in a terminal, else one line per change of state."""
+def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
+    """Yield a function that shows engines: a live table on a terminal, else one line per change of state."""
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -31,7 +31,7 @@ class _Lines:
         self._console = console
         self._shown: dict[str, EngineState] = {}
 
-    def __call__(self, engines: Sequence[Engine]) -> None:
+    def __call__(self, engines: Sequence[EngineProcess]) -> None:
         for engine in engines:
             name, state = engine.spec.name, engine.state
             if self._shown.get(name) is state:
@@ -42,7 +42,7 @@ class _Lines:
                 self._console.print(f"{name} {state} ({more})", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(engines: Sequence[Engine]) -> Table:
+def _table(engines: Sequence[EngineProcess]) -> Table:
     table = Table.grid(padding=(0, 1), expand=True)
     for _ in range(3):
         table.add_column(no_wrap=True)

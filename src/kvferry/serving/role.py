@@ -1,4 +1,4 @@
-"""What an engine does for a request that is served by two."""
+"""Role of an engine in a prefill/decode pair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Which half of the work."""
+    """Role of an engine."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,4 +1,4 @@
-"""The router's web server, in the foreground of this process."""
+"""Run the router's web server in the foreground."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from kvferry.serving.heap import map_large_pieces
+from kvferry.serving.heap import map_large_allocations
 from kvferry.serving.router import RouterApp
 
 _TICK_SECONDS = 0.2
@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 64 << 10
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
+    """A web server that leaves signals to its caller."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -29,14 +29,14 @@ class _Server(uvicorn.Server):
 
 
 def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
-    """Serve `app` on a listening socket.
+    """Serve `app` on a listening socket as long as `keep_on` returns True.
 
     Args:
-        app: is served until it is told to end.
-        sock: is closed at the end.
-        keep_on: asked five times a second; its False, or whatever it raises, ends the server.
+        app: the application.
+        sock: listening socket; closed at the end.
+        keep_on: called five times a second; an exception also ends the server.
     """
-    map_large_pieces()
+    map_large_allocations()
     config = uvicorn.Config(
         app,
         log_level="warning",

@@ -1,4 +1,4 @@
-"""A fleet with its router in front, from the first process started to the last one ended."""
+"""Run a fleet and its router, from the first process started to the last one ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvferry.errors import KVFerryError
-from kvferry.serving.engine import Engine, EngineSpec, EngineState
+from kvferry.serving.engine import EngineProcess, EngineSpec, EngineState
 from kvferry.serving.launch import Fleet, death_notice
 from kvferry.serving.ports import url_of
 from kvferry.serving.progress import startup_progress
@@ -34,16 +34,16 @@ def serve_fleet(
     announce: Callable[[str], None],
     startup_timeout_seconds: float,
 ) -> None:
-    """Start the engines, serve them on `sock` and end them; returns when a signal asked for it.
+    """Start the engines, serve them on `sock`, and stop them. Return when a signal asks for it.
 
     Args:
-        specs: of the engines.
-        sock: listens already.
-        log_dir: for the engines' logs.
-        console: gets progress and news of engines.
-        signals: end everything; a second one kills the engines.
-        announce: gets the endpoint in one line, once requests can be served.
-        startup_timeout_seconds: until every engine must be ready.
+        specs: engines to start.
+        sock: listening socket.
+        log_dir: folder for the engines' logs.
+        console: shows progress and engines that ended.
+        signals: the first stops everything, a second one kills the engines.
+        announce: called with one line about the endpoint, once requests can be served.
+        startup_timeout_seconds: time until every engine must be ready.
 
     Raises:
         LaunchError: an engine did not start.
@@ -53,9 +53,9 @@ def serve_fleet(
     with Fleet(specs, log_dir, startup_timeout_seconds=startup_timeout_seconds) as fleet:
         try:
             _wait_ready(fleet, console, signals)
-            settings = RouterSettings(tuple(fleet.prefill_urls), tuple(fleet.decode_urls))
+            settings = RouterSettings(prefill=tuple(fleet.prefill_urls), decode=tuple(fleet.decode_urls))
             announce(f"kvferry: serving on {url_of(sock)}/v1")
-            run_app(router_app(settings), sock, _Watch(fleet, console, signals))
+            run_app(router_app(settings), sock, _KeepServing(fleet, console, signals))
         except StopRequested:
             pass
         except KeyboardInterrupt:
@@ -67,15 +67,15 @@ def serve_fleet(
 def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
     with startup_progress(console) as show:
 
-        def on_progress(engines: Sequence[Engine]) -> None:
+        def on_progress(engines: Sequence[EngineProcess]) -> None:
             signals.check()
             show(engines)
 
         fleet.wait_ready(on_progress)
 
 
-class _Watch:
-    """Whether to go on serving; says which engines ended, once each."""
+class _KeepServing:
+    """Return whether to go on serving when called. Announce each engine that ended, once."""
 
     def __init__(self, fleet: Fleet, console: Console, signals: StopSignals) -> None:
         self._fleet = fleet
@@ -92,7 +92,7 @@ class _Watch:
                 self._announce(engine)
         return True
 
-    def _announce(self, engine: Engine) -> None:
+    def _announce(self, engine: EngineProcess) -> None:
         peers = [one for one in self._fleet.engines if one.spec.role is engine.spec.role]
         left = sum(one.state is not EngineState.DEAD for one in peers)
         notice = death_notice(engine)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, seen at safe points instead of anywhere."""
+"""Handle SIGINT and SIGTERM at safe points."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
 
 
 class StopRequested(Exception):
-    """A signal asked to stop."""
+    """A signal asked the process to stop."""
 
 
 class StopSignals:
-    """While the block runs, the first signal is only noted; a second raises KeyboardInterrupt where it comes.
+    """Note the first signal while the block runs; a second raises KeyboardInterrupt at once.
 
-    Work that is `interruptible` ends with the first already. Further ones do nothing: what is being killed by
-    then must be seen to its end.
+    The first signal ends `interruptible` work at once. Signals after the second are ignored, so that killing
+    the engines is finished.
 
     Attributes:
         received: the first signal; None so far.
@@ -33,22 +33,22 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Of a process that ends because of what was received."""
+        """Return the exit code for the signal received."""
         return _EXIT_CODES.get(signal.Signals(self.received), 1) if self.received is not None else 0
 
     def check(self) -> None:
-        """Raise StopRequested if a signal came."""
+        """Raise StopRequested if a signal was received."""
         if self.received is not None:
             raise StopRequested
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Long work that may be left anywhere: the first signal raises KeyboardInterrupt in it.
+        """Let the first signal raise KeyboardInterrupt inside this block.
 
-        Python drops what is raised in a finalizer, where nobody can catch it: it is seen again at the end.
+        Python drops exceptions raised in a finalizer, so the end of the block checks for the signal again.
 
         Raises:
-            StopRequested: a signal came before, or was dropped.
+            StopRequested: a signal came before the block, or its exception was dropped.
         """
         self._interruptible = True
         try:

@@ -1,4 +1,4 @@
-"""Which engines a fleet has: their names, ports, devices and connector settings."""
+"""Choose the engines of a fleet: names, ports, devices and connector settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.errors import ConfigError
-from kvferry.serving.devices import Machine, engine_environments, memory_arguments, this_machine
+from kvferry.serving.devices import Devices, engine_environments, memory_arguments, visible_devices
 from kvferry.serving.engine import EngineSpec
 from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.parallel import Parallel, parallel_of
@@ -36,9 +36,9 @@ def fleet_specs(
     prefill_settings: Mapping[str, Any] | None = None,
     decode_settings: Mapping[str, Any] | None = None,
     arguments: Sequence[str] = (),
-    machine: Machine | None = None,
+    machine: Devices | None = None,
 ) -> tuple[EngineSpec, ...]:
-    """Specs of a fleet on this machine, prefill engines first.
+    """Return the specifications of a fleet on this machine, prefill engines first.
 
     Args:
         model: path or id that vLLM can load.
@@ -66,7 +66,7 @@ def fleet_specs(
             raise ConfigError(f"{name} is {count}, it must be at least 1")
     _check_model(model)
     _check_arguments(arguments)
-    machine = machine or this_machine()
+    machine = machine or visible_devices()
     tensor = [prefill_tensor_parallel] * prefill + [decode_tensor_parallel] * decode
     sizes = [parallel_of(count, arguments) for count in tensor]
     ranks = [size.ranks for size in sizes]
@@ -95,7 +95,7 @@ def fleet_specs(
     )
 
 
-def _check_gpus(machine: Machine, name: str, size: Parallel) -> None:
+def _check_gpus(machine: Devices, name: str, size: Parallel) -> None:
     if machine.gpus and size.ranks > len(machine.gpus):
         raise ConfigError(
             f"{name} needs {size.ranks} GPUs ({size}), {len(machine.gpus)} can be used here "

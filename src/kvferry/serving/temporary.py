@@ -1,4 +1,4 @@
-"""Folders for temporary files: of engines, and for their logs."""
+"""Temporary folders for engines and their logs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvferry.errors import ConfigError
 _LONGEST_SOCKET = 107
 """Bytes that the path of a Unix socket may have."""
 _SOCKET = "/00000000-0000-4000-8000-000000000000"
-"""As vLLM names the sockets of an engine in its folder for temporary files."""
+"""Name of an engine's socket in vLLM's folder for temporary files."""
 
 
 def temporary_folder(prefix: str) -> Path:
-    """Make a folder among the temporary files, for this user alone.
+    """Create a temporary folder that only this user can enter.
 
     Raises:
         ConfigError: there is no place for temporary files.
@@ -29,10 +29,10 @@ def temporary_folder(prefix: str) -> Path:
 
 
 def temporary_for_engines() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in which engines can make sockets.
+    """Create a temporary folder whose path is short enough for engines' sockets.
 
     Raises:
-        ConfigError: there is no place for it, or only one whose name is too long.
+        ConfigError: there is no place for it, or its path would be too long.
     """
     try:
         folder = tempfile.TemporaryDirectory(prefix="kvferry-", ignore_cleanup_errors=True)
@@ -56,7 +56,7 @@ def _no_place(error: OSError) -> ConfigError:
 
 
 def compiled_code() -> str:
-    """Return where torch keeps what it compiles by default."""
+    """Return the folder where torch keeps compiled code by default."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a number without a name, as a container may run as

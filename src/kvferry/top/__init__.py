@@ -1,6 +1,6 @@
-"""What engines do, live: their `/metrics`, read again and again, and put in few lines.
+"""`kvferry top`: engines' `/metrics`, read periodically and shown on a terminal.
 
-Pure, one after the other: `exposition` (text to values), `window` (two readings to rates), `quantile`,
-`derive` (values to `figures`, what is to be known), `lines` (that to text). Around them: `fetch`, which asks,
-`seen`, what is known of an address, and `live`, the terminal.
+Pure steps, in order: `exposition` (text to values), `window` (two readings to rates), `quantile`, `derive`
+(values to `figures`), `lines` (figures to text). Around them: `fetch` reads an address, `addresses` keeps the
+state of each, `poller` reads all periodically, and `live` drives the terminal.
 """

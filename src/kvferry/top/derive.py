@@ -1,4 +1,4 @@
-"""Figures, taken from values of series."""
+"""Derive figures from the values of metrics."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from kvferry.observe.events import MissReason
 from kvferry.observe.exposed_names import CONNECTOR
 from kvferry.tiers.names import PEER, TIER_KINDS, tier_kind
 from kvferry.top.figures import (
-    Connector,
+    ActivityCounts,
+    ConnectorFigures,
     Figures,
-    Flow,
-    Lacking,
-    Levels,
-    Moved,
-    Room,
-    Seconds,
-    Source,
-    TierFlow,
+    Gauges,
+    Latency,
+    LoadedBytes,
+    MissCount,
+    SourceFigures,
+    TierCounts,
+    TierUsage,
 )
 from kvferry.top.values import Values
 from kvferry.top.window import Window
 
 
 def figures(windows: list[Window]) -> Figures:
-    """Of engines together."""
+    """Return the figures of several engines together."""
     several = Window.added(windows)
     rates = None if several.rates is None else _flow(several.rates)
     return Figures(_levels(several.now, [one.now for one in windows]), rates, _flow(several.now))
@@ -33,24 +33,24 @@ def figures(windows: list[Window]) -> Figures:
 _ASKED = "kvferry_multi_queries_total"
 
 
-def _flow(values: Values) -> Flow:
+def _flow(values: Values) -> ActivityCounts:
     sources = {
         source for name in ("queries", "loads") for (source,) in values.by(f"kvferry_{name}_total", "source")
     }
     pages = values.total("kvferry_transfer_pages_total")
     descriptors = values.total("kvferry_transfer_descriptors_total")
     ended = values.by("kvferry_leases_ended_total", "outcome")
-    return Flow(
+    return ActivityCounts(
         prompt_tokens=values.total("vllm:prompt_tokens_total"),
         generated_tokens=values.total("vllm:generation_tokens_total"),
         tokens=_tokens(values),
-        first_token_seconds=Seconds.of(values, "vllm:time_to_first_token_seconds"),
+        first_token_seconds=Latency.of(values, "vllm:time_to_first_token_seconds"),
         sources={source: _source(values, source) for source in sorted(sources)},
         connectors={name: _connector(values, name) for (name,) in values.by(_ASKED, CONNECTOR)},
         misses=_lacking(values),
         moved=_moved(values),
         stages={
-            stage: Seconds.of(values, "kvferry_transfer_seconds", stage=stage)
+            stage: Latency.of(values, "kvferry_transfer_seconds", stage=stage)
             for (stage,) in values.by("kvferry_transfer_seconds_count", "stage")
         },
         pages_per_descriptor=pages / descriptors if descriptors else None,
@@ -65,15 +65,15 @@ def _flow(values: Values) -> Flow:
     )
 
 
-def _lacking(values: Values) -> tuple[Lacking, ...]:
+def _lacking(values: Values) -> tuple[MissCount, ...]:
     of = values.by("kvferry_misses_total", "source", "reason", "group")
-    found = [Lacking(source, reason, group, n) for (source, reason, group), n in of.items() if n]
+    found = [MissCount(source, reason, group, n) for (source, reason, group), n in of.items() if n]
     return tuple(sorted(found, key=lambda one: -one.count))
 
 
-def _moved(values: Values) -> tuple[Moved, ...]:
+def _moved(values: Values) -> tuple[LoadedBytes, ...]:
     of = values.by("kvferry_load_bytes_total", "source", "group", "strategy")
-    found = [Moved(source, group, strategy, n) for (source, group, strategy), n in of.items() if n]
+    found = [LoadedBytes(source, group, strategy, n) for (source, group, strategy), n in of.items() if n]
     return tuple(sorted(found, key=lambda one: -one.size))
 
 
@@ -91,11 +91,11 @@ def _tokens(values: Values) -> dict[str, float]:
     return found
 
 
-def _source(values: Values, source: str) -> Source:
+def _source(values: Values, source: str) -> SourceFigures:
     queries = values.total("kvferry_queries_total", source=source)
     hits = values.total("kvferry_hits_total", source=source)
     looked = queries - values.total("kvferry_misses_total", source=source, reason=MissReason.LOCAL)
-    return Source(
+    return SourceFigures(
         queries=queries,
         hits=hits,
         hit_rate=hits / looked if looked > 0 else None,
@@ -103,16 +103,16 @@ def _source(values: Values, source: str) -> Source:
             outcome: n for (outcome,), n in values.by("kvferry_loads_total", "outcome", source=source).items()
         },
         load_bytes=values.total("kvferry_load_bytes_total", source=source),
-        load_seconds=Seconds.of(values, "kvferry_load_seconds", source=source),
+        load_seconds=Latency.of(values, "kvferry_load_seconds", source=source),
     )
 
 
-def _connector(values: Values, name: str) -> Connector:
+def _connector(values: Values, name: str) -> ConnectorFigures:
     def count(what: str) -> float:
         return values.total(f"kvferry_multi_{what}_total", connector=name)
 
     ended = values.by("kvferry_multi_loads_total", "outcome", connector=name)
-    return Connector(
+    return ConnectorFigures(
         queries=count("queries"),
         hits=count("hits"),
         passed_over=count("passed_over"),
@@ -123,35 +123,35 @@ def _connector(values: Values, name: str) -> Connector:
 
 
 def _tiers(values: Values) -> list[str]:
-    """Those with a metric of their own."""
+    """Return the names of tiers that have metrics."""
     told = (series for name, series in values.of.items() if name.startswith("kvferry_tier_"))
     return _ordered({dict(labels)["tier"] for series in told for labels in series})
 
 
 def _ordered(tiers: Iterable[str]) -> list[str]:
-    """By their kind, then by their number."""
+    """Sort tiers by kind, then by number."""
     return sorted(tiers, key=lambda name: (*(kind != tier_kind(name) for kind in TIER_KINDS), name))
 
 
-def _tier(values: Values, tier: str) -> TierFlow:
+def _tier(values: Values, tier: str) -> TierCounts:
     def by_reason(name: str) -> dict[str, float]:
         return {reason: n for (reason,), n in values.by(name, "reason", tier=tier).items() if n}
 
-    return TierFlow(
+    return TierCounts(
         fetched_chunks=values.total("kvferry_tier_fetched_chunks_total", tier=tier),
         stored_chunks=values.total("kvferry_tier_stored_chunks_total", tier=tier),
         stored_bytes=values.total("kvferry_tier_stored_bytes_total", tier=tier),
         evicted_chunks=values.total("kvferry_tier_evicted_chunks_total", tier=tier),
         missed_chunks=by_reason("kvferry_tier_missed_chunks_total"),
         dropped_chunks=by_reason("kvferry_tier_dropped_chunks_total"),
-        fetch_seconds=Seconds.of(values, "kvferry_tier_fetch_seconds", tier=tier),
-        store_seconds=Seconds.of(values, "kvferry_tier_store_seconds", tier=tier),
+        fetch_seconds=Latency.of(values, "kvferry_tier_fetch_seconds", tier=tier),
+        store_seconds=Latency.of(values, "kvferry_tier_store_seconds", tier=tier),
     )
 
 
-def _levels(values: Values, each: list[Values]) -> Levels:
+def _levels(values: Values, each: list[Values]) -> Gauges:
     pending = values.by("kvferry_pending_loads", "source")
-    return Levels(
+    return Gauges(
         running=values.total("vllm:num_requests_running"),
         waiting=values.total("vllm:num_requests_waiting"),
         cache_usage=max((one.total("vllm:kv_cache_usage_perc") for one in each), default=0.0),
@@ -165,16 +165,16 @@ def _levels(values: Values, each: list[Values]) -> Levels:
     )
 
 
-def _fullest(tier: str, each: list[Values]) -> Room:
+def _fullest(tier: str, each: list[Values]) -> TierUsage:
     rooms = (room for one in each for room in _rooms(one, tier))
     return max(rooms, key=lambda room: (room.share, room.used is not None, room.owed_chunks is not None))
 
 
-def _rooms(values: Values, tier: str) -> list[Room]:
-    """As each connector of an engine says."""
+def _rooms(values: Values, tier: str) -> list[TierUsage]:
+    """Return the usage of a tier as each connector reports it."""
     used, capacity, owed = (
         values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")
     )
     told = used.keys() | capacity.keys() | owed.keys() or {("",)}
-    return [Room(used.get(one), capacity.get(one), owed.get(one)) for one in sorted(told)]
+    return [TierUsage(used.get(one), capacity.get(one), owed.get(one)) for one in sorted(told)]

@@ -1,4 +1,4 @@
-"""What is to be known of one engine, or of all together, as lines of text."""
+"""Render the figures of one engine, or of all together, as lines of text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rich.cells import cell_len, set_cell_size
 
-from kvferry.top.figures import Figures, Flow, Room, Seconds, TierFlow
-from kvferry.top.layout import Column, Line, Look, row, wrapped
+from kvferry.top.figures import ActivityCounts, Figures, Latency, TierCounts, TierUsage
+from kvferry.top.layout import Column, TextLine, TextStyle, row, wrapped
 from kvferry.top.units import number, percent
 from kvferry.units import format_bytes, format_seconds
 
@@ -31,23 +31,23 @@ _CONNECTOR = (
 )
 _TIER = (
     Column("used", 9),
-    Column("of", 9),
+    Column("capacity", 10),
     Column("full", 5),
     Column("owed", 6),
-    Column("out/s", 7),
+    Column("read/s", 7),
     Column("p99", 9),
-    Column("in/s", 7),
+    Column("write/s", 8),
     Column("dropped", 8),
-    Column("evicted", 9),
+    Column("evicted", 8),
 )
 
 
 TABLE = 100
-"""Widest table, unless names need more: numbers stand near to what they are of."""
+"""Widest table, unless names need more, so that numbers stay near their names."""
 
 
-def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[Line]:
-    """What always is there, the most urgent first; at most so many lines of misses."""
+def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextLine]:
+    """Yield the lines that are always shown, the most urgent first, with at most `misses` lines of misses."""
     levels, rates, table = of.levels, of.rates, min(width, TABLE)
     yield from _said("requests", _requests(of), width)
     yield from _said("tokens/s", _tokens(rates), width)
@@ -56,28 +56,28 @@ def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[Line]
         or of.totals.recomputed_tokens > 0
         or any(connector.failed for connector in of.totals.connectors.values())
     )
-    yield from _said("failures", _failures(of), width, look=Look.BAD if failed else Look.PLAIN)
+    yield from _said("failures", _failures(of), width, look=TextStyle.BAD if failed else TextStyle.PLAIN)
     if of.totals.connectors:
         yield _head("connector", _CONNECTOR, table)
         for name in of.totals.connectors:
-            yield Line(row(name, list(_connector(of, name)), _CONNECTOR, table))
+            yield TextLine(row(name, list(_connector(of, name)), _CONNECTOR, table))
     if of.totals.sources:
         yield _head("source", _SOURCE, table)
         for name in of.totals.sources:
-            yield Line(row(name, list(_source(of, name)), _SOURCE, table))
+            yield TextLine(row(name, list(_source(of, name)), _SOURCE, table))
     if levels.tiers:
         yield _head("tier", _TIER, table)
         for name, room in levels.tiers.items():
             now = None if rates is None else rates.tiers.get(name)
-            yield Line(row(name, list(_tier(room, now, of.totals.tiers[name])), _TIER, table))
+            yield TextLine(row(name, list(_tier(room, now, of.totals.tiers[name])), _TIER, table))
     yield from _said("misses", _misses(of), width, at_most=misses)
     if of.totals.stages:
         yield from _said("peers", _peers(of.totals), width)
     yield from _said("leases", _leases(of), width)
 
 
-def extra(of: Figures, width: int) -> Iterator[Line]:
-    """What is there if there is room."""
+def extra(of: Figures, width: int) -> Iterator[TextLine]:
+    """Yield lines that are shown if there is room."""
     moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
     yield from _said("moved", moved, width)
     for what in ("dropped", "missed"):
@@ -89,8 +89,8 @@ def extra(of: Figures, width: int) -> Iterator[Line]:
         yield from _said(what, (f"{reason} {number(n)}" for reason, n in reasons.items()), width)
 
 
-def _head(name: str, columns: tuple[Column, ...], width: int) -> Line:
-    return Line(row(name, [column.head for column in columns], columns, width), Look.HEAD)
+def _head(name: str, columns: tuple[Column, ...], width: int) -> TextLine:
+    return TextLine(row(name, [column.head for column in columns], columns, width), TextStyle.HEAD)
 
 
 def _said(
@@ -98,12 +98,12 @@ def _said(
     items: Iterator[str] | list[str],
     width: int,
     at_most: int | None = None,
-    look: Look = Look.PLAIN,
-) -> Iterator[Line]:
+    look: TextStyle = TextStyle.PLAIN,
+) -> Iterator[TextLine]:
     lines = list(wrapped(heading, items, width))
     for place, line in enumerate(lines[:at_most]):
         last = at_most is not None and place == at_most - 1 and len(lines) > at_most
-        yield Line(f"{set_cell_size(line, min(cell_len(line), width - 4))} ..." if last else line, look)
+        yield TextLine(f"{set_cell_size(line, min(cell_len(line), width - 4))} ..." if last else line, look)
 
 
 def _requests(of: Figures) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _requests(of: Figures) -> Iterator[str]:
         yield f"first token {format_seconds(first.median)}, p99 {_duration(first.p99)}"
 
 
-def _tokens(rates: Flow | None) -> Iterator[str]:
+def _tokens(rates: ActivityCounts | None) -> Iterator[str]:
     if rates is None:
         yield "one reading so far"
         return
@@ -149,7 +149,7 @@ def _connector(of: Figures, name: str) -> Iterator[str]:
     yield number(total.failed)
 
 
-def _tier(room: Room, now: TierFlow | None, total: TierFlow) -> Iterator[str]:
+def _tier(room: TierUsage, now: TierCounts | None, total: TierCounts) -> Iterator[str]:
     yield _size(room.used)
     yield _size(room.capacity)
     yield percent(room.share) if room.capacity else "-"
@@ -175,7 +175,7 @@ def _misses(of: Figures) -> Iterator[str]:
         yield "none"
 
 
-def _peers(totals: Flow) -> Iterator[str]:
+def _peers(totals: ActivityCounts) -> Iterator[str]:
     for stage in sorted(totals.stages, key=lambda name: (*(name != each for each in _STAGES), name)):
         seconds = totals.stages[stage]
         yield f"{stage} {_duration(seconds.median)}, p99 {_duration(seconds.p99)}"
@@ -204,12 +204,12 @@ def _leases(of: Figures) -> Iterator[str]:
     yield f"{number(totals.leases_expired)} expired{_added(rates.leases_expired if rates else 0.0)}"
 
 
-def _recent(of: Figures, seconds: Callable[[Flow], Seconds | None]) -> Seconds:
-    """Of the last interval, if there was something to time in it; else since the start."""
+def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
+    """Return the latency of the last interval; that since the start if nothing was timed in it."""
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:
         return now
-    return seconds(of.totals) or Seconds(None, None)
+    return seconds(of.totals) or Latency(None, None)
 
 
 def _added(rate: float) -> str:

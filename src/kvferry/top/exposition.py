@@ -1,4 +1,4 @@
-"""The text of a `/metrics` page, read: https://prometheus.io/docs/instrumenting/exposition_formats/."""
+"""Parse a `/metrics` page: https://prometheus.io/docs/instrumenting/exposition_formats/."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Scrape:
     """One reading of a page.
 
     Attributes:
-        at: when, by the monotonic clock.
-        started: when its process did, in seconds since 1970; None where that is not told.
-        model: the name of what is served; empty if it is not told.
-        ferry: kvferry's metrics are on the page.
-        engines: values by the engine's number; an API server may have several.
+        at: time of the reading, monotonic seconds.
+        started: start of the server's process in seconds since 1970; None if unknown.
+        model: name of the served model; empty if unknown.
+        ferry: the page has kvferry's metrics.
+        engines: values by engine number; an API server may have several engines.
     """
 
     at: float
@@ -39,11 +39,11 @@ class Scrape:
     engines: Mapping[str, Values]
 
 
-def read(text: str, at: float) -> Scrape:
-    """The page, as far as it is of use here.
+def parse_page(text: str, at: float) -> Scrape:
+    """Return the metrics of a page that `kvferry top` uses.
 
     Raises:
-        ProtocolError: it is none, or none of an engine.
+        ProtocolError: it is not in Prometheus's format, or not an engine's.
     """
     engines: defaultdict[str, defaultdict[str, dict[Labels, float]]] = defaultdict(lambda: defaultdict(dict))
     started, model = None, ""
@@ -68,10 +68,10 @@ def read(text: str, at: float) -> Scrape:
 
 
 def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
-    """Labels, all of which are there.
+    """Return the labels as a dict.
 
     Raises:
-        ValueError: one is not, or is no number where it has to be.
+        ValueError: a label is missing, or is not a number where it must be.
     """
     if missing := _LABELS[name] - labels.keys():
         raise ValueError(f"{name} has no label {', '.join(sorted(missing))}")

@@ -1,4 +1,4 @@
-"""Asks addresses what they have to say."""
+"""Read the metrics of an engine, or the engines of a router."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import msgspec
 
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.observe.fetch import HEALTH, Health, fetch, http_address
-from kvferry.top.exposition import Scrape, read
+from kvferry.top.exposition import Scrape, parse_page
 
 _SECONDS = 5.0
-"""After which no answer is no answer: an API server that is busy takes a while."""
+"""Timeout of a reading; a busy API server answers slowly."""
 
 
-def address(text: str) -> str:
-    """The address of an engine or a router.
+def parse_address(text: str) -> str:
+    """Return the base URL of an engine or router.
 
     Raises:
-        ConfigError: it cannot be one.
+        ConfigError: the text is not a URL.
     """
     if (found := http_address(text)) is None:
         raise ConfigError(
@@ -28,15 +28,15 @@ def address(text: str) -> str:
     return found
 
 
-async def ask(http: httpx.AsyncClient, url: str) -> Scrape | Health:
-    """The metrics of an engine, or the engines of a router, which has no metrics.
+async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
+    """Return the metrics of an engine, or the health of a router, which has no metrics.
 
     Raises:
-        ProtocolError: neither; the message says what there is instead.
+        ProtocolError: the address serves neither.
     """
     metrics = await fetch(http, f"{url}/metrics", _SECONDS)
     if metrics.status == 200:
-        return read(metrics.text, time.monotonic())
+        return parse_page(metrics.text, time.monotonic())
     health = await fetch(http, f"{url}/health", _SECONDS)
     try:
         return HEALTH.decode(health.body)

@@ -1,4 +1,4 @@
-"""What is to be known of an engine, or of several."""
+"""Figures of one engine, or of several together."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from kvferry.top.values import Values
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
-    """Of a histogram; None where nothing was timed."""
+class Latency:
+    """Quantiles of a histogram in seconds; None if nothing was timed."""
 
     median: float | None
     p99: float | None
 
     @classmethod
-    def of(cls, values: Values, name: str, **labels: str) -> Seconds:
-        """Estimated."""
+    def of(cls, values: Values, name: str, **labels: str) -> Latency:
+        """Estimate the quantiles of a histogram."""
         buckets = values.buckets(name, **labels)
         return cls(quantile(0.5, buckets), quantile(0.99, buckets))
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a source brought.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFigures:
+    """Queries and loads of a source.
 
     Attributes:
-        queries: requests that it was asked for.
-        hits: those that it brought something.
-        hit_rate: of those that had something to look for: not what the engine's own cache had. None of none.
-        loads: that have ended, by outcome.
-        load_bytes: brought.
-        load_seconds: of loads that are ready.
+        queries: requests that the source was asked for.
+        hits: requests that it served.
+        hit_rate: share of queries whose tokens the engine did not have itself; None without such queries.
+        loads: loads that ended, by outcome.
+        load_bytes: bytes loaded.
+        load_seconds: latency of successful loads.
     """
 
     queries: float
@@ -42,20 +42,20 @@ class Source:
     hit_rate: float | None
     loads: Mapping[str, float]
     load_bytes: float
-    load_seconds: Seconds
+    load_seconds: Latency
 
 
-@dataclass(frozen=True, slots=True)
-class Connector:
-    """One of several in an engine, as the choice between them has it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorFigures:
+    """Queries and loads of one of several connectors in an engine.
 
     Attributes:
-        queries: requests that it was asked for: the sum of the next three.
-        hits: those that it was chosen to load.
-        passed_over: those that it had tokens of, and another was chosen, or nothing was loaded.
-        misses: those that it had nothing of.
-        hit_tokens: that it was to load.
-        loads: that have ended, by outcome.
+        queries: requests that it was asked for; the sum of the next three.
+        hits: requests that it was chosen to load.
+        passed_over: requests that it had tokens of, and did not load.
+        misses: requests that it had nothing of.
+        hit_tokens: tokens that it was to load.
+        loads: loads that ended, by outcome.
     """
 
     queries: float
@@ -67,18 +67,18 @@ class Connector:
 
     @property
     def hit_rate(self) -> float | None:
-        """Of all that it was asked for."""
+        """Return the share of hits among all queries; None without queries."""
         return self.hits / self.queries if self.queries else None
 
     @property
     def failed(self) -> float:
-        """Loads that were of no use."""
+        """Return the number of failed loads."""
         return self.loads.get(LoadOutcome.FAILED, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Lacking:
-    """Queries that a source brought nothing, for one reason."""
+class MissCount:
+    """Number of misses of a source for one reason."""
 
     source: str
     reason: str
@@ -87,8 +87,8 @@ class Lacking:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Bytes of a KV cache group that loads brought."""
+class LoadedBytes:
+    """Bytes loaded for a KV cache group."""
 
     source: str
     group: str
@@ -96,9 +96,9 @@ class Moved:
     size: float
 
 
-@dataclass(frozen=True, slots=True)
-class TierFlow:
-    """What went into a tier and out of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCounts:
+    """Chunks and bytes stored to and fetched from a tier."""
 
     fetched_chunks: float
     stored_chunks: float
@@ -106,43 +106,43 @@ class TierFlow:
     evicted_chunks: float
     missed_chunks: Mapping[str, float]
     dropped_chunks: Mapping[str, float]
-    fetch_seconds: Seconds
-    store_seconds: Seconds
+    fetch_seconds: Latency
+    store_seconds: Latency
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """What is counted: per second, or since the engines' start.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivityCounts:
+    """Counters, per second or since the engines' start.
 
     Attributes:
-        prompt_tokens, generated_tokens: of vLLM.
-        tokens: of prompts, by where they come from: ``computed``, ``local`` (the engine's own cache), tiers;
-            ``others``: what connectors brought that are not kvferry's, beside one of several that is.
-        first_token_seconds: of vLLM.
+        prompt_tokens, generated_tokens: vLLM's counters.
+        tokens: prompt tokens by origin: ``computed``, ``local`` (the engine's own cache), tiers, ``others``
+            (connectors that are not kvferry's).
+        first_token_seconds: vLLM's time to first token.
         sources: by name.
-        connectors: by name, where an engine has several.
+        connectors: by name, if an engine has several.
         misses: most frequent first.
         moved: most bytes first.
-        stages: seconds of loads from peers, by stage.
-        pages_per_descriptor: what merging neighbours saves; None where nothing moved.
-        descriptor_bytes: of loads from peers, the mean.
+        stages: latency of loads from peers, by stage.
+        pages_per_descriptor: pages merged into one descriptor, the mean; None if nothing moved.
+        descriptor_bytes: size of descriptors of loads from peers, the mean.
         tiers: by name.
-        recomputed_tokens: bid by sources whose loads then failed.
-        leases_granted, leases_released, leases_expired: of prompts for others.
+        recomputed_tokens: tokens computed because a load failed.
+        leases_granted, leases_released, leases_expired: number of leases on prompts.
     """
 
     prompt_tokens: float
     generated_tokens: float
     tokens: Mapping[str, float]
-    first_token_seconds: Seconds
-    sources: Mapping[str, Source]
-    connectors: Mapping[str, Connector]
-    misses: tuple[Lacking, ...]
-    moved: tuple[Moved, ...]
-    stages: Mapping[str, Seconds]
+    first_token_seconds: Latency
+    sources: Mapping[str, SourceFigures]
+    connectors: Mapping[str, ConnectorFigures]
+    misses: tuple[MissCount, ...]
+    moved: tuple[LoadedBytes, ...]
+    stages: Mapping[str, Latency]
     pages_per_descriptor: float | None
     descriptor_bytes: float | None
-    tiers: Mapping[str, TierFlow]
+    tiers: Mapping[str, TierCounts]
     recomputed_tokens: float
     leases_granted: float
     leases_released: float
@@ -150,18 +150,18 @@ class Flow:
 
     @property
     def failed(self) -> dict[str, float]:
-        """Loads of all sources that did not serve their request, by outcome."""
+        """Return the loads that did not serve their request, by outcome."""
         ends = (LoadOutcome.FAILED, LoadOutcome.EXPIRED, LoadOutcome.DROPPED)
         return {end: sum(source.loads.get(end, 0.0) for source in self.sources.values()) for end in ends}
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """How full a tier is; None where that is not told.
+class TierUsage:
+    """Usage of a tier; None where unknown.
 
     Attributes:
         used, capacity: bytes.
-        owed_chunks: that wait to be written to it.
+        owed_chunks: chunks that wait to be written to it.
     """
 
     used: float | None
@@ -170,23 +170,22 @@ class Room:
 
     @property
     def share(self) -> float:
-        """Of its capacity, what is used; 0 where it is not known."""
+        """Return the used share of the capacity; 0 if unknown."""
         return self.used / self.capacity if self.used is not None and self.capacity else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """What is so now.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """Current values.
 
     Attributes:
         running, waiting: requests.
-        cache_usage: of the engine's own KV cache, up to 1; the fullest engine's.
-        pending_loads: by source.
-        pending_connectors: loads under way by connector, where an engine has several.
-        late_blocks: held by loads past their deadline.
-        leases: that hold blocks.
-        tiers: by name; of several engines, or connectors of one, what the fullest of them says, since
-            directories may be shared.
+        cache_usage: used share of the engine's own KV cache; of several engines, the fullest.
+        pending_loads: loads under way, by source.
+        pending_connectors: loads under way, by connector.
+        late_blocks: blocks held by loads past their deadline.
+        leases: leases that hold blocks.
+        tiers: usage by name. Directories may be shared, so of several engines the fullest counts.
     """
 
     running: float
@@ -196,19 +195,19 @@ class Levels:
     pending_connectors: Mapping[str, float]
     late_blocks: float
     leases: float
-    tiers: Mapping[str, Room]
+    tiers: Mapping[str, TierUsage]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All of it.
+    """Current values, rates and totals.
 
     Attributes:
-        levels: now.
-        rates: per second since the reading before; None if there is none.
-        totals: since the start.
+        levels: current values.
+        rates: counters per second since the reading before; None after the first reading.
+        totals: counters since the start.
     """
 
-    levels: Levels
-    rates: Flow | None
-    totals: Flow
+    levels: Gauges
+    rates: ActivityCounts | None
+    totals: ActivityCounts

@@ -1,4 +1,4 @@
-"""Lines of text, of a given width."""
+"""Lines of text of a given width in terminal cells."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from kvferry.terminal import printable
 
 MARGIN = 10
-"""Where what is said of a heading begins, and the least that a name in a table has."""
+"""Width of headings, and minimum width of names in tables."""
 _DOTS = ".."
 _INDENT = "  "
 _BREAKS = re.compile(r"(?<!\d) | (?![^\W\d])")
-"""Where an item may be broken: a number stays with its unit."""
+"""Positions where an item may be broken: a number stays with its unit."""
 
 
-class Look(StrEnum):
-    """Of a line, where there is colour; what it says, it says without."""
+class TextStyle(StrEnum):
+    """Style of a line in colour terminals. The text says the same without it."""
 
     PLAIN = ""
     TITLE = "bold"
@@ -30,29 +30,29 @@ class Look(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One of them."""
+class TextLine:
+    """A line and its style."""
 
     text: str
-    look: Look = Look.PLAIN
+    look: TextStyle = TextStyle.PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of a table: its heading, and how many cells wide; numbers stand at its right end."""
+    """A column of a table: heading and width in cells. Cells are right-aligned."""
 
     head: str
     width: int
 
 
 def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, least: int = MARGIN) -> str:
-    """A line of a table: a name with the room that is left, and cells of those first columns that fit.
+    """Return a table row: the name, then the leading columns that fit.
 
     Args:
-        name, cells: what stands in it.
-        columns: of the table.
-        width: in cells of the terminal.
-        least: of these for the name.
+        name, cells: content of the row.
+        columns: columns of the table.
+        width: width of the row in cells.
+        least: minimum width of the name.
     """
     numbers = ""
     for cell, column in zip(cells, columns, strict=True):
@@ -63,7 +63,7 @@ def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, 
 
 
 def fit(text: str, width: int) -> str:
-    """Cut, with dots, or filled up to exactly so many cells."""
+    """Cut or pad a text to exactly `width` cells."""
     shown = printable(text)
     whole = set_cell_size(shown, width)
     if whole.rstrip() == shown.rstrip() or width <= len(_DOTS):
@@ -72,7 +72,7 @@ def fit(text: str, width: int) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """A name, with dots in its middle if it is too long: of addresses both ends tell which one it is.
+    """Replace the middle of a long name by dots, because both ends tell addresses apart.
 
     >>> shortened("decode-0.kv.svc.cluster.local:8000", 20)
     'decode-0.kv...l:8000'
@@ -86,7 +86,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
-    """Items, as many in a line as there is room for; the first line begins with the heading.
+    """Yield lines of items, as many per line as fit. The first line begins with the heading.
 
     >>> list(wrapped("peers", ["plan 1.5 ms", "read 17.5 ms, p99 24.9 ms"], 33))
     ['peers     plan 1.5 ms', '          read 17.5 ms, p99', '          24.9 ms']
@@ -103,13 +103,13 @@ def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
 
 
 def broken(text: str, width: int) -> list[str]:
-    """All of it, in as many lines as that takes."""
+    """Return the text in as many lines as it takes."""
     first, *others = _pieces(printable(text), width - len(_INDENT))
     return [first, *(f"{_INDENT}{each}" for each in others)]
 
 
 def _pieces(item: str, room: int) -> Iterator[str]:
-    """The item, or as many of its words at a time as there is room for; no word is longer."""
+    """Yield the item, split at words where it is wider than `room`."""
     piece = ""
     for word in (part for each in _BREAKS.split(item) for part in chop_cells(each, max(room, 2)) or [each]):
         if piece and cell_len(f"{piece} {word}") > room:

@@ -1,4 +1,4 @@
-"""The live view: readings come in, keys are pressed, the screen follows."""
+"""The live view: react to readings, keys and signals."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import anyio
 from rich.console import Console
 
 from kvferry.observe.fetch import client
-from kvferry.top.book import Book
+from kvferry.top.addresses import FleetView
 from kvferry.top.lines import screen
-from kvferry.top.seen import Fleet
-from kvferry.top.terminal import draw, keys, pressed
+from kvferry.top.poller import Poller
+from kvferry.top.terminal import draw, raw_keys, read_keys
 
 _LOOK_SECONDS = 0.1
-"""How soon a change is drawn, of the terminal's size too."""
+"""Longest delay until a change, also of the terminal's size, is drawn."""
 
 
-async def sampled(urls: Sequence[str], every: float) -> Fleet:
-    """Two readings, so far apart."""
+async def sampled(urls: Sequence[str], every: float) -> FleetView:
+    """Return two readings `every` seconds apart."""
     async with client() as http:
-        book = Book(http, urls, lambda: None)
+        book = Poller(http, urls, lambda: None)
         await book.read_once()
         await anyio.sleep(every)
         await book.read_once()
@@ -30,11 +30,11 @@ async def sampled(urls: Sequence[str], every: float) -> Fleet:
 
 
 class View:
-    """What is shown: of all engines together, or of one of them.
+    """Selection of what is shown. Mutable.
 
     Attributes:
-        chosen: place of that one in the list; None of all.
-        done: it is left.
+        chosen: index of the engine in detail; None for all together.
+        done: the user quit.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class View:
         self.done = False
 
     def press(self, typed: str, engines: int) -> None:
-        """Do what keys say: ``q`` ends, Tab goes to the next engine, Escape back to all."""
+        """Handle keys: ``q`` quits, Tab selects the next engine, Escape all engines."""
         for key in typed:
             if key in "qQ\x04":
                 self.done = True
@@ -55,7 +55,7 @@ class View:
 
 
 async def watch(urls: Sequence[str], every: float, console: Console) -> None:
-    """Show engines until somebody has had enough of them."""
+    """Show engines until the user quits."""
     view = View()
     fd = sys.stdin.fileno()
     changed = anyio.Event()
@@ -64,12 +64,12 @@ async def watch(urls: Sequence[str], every: float, console: Console) -> None:
         changed.set()
 
     async with client() as http, anyio.create_task_group() as group:
-        book = Book(http, urls, touch)
+        book = Poller(http, urls, touch)
 
         async def type_keys() -> None:
             while not view.done:
                 await anyio.wait_readable(fd)
-                typed = pressed(fd)
+                typed = read_keys(fd)
                 view.press(typed or "q", len(book.fleet().engines))
                 touch()
 
@@ -79,7 +79,7 @@ async def watch(urls: Sequence[str], every: float, console: Console) -> None:
                     view.done = True
                     touch()
 
-        with keys(fd), console.screen():
+        with raw_keys(fd), console.screen():
             group.start_soon(hear_signals)
             group.start_soon(type_keys)
             group.start_soon(book.keep_reading, every, group)

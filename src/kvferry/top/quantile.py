@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Bucket(NamedTuple):
-    """So many values were at most this large."""
+class HistogramBucket(NamedTuple):
+    """A cumulative histogram bucket: the number `n` of values up to `end`."""
 
     end: float
     n: float
 
 
-def quantile(q: float, buckets: Sequence[Bucket]) -> float | None:
-    """Below which a share `q` of the values lies, above 0 and up to 1; None if there were none.
+def quantile(q: float, buckets: Sequence[HistogramBucket]) -> float | None:
+    """Estimate the q-quantile, 0 < q <= 1; None for an empty histogram.
 
     Args:
         buckets: cumulative, by their ends, the last of which is infinite. All ends are above 0.
 
-    >>> quantile(0.5, [Bucket(1, 0), Bucket(2, 4), Bucket(math.inf, 4)])
+    >>> quantile(0.5, [HistogramBucket(1, 0), HistogramBucket(2, 4), HistogramBucket(math.inf, 4)])
     1.5
     """
     if len(buckets) < 2 or not math.isinf(buckets[-1].end) or not buckets[-1].n > 0:
@@ -34,6 +34,6 @@ def quantile(q: float, buckets: Sequence[Bucket]) -> float | None:
     at = next(number for number, bucket in enumerate(buckets) if bucket.n >= rank)
     if at == len(buckets) - 1:
         return buckets[-2].end
-    below = buckets[at - 1] if at else Bucket(0.0, 0.0)
+    below = buckets[at - 1] if at else HistogramBucket(0.0, 0.0)
     share = (rank - below.n) / (buckets[at].n - below.n)
     return below.end + (buckets[at].end - below.end) * share

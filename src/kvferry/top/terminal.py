@@ -1,4 +1,4 @@
-"""A terminal that is drawn on: keys come one by one, and it is left as it was found, whatever happens."""
+"""A terminal in raw mode, restored on every exit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.top.layout import Line
+from kvferry.top.layout import TextLine
 
 _CC = 6
 
 
 @contextmanager
-def keys(fd: int) -> Iterator[None]:
-    """Keys are not shown and need no Enter; Ctrl-Z does nothing, as the screen would stay as drawn."""
+def raw_keys(fd: int) -> Iterator[None]:
+    """Read keys without echo and Enter inside the block."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
         now = termios.tcgetattr(fd)
+        # Ctrl-Z would leave the screen as drawn.
         now[_CC][termios.VSUSP] = b"\0"
         termios.tcsetattr(fd, termios.TCSANOW, now)
         yield
@@ -30,16 +31,16 @@ def keys(fd: int) -> Iterator[None]:
         termios.tcsetattr(fd, termios.TCSAFLUSH, before)
 
 
-def pressed(fd: int) -> str:
-    """What was typed since the last look; empty if nothing more can come."""
+def read_keys(fd: int) -> str:
+    """Return the keys typed since the last call; empty at the end of input."""
     try:
         return os.read(fd, 1024).decode(errors="ignore")
     except OSError:
         return ""
 
 
-def draw(console: Console, lines: list[Line]) -> None:
-    """Fill the screen with these."""
+def draw(console: Console, lines: list[TextLine]) -> None:
+    """Fill the screen with the lines."""
     text = Text("\n", no_wrap=True, overflow="crop", end="").join(
         Text(line.text, style=line.look) for line in lines
     )

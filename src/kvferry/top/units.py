@@ -1,4 +1,4 @@
-"""Numbers in few characters."""
+"""Short forms of numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _EXACT = 10_000
 
 
 def number(value: float | None) -> str:
-    """A count or a rate: ``0``, ``0.4``, ``123``, ``9,876``, ``12.3k``; a dash for what is not known.
+    """Format a count or a rate: ``0``, ``0.4``, ``123``, ``9,876``, ``12.3k``; a dash for None.
 
     >>> [number(each) for each in (None, 0, 0.04, 3.14, 123.4, 9876, 12345, 2.5e6)]
     ['-', '0', '0.04', '3.1', '123', '9,876', '12.3k', '2.5M']
@@ -23,5 +23,5 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Of a share: ``97%``; a dash for what is not known."""
+    """Format a share: ``97%``; a dash for None."""
     return "-" if share is None else f"{share:.0%}"

@@ -1,4 +1,4 @@
-"""Values of series, which can be added up and asked for."""
+"""Values of metrics that can be summed and selected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvferry.top.quantile import Bucket
+from kvferry.top.quantile import HistogramBucket
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 """Names and values, sorted."""
@@ -15,7 +15,7 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Of the series of one engine, or of several, added up: by name, then by labels.
+    """Values by metric name and labels, of one engine or summed over several.
 
     >>> hits = Values({"hits": {(("source", "peer"),): 3.0, (("source", "tiers"),): 2.0}})
     >>> hits.total("hits"), hits.total("hits", source="peer"), hits.by("hits", "source")
@@ -25,13 +25,13 @@ class Values:
     of: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
 
     def total(self, name: str, **where: str) -> float:
-        """The sum over all series with these labels; 0 if there are none."""
+        """Return the sum over all series with these labels; 0 without any."""
         return sum(
             value for has, value in self.of.get(name, {}).items() if where.items() <= dict(has).items()
         )
 
     def by(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
-        """Sums by the values of some labels, in the order of these."""
+        """Return sums by the values of some labels, in the order of these labels."""
         sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for has, value in self.of.get(name, {}).items():
             own = dict(has)
@@ -39,13 +39,15 @@ class Values:
                 sums[tuple(own.get(label, "") for label in labels)] += value
         return dict(sorted(sums.items()))
 
-    def buckets(self, name: str, **where: str) -> list[Bucket]:
-        """Of a histogram, cumulative, by their upper ends."""
-        return sorted(Bucket(float(le), n) for (le,), n in self.by(f"{name}_bucket", "le", **where).items())
+    def buckets(self, name: str, **where: str) -> list[HistogramBucket]:
+        """Return the cumulative buckets of a histogram by their upper ends."""
+        return sorted(
+            HistogramBucket(float(le), n) for (le,), n in self.by(f"{name}_bucket", "le", **where).items()
+        )
 
     @classmethod
     def added(cls, several: Iterable[Values]) -> Values:
-        """Series that are alike in name and labels, added up."""
+        """Return the sum of several: series with equal name and labels are added."""
         sums: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         for values in several:
             for name, series in values.of.items():

@@ -1,4 +1,4 @@
-"""Two readings of the same engine, and what happened between them."""
+"""Rates between two readings of an engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CUMULATIVE = ("_total", *SUFFIXES)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Of one engine, or of several.
+    """Values and rates of one engine or several.
 
     Attributes:
-        now: values as they were read last: levels, and counts since the engine's start.
-        rates: of what is counted, per second between the two readings; None if there is only one.
+        now: values of the last reading.
+        rates: counters per second between the two readings; None with only one.
     """
 
     now: Values
@@ -26,16 +26,16 @@ class Window:
 
     @classmethod
     def added(cls, windows: list[Window]) -> Window:
-        """Of several engines; those that were read only once have no rates yet."""
+        """Return the sum of several engines. An engine with one reading has no rates yet."""
         rates = [window.rates for window in windows if window.rates is not None]
         return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)
 
 
 def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
-    """Of one engine of a page.
+    """Return values and rates of one engine of a page.
 
-    A count that went back has begun anew, and so have all if the process is another one: then all that is
-    counted has happened since. So does a series that was not there before.
+    A counter that decreased, or that is new, started at 0 in this interval. So did all if the process is
+    another one.
     """
     values = now.engines[engine]
     if before is None or now.at <= before.at:

@@ -38,10 +38,10 @@ def chosen(engine: Any) -> list[tuple[str, int]]:
 
 def story_of_last(engine: Any, of: int = 0) -> list[str]:
     """What that child of kvferry's own tells of the request that came last."""
-    from kvferry.explain.story import story
+    from kvferry.explain.timeline import timeline
 
     half = ferries(_multi(engine))[of].scheduler_half
-    return [line.text for line in story(next(half._explaining._traces.last()))]
+    return [line.text for line in timeline(next(half._explaining._traces.last()))]
 
 
 def forget_speeds(engine: Any) -> None:

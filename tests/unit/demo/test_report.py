@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvferry.serving.demo.report import Row, summary
+from kvferry.serving.demo.report import RequestRow, summary
 from kvferry.serving.demo.screen import Screen
 from kvferry.serving.demo.transfers import Transfer, read_transfer
-from kvferry.serving.demo.verdict import Verdict
+from kvferry.serving.demo.verdict import AnswerVerdict
 
 LINE = {
     "request_id": "cmpl-abc-0",
@@ -39,14 +39,14 @@ def transfer(**changed: object) -> Transfer:
     return Transfer(**{**known, **changed})
 
 
-def printed(rows: list[Row], width: int) -> str:
+def printed(rows: list[RequestRow], width: int) -> str:
     out = io.StringIO()
     Screen(Console(file=out, width=width)).table(rows)
     return out.getvalue()
 
 
 def test_the_table_fits_eighty_columns_and_cuts_no_number() -> None:
-    text = printed([Row(131072, transfer(), 12.34, Verdict.OWN_GAP)], 80)
+    text = printed([RequestRow(131072, transfer(), 12.34, AnswerVerdict.OWN_GAP)], 80)
     assert max(map(len, text.splitlines())) <= 80
     for cell in (
         "131072",
@@ -62,7 +62,7 @@ def test_the_table_fits_eighty_columns_and_cuts_no_number() -> None:
 
 
 def test_a_wide_terminal_shows_every_group_and_more_times() -> None:
-    text = printed([Row(70, transfer(), 0.1, Verdict.YES)], 130)
+    text = printed([RequestRow(70, transfer(), 0.1, AnswerVerdict.YES)], 130)
     for cell in ("1 sliding_window(4096)  5 KiB", "2 sliding_window(4096)  5 KiB", "100 µs", "200 ms"):
         assert cell in text
 
@@ -70,7 +70,9 @@ def test_a_wide_terminal_shows_every_group_and_more_times() -> None:
 @pytest.mark.parametrize("width", [80, 130])
 def test_what_did_not_move_is_said_and_not_counted(width: int) -> None:
     failed = transfer(outcome="expired", reason="no answer in 30 s")
-    text = printed([Row(70, None, 0.1, Verdict.YES), Row(71, failed, 0.1, Verdict.NO)], width)
+    text = printed(
+        [RequestRow(70, None, 0.1, AnswerVerdict.YES), RequestRow(71, failed, 0.1, AnswerVerdict.NO)], width
+    )
     assert "nothing" in text
     assert "Request 1: nothing was loaded" in text
     assert "Request 2: the load expired (no answer in 30 s)" in text
@@ -79,7 +81,7 @@ def test_what_did_not_move_is_said_and_not_counted(width: int) -> None:
 
 
 def test_the_summary_says_how_much_less_moved() -> None:
-    said = summary([Row(70, transfer(), 0.1, Verdict.YES)] * 2)
+    said = summary([RequestRow(70, transfer(), 0.1, AnswerVerdict.YES)] * 2)
     assert said.startswith("Moved 80.19 KiB for 2 of 2 requests")
     assert "196 KiB, 2.4 times that" in said
 

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from kvferry.serving.demo.client import Answer
-from kvferry.serving.demo.verdict import Verdict, compare
+from kvferry.serving.demo.client import StreamedAnswer
+from kvferry.serving.demo.verdict import AnswerVerdict, compare
 
 NEAR = {5: -1.00, 6: -1.01}
 """Token 5 is the likeliest, 6 nearly so."""
 
 
-def answer(*tokens: int, logprobs: Sequence[Mapping[int, float]] = ()) -> Answer:
-    return Answer((1, 2), tokens, tuple(logprobs), 0.0)
+def answer(*tokens: int, logprobs: Sequence[Mapping[int, float]] = ()) -> StreamedAnswer:
+    return StreamedAnswer((1, 2), tokens, tuple(logprobs), 0.0)
 
 
 def unasked(_: Sequence[int]) -> Mapping[int, float]:
@@ -20,20 +20,20 @@ def unasked(_: Sequence[int]) -> Mapping[int, float]:
 
 
 def test_equal_tokens_are_identical() -> None:
-    assert compare(answer(5, 6), answer(5, 6), unasked) is Verdict.YES
+    assert compare(answer(5, 6), answer(5, 6), unasked) is AnswerVerdict.YES
 
 
 @pytest.mark.parametrize(
     ("again", "verdict"),
     [
-        ({5: -1.01, 6: -1.00}, Verdict.OWN_GAP),
-        ({5: -1.006, 6: -1.00}, Verdict.OWN_GAP),
-        ({5: -1.004, 6: -1.01}, Verdict.NO),
-        (NEAR, Verdict.NO),
+        ({5: -1.01, 6: -1.00}, AnswerVerdict.OWN_GAP),
+        ({5: -1.006, 6: -1.00}, AnswerVerdict.OWN_GAP),
+        ({5: -1.004, 6: -1.01}, AnswerVerdict.NO),
+        (NEAR, AnswerVerdict.NO),
     ],
 )
 def test_near_tokens_are_excused_only_by_a_gap_that_was_measured(
-    again: Mapping[int, float], verdict: Verdict
+    again: Mapping[int, float], verdict: AnswerVerdict
 ) -> None:
     asked = []
 
@@ -48,8 +48,8 @@ def test_near_tokens_are_excused_only_by_a_gap_that_was_measured(
 
 def test_a_token_that_the_engine_never_considered_is_wrong() -> None:
     single = answer(5, logprobs=[NEAR])
-    assert compare(answer(99), single, lambda _: {5: -3.0, 6: -0.1}) is Verdict.NO
+    assert compare(answer(99), single, lambda _: {5: -3.0, 6: -0.1}) is AnswerVerdict.NO
 
 
 def test_an_answer_that_ends_early_is_wrong() -> None:
-    assert compare(answer(5), answer(5, 6, logprobs=[NEAR, NEAR]), unasked) is Verdict.NO
+    assert compare(answer(5), answer(5, 6, logprobs=[NEAR, NEAR]), unasked) is AnswerVerdict.NO

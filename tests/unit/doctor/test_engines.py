@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.doctor import http_engine
-from kvferry.doctor.engines import Target, look_at, target
+from kvferry.doctor.engines import Target, examine_engines, parse_target
 from kvferry.doctor.finding import State
 from kvferry.errors import ConfigError
 from kvferry.keys import prompt_digest
@@ -115,7 +115,7 @@ def said(section):
 
 def test_an_engine_is_met_through_its_http_address_and_has_its_blocks_back(control):
     with http(engine(control.port), asked := []) as url:
-        (section,), (seen,) = look_at([target(url)], KEYS)
+        (section,), (seen,) = examine_engines([parse_target(url)], KEYS)
     assert {one.state for one in section.findings} == {State.OK}
     assert seen.met is not None
     assert seen.met.facts == facts()
@@ -149,7 +149,7 @@ def ranks(*engines: tuple[str, dict], header: bool = True):
 
 def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back():
     with ranks(("P_dp0", {}), ("P_dp1", {}), ("P_dp2", {})) as (url, servers):
-        (section,), (seen,) = look_at([target(url)], KEYS)
+        (section,), (seen,) = examine_engines([parse_target(url)], KEYS)
         for server in servers:
             has_its_blocks_back(server)
     assert {one.state for one in section.findings} == {State.OK}
@@ -160,7 +160,7 @@ def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back(
 def test_a_rank_that_is_another_or_cannot_be_met_is_named():
     with ranks(("P_dp0", {}), ("P_dp1", {"weights": "others"}), ("P_dp2", {})) as (url, servers):
         servers[2].close()
-        (section,), _ = look_at([target(url)], KEYS)
+        (section,), _ = examine_engines([parse_target(url)], KEYS)
     found = said(section)
     assert found["data-parallel rank 1"].state is State.BAD
     assert "weights" in found["data-parallel rank 1"].found
@@ -170,7 +170,7 @@ def test_a_rank_that_is_another_or_cannot_be_met_is_named():
 
 def test_ranks_that_cannot_be_chosen_are_said_not_to_have_been_looked_at():
     with ranks(("P_dp0", {}), ("P_dp1", {}), header=False) as (url, _):
-        (section,), _ = look_at([target(url)], KEYS)
+        (section,), _ = examine_engines([parse_target(url)], KEYS)
     one = said(section)["data-parallel rank 1"]
     assert (one.state, "was not checked" in one.found) == (State.NOTE, True)
 
@@ -179,7 +179,7 @@ def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it()
     server = ControlServer(HOST, 0, ProducerCard(facts("somebody"), cards()), KEYS)
     try:
         with http(engine(server.port)) as url:
-            (section,), (seen,) = look_at([target(url)], KEYS)
+            (section,), (seen,) = examine_engines([parse_target(url)], KEYS)
         assert not server.events
     finally:
         server.close()
@@ -191,7 +191,7 @@ def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it()
 
 
 def test_credentials_are_used_and_not_shown():
-    one = target("http://user:secret@127.0.0.1:8000/v1")
+    one = parse_target("http://user:secret@127.0.0.1:8000/v1")
     assert (one.name, one.url) == ("http://127.0.0.1:8000/v1", "http://user:secret@127.0.0.1:8000")
 
 
@@ -206,7 +206,7 @@ def test_credentials_are_used_and_not_shown():
 )
 def test_a_strange_router_is_a_finding_and_ends_nothing(health):
     with http({"/health": health}) as router:
-        sections, seen = look_at([target(router)], KEYS)
+        sections, seen = examine_engines([parse_target(router)], KEYS)
     assert not [each for each in seen if each.name != router]
     assert State.BAD in {one.state for section in sections for one in section.findings}
 
@@ -219,7 +219,7 @@ def test_a_router_leads_to_its_engines(control):
             "decode": [{"url": other, "up": False, "reason": "it is tired"}],
         }
         with http({"/health": health}) as router:
-            sections, seen = look_at([target(f"{router}/v1")], KEYS)
+            sections, seen = examine_engines([parse_target(f"{router}/v1")], KEYS)
     assert [section.title for section in sections] == [
         f"engine {router}/v1",
         f"prefill engine {one}",
@@ -251,7 +251,7 @@ def test_a_router_leads_to_its_engines(control):
 )
 def test_what_is_wrong_with_an_engine_is_said(changes, subject, state, words):
     with http(engine(None, **changes)) as url:
-        (section,), _ = look_at([target(url)], KEYS)
+        (section,), _ = examine_engines([parse_target(url)], KEYS)
     found = said(section)[subject]
     assert found.state is state
     assert words in found.found
@@ -259,14 +259,16 @@ def test_what_is_wrong_with_an_engine_is_said(changes, subject, state, words):
 
 def test_a_key_is_sent_where_vllms_variable_is_set():
     with http(engine(None), asked := []) as url:
-        http_engine.look(url, 5.0, {"VLLM_API_KEY": "k"})
+        http_engine.examine_url(url, 5.0, {"VLLM_API_KEY": "k"})
     assert {key for _, key, _ in asked} == {"Bearer k"}
 
 
 def test_an_engine_that_does_not_answer_costs_only_itself(control, monkeypatch):
     monkeypatch.setattr("kvferry.doctor.engines._HTTP_SECONDS", 0.3)
     gone = "http://127.0.0.1:1"
-    (first, second), seen = look_at([target(gone), target(f"kvferry://{HOST}:{control.port}")], KEYS)
+    (first, second), seen = examine_engines(
+        [parse_target(gone), parse_target(f"kvferry://{HOST}:{control.port}")], KEYS
+    )
     assert said(first)["HTTP"].state is State.BAD
     assert "who" in said(second)
     assert [each.met is None for each in seen] == [True, False]
@@ -282,7 +284,7 @@ def test_every_open_port_of_an_engine_is_listed_with_who_may_use_it():
         card = structs.replace(card, outgoing=Outgoing(HOST, port, 1 << 40, 4096, 1))
         server = ControlServer(HOST, 0, ProducerCard(facts(), (card,)), KEYS)
         try:
-            (section,), _ = look_at([target(f"kvferry://{HOST}:{server.port}")], KEYS)
+            (section,), _ = examine_engines([parse_target(f"kvferry://{HOST}:{server.port}")], KEYS)
         finally:
             server.close()
     found = said(section)
@@ -307,9 +309,9 @@ def test_loopback_told_by_an_engine_that_serves_others_is_noted(control):
 )
 def test_what_is_no_address_is_one_sentence(text):
     with pytest.raises(ConfigError, match="is no address of an engine; give"):
-        target(text)
+        parse_target(text)
 
 
 def test_addresses_of_engines():
-    assert target("https://a.b/v1") == Target("https://a.b/v1", url="https://a.b")
-    assert target("10.0.0.1:5600", Role.DECODE).control == ("10.0.0.1", 5600)
+    assert parse_target("https://a.b/v1") == Target("https://a.b/v1", url="https://a.b")
+    assert parse_target("10.0.0.1:5600", Role.DECODE).control == ("10.0.0.1", 5600)

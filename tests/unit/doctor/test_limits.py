@@ -7,36 +7,36 @@ from pathlib import Path
 import pytest
 
 from kvferry.doctor.finding import State, ok
-from kvferry.doctor.limits import TooLong, each_within, guarded, run_python, within
+from kvferry.doctor.limits import CheckTimeout, run_all_within, run_check, run_python, run_within
 
 FOREVER = "import time; time.sleep(600)"
 
 
 def test_what_takes_too_long_is_left_behind():
     began = time.monotonic()
-    with pytest.raises(TooLong):
-        within(0.05, lambda: time.sleep(30))
+    with pytest.raises(CheckTimeout):
+        run_within(0.05, lambda: time.sleep(30))
     assert time.monotonic() - began < 5
 
 
 def test_what_is_in_time_returns_or_raises():
-    assert within(5, lambda: 7) == 7
+    assert run_within(5, lambda: 7) == 7
     with pytest.raises(KeyError):
-        within(5, lambda: {}["nothing"])
+        run_within(5, lambda: {}["nothing"])
 
 
 def test_one_that_hangs_hides_none_of_the_others():
-    slow, good, broken = each_within(0.5, [lambda: time.sleep(30), lambda: 1, lambda: {}[0]])
-    assert isinstance(slow, TooLong)
+    slow, good, broken = run_all_within(0.5, [lambda: time.sleep(30), lambda: 1, lambda: {}[0]])
+    assert isinstance(slow, CheckTimeout)
     assert good == 1
     assert isinstance(broken, KeyError)
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding():
-    assert guarded("it", 5, lambda: [ok("it", "is well")]) == [ok("it", "is well")]
-    (hung,) = guarded("it", 0.05, lambda: time.sleep(30))
+    assert run_check("it", 5, lambda: [ok("it", "is well")]) == [ok("it", "is well")]
+    (hung,) = run_check("it", 0.05, lambda: time.sleep(30))
     assert (hung.state, hung.found) == (State.BAD, "no answer: no result in 0.05 s")
-    (broken,) = guarded("it", 5, lambda: [1 / 0])
+    (broken,) = run_check("it", 5, lambda: [1 / 0])
     assert "ZeroDivisionError" in broken.found
 
 

@@ -65,7 +65,7 @@ def test_the_machines_key_is_looked_at_and_not_made(tmp_path, monkeypatch):
 )
 def test_who_may_read_an_engines_memory(extra, state, said):
     config = parse_config(extra)
-    found = listening.who_may(config, config.host)
+    found = listening.access(config, config.host)
     assert found.state is state
     assert said in found.found
 

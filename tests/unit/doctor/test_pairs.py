@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvferry.doctor import pairs
-from kvferry.doctor.engines import Seen
+from kvferry.doctor.engines import ExaminedEngine
 from kvferry.doctor.finding import State
 from kvferry.doctor.meeting import Met
 from kvferry.engines.vllm.arguments import DECIDES
@@ -33,7 +33,8 @@ def windowed(tokens: int = 16):
 
 def checked(one: Met, other: Met, roles=(Role.BOTH, Role.BOTH), local=""):
     seen = [
-        Seen(name, role, [], engine) for name, role, engine in zip("AB", roles, (one, other), strict=True)
+        ExaminedEngine(name, role, [], engine)
+        for name, role, engine in zip("AB", roles, (one, other), strict=True)
     ]
     return pairs.check(seen, Costs(), local)
 

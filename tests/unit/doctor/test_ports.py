@@ -33,7 +33,7 @@ def process():
 def test_every_port_of_a_process_is_found_with_its_address(process):
     addresses = ["127.0.0.1", "0.0.0.0", "::1"]
     expected = {ports.Port(process.pid, *pair) for pair in zip(addresses, process.numbers, strict=True)}
-    assert set(ports.listening(process.pid)) == expected
+    assert set(ports.listening_ports(process.pid)) == expected
     assert sorted(port.is_loopback for port in expected) == [False, True, True]
 
 
@@ -46,7 +46,7 @@ def test_an_engine_is_its_topmost_process_and_those_below(process):
 
 
 def test_a_process_that_is_gone_has_none():
-    assert ports.listening(1 << 30) == []
+    assert ports.listening_ports(1 << 30) == []
 
 
 def test_who_may_use_a_port_is_said(process):

@@ -7,7 +7,9 @@ from kvferry.doctor import probes
 
 
 def told(capsys) -> dict:
-    return {name: value for line in probes.said(capsys.readouterr().out) for name, value in line.items()}
+    return {
+        name: value for line in probes.parse_output(capsys.readouterr().out) for name, value in line.items()
+    }
 
 
 def test_a_directory_is_described_and_left_as_it_was(tmp_path, capsys):

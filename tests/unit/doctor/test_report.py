@@ -5,18 +5,18 @@ import pytest
 from rich.console import Console
 
 from kvferry.doctor import report
-from kvferry.doctor.finding import Finding, Section, State, bad, is_well, note, ok, refused
+from kvferry.doctor.finding import Finding, ReportSection, State, bad, from_error, is_well, note, ok
 
 LONG = "word " * 40 + "/a/path/that/is/far/longer/than/any/line/" + "of-a-terminal/" * 8
 SECTIONS = [
-    Section("this machine", (ok("one", LONG), note("two", "worth\x1b[31m a look", "look " * 30))),
-    Section("engine", (bad("three", "is wrong", "mend it"),)),
+    ReportSection("this machine", (ok("one", LONG), note("two", "worth\x1b[31m a look", "look " * 30))),
+    ReportSection("engine", (bad("three", "is wrong", "mend it"),)),
 ]
 
 
 def shown(sections) -> str:
     out = io.StringIO()
-    report.show(sections, Console(file=out, highlight=False))
+    report.print_report(sections, Console(file=out, highlight=False))
     return out.getvalue()
 
 
@@ -54,5 +54,5 @@ def test_what_is_bad_says_what_to_do():
 
 
 def test_kvferrys_own_errors_are_split_into_what_is_and_what_to_do():
-    assert refused("port", ValueError("a; b; do c")) == bad("port", "a; b", "do c")
-    assert refused("port", ValueError("a"), "do c") == bad("port", "a", "do c")
+    assert from_error("port", ValueError("a; b; do c")) == bad("port", "a; b", "do c")
+    assert from_error("port", ValueError("a"), "do c") == bad("port", "a", "do c")

@@ -8,7 +8,7 @@ from kvferry.doctor.finding import State
 from kvferry.doctor.settings import read_file, summary
 from kvferry.engines.vllm.config import parse_config
 from kvferry.errors import ConfigError
-from kvferry.serving.kv_config import beside, kv_transfer_config
+from kvferry.serving.kv_config import kv_transfer_config, with_other_connectors
 from kvferry.serving.role import Role
 
 
@@ -114,7 +114,7 @@ def test_ours_is_found_among_several_connectors(given):
 
 def test_several_connectors_that_kvferry_config_prints_are_well(given):
     ours = kv_transfer_config(Role.BOTH, {"tiers": "default"})
-    several = beside(ours, [{"kv_connector": "NixlConnector"}])
+    several = with_other_connectors(ours, [{"kv_connector": "NixlConnector"}])
     found = read_file(given(several))
     assert states(found) == {State.OK, State.NOTE}
     assert len(found.configs) == 1
@@ -122,7 +122,7 @@ def test_several_connectors_that_kvferry_config_prints_are_well(given):
 
 
 def test_several_connectors_that_would_be_refused_are_refused(given):
-    several = beside(kv_transfer_config(Role.BOTH), [{"kv_connector": "NixlConnector"}])
+    several = with_other_connectors(kv_transfer_config(Role.BOTH), [{"kv_connector": "NixlConnector"}])
     several["kv_connector_extra_config"]["polcy"] = "cost"
     found = read_file(given(several))
     assert "did you mean 'policy'?" in "".join(one.found + one.advice for one in found.findings)

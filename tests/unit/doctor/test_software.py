@@ -4,19 +4,19 @@ import pytest
 
 from kvferry.doctor import software
 from kvferry.doctor.finding import State
-from kvferry.doctor.limits import Ended
-from kvferry.doctor.probes import said
+from kvferry.doctor.limits import ProcessResult
+from kvferry.doctor.probes import parse_output
 
 MARK = "kvferry doctor: "
 
 
-def told(*lines: dict, err: str = "", code: int | None = 0) -> Ended:
-    return Ended(code, "\n".join(f"noise {MARK}{json.dumps(line)}" for line in lines), err)
+def told(*lines: dict, err: str = "", code: int | None = 0) -> ProcessResult:
+    return ProcessResult(code, "\n".join(f"noise {MARK}{json.dumps(line)}" for line in lines), err)
 
 
 def test_what_a_probe_says_is_found_among_what_libraries_print():
     out = f'chatter\n\x1b[0m{MARK}{{"a": 1}}\n{MARK}{{"b": [2]}}\n{MARK}{{"cut'
-    assert said(out) == [{"a": 1}, {"b": [2]}]
+    assert parse_output(out) == [{"a": 1}, {"b": [2]}]
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_the_hash_seed_plays_no_part():
 
 def test_whether_weights_are_read_at_every_start(tmp_path, monkeypatch):
     memory = tmp_path / "kvferry" / "weights.json"
-    assert software.weights_memory(None, 0).state is State.NOTE
-    assert "will be remembered" in software.weights_memory(memory, 0).found
-    assert "digests of 3 files" in software.weights_memory(memory, 3).found
+    assert software.weights_cache(None, 0).state is State.NOTE
+    assert "will be remembered" in software.weights_cache(memory, 0).found
+    assert "digests of 3 files" in software.weights_cache(memory, 3).found
     monkeypatch.setattr(software.os, "access", lambda *_: False)
-    found = software.weights_memory(memory, 3)
+    found = software.weights_cache(memory, 3)
     assert (found.state, "every engine start reads all weights again" in found.found) == (State.NOTE, True)

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.doctor import storage
 from kvferry.doctor.finding import State
-from kvferry.doctor.limits import Ended
+from kvferry.doctor.limits import ProcessResult
 from kvferry.doctor.mounts import Mount
 from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectSettings, read_tiers
 
@@ -16,8 +16,8 @@ ROOM = {"owner": 0, "mode": 0o700, "free": 100 * GIB, "total": 200 * GIB, "ledge
 DISK = Mount("/", "ext4", "/dev/sda1")
 
 
-def told(*lines: dict, code: int | None = 0) -> Ended:
-    return Ended(code, "\n".join(f"{MARK}{json.dumps(line)}" for line in lines), "")
+def told(*lines: dict, code: int | None = 0) -> ProcessResult:
+    return ProcessResult(code, "\n".join(f"{MARK}{json.dumps(line)}" for line in lines), "")
 
 
 def looked(settings=None, *, on: Mount = DISK, code: int | None = 0, end=None, **room):
@@ -210,7 +210,7 @@ def test_directories_that_are_one_are_found_whatever_their_names(tmp_path):
     (tmp_path / "c").symlink_to("a")
     paths = [str(tmp_path / name) for name in ("a", "b", "c")]
     tiers = read_tiers([{"type": "file", "path": path} for path in paths])
-    (found,) = storage.apart(tiers)
+    (found,) = storage.duplicate_directories(tiers)
     assert (found.subject, found.state) == ("tier 3, file", State.BAD)
     assert found.found.startswith(f"{paths[2]} and {paths[0]}, which is a tier already, are one directory")
     assert found in storage.check(tiers)
@@ -221,7 +221,7 @@ def test_directories_that_are_not_one_are_well(tmp_path, paths):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     tiers = read_tiers([{"type": "file", "path": str(tmp_path / path)} for path in paths])
-    assert list(storage.apart(tiers)) == []
+    assert list(storage.duplicate_directories(tiers)) == []
 
 
 def test_what_takes_too_long_is_killed(monkeypatch, tmp_path):

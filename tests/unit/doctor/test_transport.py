@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.doctor import costs, nixl, reads
 from kvferry.doctor.finding import Finding, State
-from kvferry.doctor.limits import Ended
+from kvferry.doctor.limits import ProcessResult
 from kvferry.planning.strategy import Costs
 from kvferry.transport.costs_file import default_costs_path, write_costs
 
@@ -29,11 +29,11 @@ UCX = """\
 SMALL, LARGE = (2048, 2048 << 12, 5e-3), (16, 32 << 20, 3e-3)
 
 
-def told(*lines: dict, err: str = "", code: int | None = 0, ucx: str = "") -> Ended:
-    return Ended(code, ucx + "\n".join(f"{MARK}{json.dumps(line)}" for line in lines), err)
+def told(*lines: dict, err: str = "", code: int | None = 0, ucx: str = "") -> ProcessResult:
+    return ProcessResult(code, ucx + "\n".join(f"{MARK}{json.dumps(line)}" for line in lines), err)
 
 
-def read(way: str = "cma/memory") -> Ended:
+def read(way: str = "cma/memory") -> ProcessResult:
     timed = [{"descriptors": n, "bytes": size, "seconds": s} for n, size, s in (SMALL, LARGE)]
     return told({"machine": {"cpu": "Some CPU"}}, *timed, ucx=UCX.replace("WAY", way))
 
@@ -83,13 +83,13 @@ def test_a_plugin_that_nobody_uses_may_crash_or_hang(code):
 
 
 def test_the_way_of_reads_is_what_ucx_says():
-    assert reads.way_of(UCX.replace("WAY", "cma/memory").splitlines()) == ("cma/memory",)
-    assert reads.way_of(["nothing", "| a | b | c |"]) == ()
+    assert reads.transport_of(UCX.replace("WAY", "cma/memory").splitlines()) == ("cma/memory",)
+    assert reads.transport_of(["nothing", "| a | b | c |"]) == ()
     emulated = UCX.replace("WAY", "tcp/lo").replace("zero-copy", "software emulation")
-    assert reads.way_of(emulated.splitlines()) == ("tcp/lo (emulated)",)
+    assert reads.transport_of(emulated.splitlines()) == ("tcp/lo (emulated)",)
 
 
-def findings(environment, *ended: Ended) -> list[Finding]:
+def findings(environment, *ended: ProcessResult) -> list[Finding]:
     asked: list[str | None] = []
 
     def once(transports):
@@ -137,9 +137,9 @@ def written(tmp_path, of=REAL, made=MADE, cpu="Some CPU") -> str:
     return str(path)
 
 
-def measured() -> reads.Reads:
+def measured() -> reads.ReadTimings:
     found = reads.time_reads(read())
-    assert isinstance(found, reads.Reads)
+    assert isinstance(found, reads.ReadTimings)
     return found
 
 

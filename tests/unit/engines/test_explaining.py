@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.engines.vllm.explaining import Explaining
 from kvferry.engines.vllm.tracing import tracing
-from kvferry.explain.asking import ask
-from kvferry.explain.show import show, show_list
+from kvferry.explain.client import ask_engines
+from kvferry.explain.text import render, render_list
 from kvferry.observe import socket_directory
 from kvferry.observe.events import Arrived
 from kvferry.observe.stream import EventStream
@@ -45,13 +45,13 @@ def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path, vl
     explaining.start()
     for name in "abc":
         events.emit(Arrived(name, 0.0, tokens=10, sources=()))
-    (answer,) = ask(Question()).answers
+    (answer,) = ask_engines(Question()).answers
     assert [trace.request_id for trace in answer.traces] == ["c", "b"]
     engine = answer.engine
     assert (engine.role, engine.model, engine.most, engine.remembered) == (ours, "tiny", 2, 2)
     explaining.close()
     explaining.close()
-    assert not ask(Question()).answers
+    assert not ask_engines(Question()).answers
 
 
 def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path) -> None:
@@ -61,14 +61,14 @@ def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path)
         both.append(Explaining(config("kv_both"), 2, events, name))
         both[-1].start()
         events.emit(Arrived("a", 0.0, tokens=10, sources=()))
-    told = {one.answer.engine.connector: one for one in ask(Question()).told()}
-    headings = {name: show(one).splitlines()[1].split(", process")[0] for name, one in told.items()}
+    told = {one.answer.engine.connector: one for one in ask_engines(Question()).traces()}
+    headings = {name: render(one).splitlines()[1].split(", process")[0] for name, one in told.items()}
     assert headings == {
         "memory": "  engine, connector memory",
         "disk": "  engine, connector disk",
         "": "  engine",
     }
-    assert " ago, engine, connector disk, 10 tokens" in show_list([told["disk"]], time.time())
+    assert " ago, engine, connector disk, 10 tokens" in render_list([told["disk"]], time.time())
     for explaining in both:
         explaining.close()
 

@@ -16,7 +16,7 @@ from kvferry.doctor import http_engine
 from kvferry.errors import ProtocolError
 from kvferry.observe import fetch as module
 from kvferry.observe.fetch import HttpReply, client, fetch, http_address
-from kvferry.top.fetch import ask
+from kvferry.top.fetch import fetch_address
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -143,7 +143,7 @@ def test_https_of_a_server_without_tls_is_said() -> None:
 def test_doctor_is_not_held_up_by_a_server_that_does_not_end(answer, seconds, words, monkeypatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     with server(answer) as url:
-        (found,) = http_engine.look(url, seconds).findings
+        (found,) = http_engine.examine_url(url, seconds).findings
     assert found.found.startswith(words)
 
 
@@ -152,7 +152,7 @@ def test_top_is_not_held_up_by_a_server_that_does_not_end(monkeypatch) -> None:
 
     async def one(url: str) -> None:
         async with client() as http:
-            await ask(http, url)
+            await fetch_address(http, url)
 
     with server(endless) as url, pytest.raises(ProtocolError, match=r"^/metrics is larger than 1 MiB$"):
         anyio.run(one, url)

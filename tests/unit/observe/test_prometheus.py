@@ -18,8 +18,8 @@ import pytest
 from kvferry.observe.dashboard import dashboard, rules
 from kvferry.observe.dashboard.alerts import ALERTS
 from kvferry.serving.ports import listen, url_of
-from kvferry.top.exposition import read
-from kvferry.top.figures import Seconds
+from kvferry.top.exposition import parse_page
+from kvferry.top.figures import Latency
 from support.metrics_page import Page, busy, several, shown
 
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
@@ -196,7 +196,9 @@ def ask(url: str, pages: list[Page]) -> None:
                 assert not any(math.isnan(each) for each in found), (panel["title"], target["expr"])
         assert prometheus.health() == dict.fromkeys((alert.name for alert in ALERTS), "ok")
         # All that the pages count is alike at any time.
-        ours = Seconds.of(read(pages[0].text(), 0.0).engines["0"], "kvferry_load_seconds", source="tiers")
+        ours = Latency.of(
+            parse_page(pages[0].text(), 0.0).engines["0"], "kvferry_load_seconds", source="tiers"
+        )
         for q, value in ((0.5, ours.median), (0.99, ours.p99)):
             buckets = "kvferry_load_seconds_bucket{source='tiers'}"
             theirs = prometheus.values(f"histogram_quantile({q}, {buckets})")

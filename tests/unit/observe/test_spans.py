@@ -65,8 +65,8 @@ def test_a_load_is_a_span_of_the_requests_trace() -> None:
         ),
     )
     assert load == TraceSpan(
-        "kvferry.load", "a", HEADERS, 1.0, 1.5,
-        {
+        name="kvferry.load", request_id="a", parent=HEADERS, begin=1.0, end=1.5,
+        attributes={
             "kvferry.source": "tiers", "kvferry.outcome": "ready",
             "kvferry.tokens": 100, "kvferry.bytes": 640,
             "kvferry.tokens.host": 64, "kvferry.tokens.file": 36, "kvferry.bytes.0 full": 640,

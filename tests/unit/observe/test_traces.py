@@ -104,8 +104,17 @@ def test_chunks_that_were_stored_and_signs_of_life_are_summed_up() -> None:
     (trace,) = found.last()
     assert trace.events == (arrived("a"),)
     assert trace.stored == (
-        StoredChunks("full", 2000, 0, 1800, 200, 7200, 999.5, "no room"),
-        StoredChunks("state", 1, 2000.0),
+        StoredChunks(
+            group="full",
+            ordered=2000,
+            first=0,
+            done=1800,
+            failed=200,
+            size=7200,
+            last=999.5,
+            failure="no room",
+        ),
+        StoredChunks(group="state", ordered=1, first=2000.0),
     )
     assert trace.heartbeats == 1000
 

@@ -176,7 +176,9 @@ def stage() -> Iterator[Callable[..., Scene]]:
                 tuple(engine if isinstance(engine, str) else engine.url for engine in engines)
                 for engines in (prefill, decode)
             ]
-            app = router_app(RouterSettings(*urls, **{"probe_seconds": 0.1, **settings}))
+            app = router_app(
+                RouterSettings(prefill=urls[0], decode=urls[1], **{"probe_seconds": 0.1, **settings})
+            )
             url = stack.enter_context(running(app))
             client = stack.enter_context(httpx.Client(base_url=url, timeout=60, trust_env=False))
             return Scene(prefill, decode, client)

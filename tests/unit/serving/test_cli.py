@@ -94,7 +94,7 @@ def test_config_takes_the_default_tiers():
 
 def test_config_puts_other_connectors_beside_ours():
     others = [{"kv_connector": "NixlConnector", "load_weight": 0.5}]
-    done = run("config", "--tiers", "default", "--policy", "cost", "--beside", json.dumps(others))
+    done = run("config", "--tiers", "default", "--policy", "cost", "--other-connectors", json.dumps(others))
     config = json.loads(done.stdout)
     assert config["kv_connector"] == "FerryMultiConnector"
     extra = config["kv_connector_extra_config"]
@@ -129,9 +129,12 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
             ["config", "--tiers", '[{"type": "file", "pat": "x"}]'],
             "tiers[0] (file) has no key 'pat'; did you mean 'path'?",
         ),
-        (["config", "--beside", "{"], "beside is '{', which is no JSON (Expecting"),
-        (["config", "--beside", "{}"], "connectors is {}; it must be a list of objects"),
-        (["config", "--beside", "[{}]"], 'connectors[0] is {}; it must be an object whose "kv_connector"'),
+        (["config", "--other-connectors", "{"], "other_connectors is '{', which is no JSON (Expecting"),
+        (["config", "--other-connectors", "{}"], "connectors is {}; it must be a list of objects"),
+        (
+            ["config", "--other-connectors", "[{}]"],
+            'connectors[0] is {}; it must be an object whose "kv_connector"',
+        ),
         (["config", "--no-transfer"], "transfer is false and there are no tiers"),
         (
             ["config", "--tiers", "default", "--chunk-tokens", "0"],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.launch import Engine, EngineSpec, EngineState, Fleet, LaunchError, Role
+from kvferry.serving.launch import EngineProcess, EngineSpec, EngineState, Fleet, LaunchError, Role
 from kvferry.serving.ports import free_ports
 
 # Tests beside it would take ports that were found free.
@@ -88,7 +88,7 @@ def pids_of(folder: Path, name: str) -> list[int]:
 
 def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path):
     Path(tmp_path, "prefill-0.log").mkdir()
-    spec = EngineSpec("prefill-0", Role.PREFILL, "m", 1)
+    spec = EngineSpec(name="prefill-0", role=Role.PREFILL, model="m", port=1)
     with pytest.raises(LaunchError, match=r"the engines cannot be started: Is a directory .*--log-dir"):
         Fleet([spec], tmp_path).start()
 
@@ -162,7 +162,7 @@ def test_a_kill_does_not_wait_for_the_grace(tmp_path, script, deaf):
 
 def test_an_interrupt_while_stopping_kills_and_is_raised(tmp_path, script, deaf, monkeypatch):
     waits = iter([KeyboardInterrupt])
-    finish_stop = Engine.finish_stop
+    finish_stop = EngineProcess.finish_stop
 
     def interrupted(engine):
         for error in waits:
@@ -172,7 +172,7 @@ def test_an_interrupt_while_stopping_kills_and_is_raised(tmp_path, script, deaf,
     fleet = Fleet([script(code=DEAF)], tmp_path, grace_seconds=60)
     fleet.start()
     deaf(fleet)
-    monkeypatch.setattr(Engine, "finish_stop", interrupted)
+    monkeypatch.setattr(EngineProcess, "finish_stop", interrupted)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         fleet.stop()

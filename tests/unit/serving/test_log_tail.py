@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.serving.log_tail import last_line, telling_line
+from kvferry.serving.log_tail import error_line, last_line
 
 CORE = "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:1510] "
 ECHO = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -26,11 +26,11 @@ ECHO = "RuntimeError: Engine core initialization failed. See root cause above. F
 def test_the_telling_line_is_the_last_error_that_is_no_echo(tmp_path, lines, said):
     log = tmp_path / "log"
     log.write_text("\n".join(lines))
-    assert telling_line(log) == said
+    assert error_line(log) == said
 
 
 def test_a_log_that_is_not_there_says_nothing(tmp_path):
-    assert telling_line(tmp_path / "none") is None
+    assert error_line(tmp_path / "none") is None
     assert last_line(tmp_path / "none") == ""
 
 

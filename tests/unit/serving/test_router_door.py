@@ -112,7 +112,7 @@ def test_the_kv_is_not_for_a_third_engine_where_one_was_busy_and_one_failed(stag
 
 def test_headers_beyond_64_kib_end_the_connection():
     over = threading.Event()
-    app = router_app(RouterSettings(("http://127.0.0.1:1",), ("http://127.0.0.1:1",)))
+    app = router_app(RouterSettings(prefill=("http://127.0.0.1:1",), decode=("http://127.0.0.1:1",)))
     with listen("127.0.0.1", 0) as sock:
         address = url_of(sock).removeprefix("http://").split(":")
         server = threading.Thread(target=run_app, args=(app, sock, lambda: not over.is_set()), daemon=True)

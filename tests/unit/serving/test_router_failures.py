@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router.bodies import handed_over
-from kvferry.serving.router.endpoint import Endpoint, Ongoing
+from kvferry.serving.router.endpoint import Ongoing, RouterEndpoint
 from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.replies import Reply
@@ -153,7 +153,7 @@ def test_an_error_of_the_router_itself_is_said_in_openais_form(stage, fake, monk
     async def failing(*_):
         raise RuntimeError("nobody expects this")
 
-    monkeypatch.setattr("kvferry.serving.router.flow.Flow.complete", failing)
+    monkeypatch.setattr("kvferry.serving.router.flow.CompletionFlow.complete", failing)
     answer = stage([fake()], [fake()]).complete()
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "router_error")
 
@@ -243,7 +243,7 @@ def test_a_caller_who_leaves_before_the_end_of_the_request_is_not_served():
     async def send(message):
         sent.append(message)
 
-    endpoint = Endpoint(handler, Ongoing(), Hop(), 1000)
+    endpoint = RouterEndpoint(handler, Ongoing(), Hop(), 1000)
     anyio.run(endpoint, {"method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
     assert served == sent == []
 
@@ -278,7 +278,7 @@ def test_an_answer_is_cut_short_only_where_something_is_missing(sent, added):
     async def send(message):
         messages.append(message)
 
-    endpoint = Endpoint(handler, ongoing, Hop(), 1000)
+    endpoint = RouterEndpoint(handler, ongoing, Hop(), 1000)
     anyio.run(endpoint, {"method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
     assert messages[: len(sent)] == list(sent)
     assert [message["type"] for message in messages[len(sent) :]] == added

@@ -45,7 +45,7 @@ def test_a_router_that_is_its_own_decode_engine_says_so(serve_app, stage, fake, 
     with listen("127.0.0.1", 0) as sock:
         own = url_of(sock)
     prefill = stage([fake(hands_over=kv)], [fake()]).prefill[0]
-    settings = RouterSettings((prefill.url,), (own,), probe_seconds=600.0)
+    settings = RouterSettings(prefill=(prefill.url,), decode=(own,), probe_seconds=600.0)
     with (
         serve_app(router_app(settings), int(own.rpartition(":")[2])),
         httpx.Client(base_url=own, timeout=60, trust_env=False) as client,

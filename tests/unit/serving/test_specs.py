@@ -5,14 +5,14 @@ import json
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.devices import Machine, engine_environments, memory_arguments
+from kvferry.serving.devices import Devices, engine_environments, memory_arguments
 from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json
 from kvferry.serving.parallel import parallel_of
 from kvferry.serving.role import Role
 from kvferry.serving.specs import fleet_specs
 
-CPU = Machine(gpus=(), cores=(0, 1, 4, 5))
-GPUS = Machine(gpus=("0", "1", "2"), cores=(0, 1))
+CPU = Devices(gpus=(), cores=(0, 1, 4, 5))
+GPUS = Devices(gpus=("0", "1", "2"), cores=(0, 1))
 
 
 def bindings(machine, ranks):
@@ -77,11 +77,11 @@ def test_every_parallel_size_of_this_machine_counts(arguments, ranks):
 
 
 def test_each_rank_of_each_replica_gets_a_device():
-    many = Machine(gpus=tuple("01234567"), cores=(0,))
+    many = Devices(gpus=tuple("01234567"), cores=(0,))
     specs = fleet_specs("m", arguments=["-dp", "2"], decode_tensor_parallel=2, machine=many)
     assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "2,3,4,5"]
     assert [spec.tensor_parallel for spec in specs] == [1, 2]
-    cores = Machine(gpus=(), cores=tuple(range(12)))
+    cores = Devices(gpus=(), cores=tuple(range(12)))
     specs = fleet_specs("m", arguments=["-dp", "2"], decode_tensor_parallel=2, machine=cores)
     bound = [spec.environment["VLLM_CPU_OMP_THREADS_BIND"] for spec in specs]
     assert bound == ["0,1|2,3", "4,5|6,7|8,9|10,11"]

@@ -10,12 +10,12 @@ from rich.cells import cell_len
 
 from kvferry.errors import ProtocolError
 from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.top.addresses import PolledAddress, fleet_view
 from kvferry.top.derive import figures
-from kvferry.top.exposition import Scrape, read
+from kvferry.top.exposition import Scrape, parse_page
 from kvferry.top.figures import Figures
-from kvferry.top.lines import at_hand, screen, text
-from kvferry.top.quantile import Bucket, quantile
-from kvferry.top.seen import Seen, fleet
+from kvferry.top.lines import cached_share, screen, text
+from kvferry.top.quantile import HistogramBucket, quantile
 from kvferry.top.units import number
 from kvferry.top.window import window
 from support.metrics_page import Page, busy, several
@@ -29,14 +29,14 @@ def test_a_page_is_read_engine_by_engine():
     page = Page("a model", engines=2)
     busy(page, 1, engine=0)
     busy(page, 2, engine=1)
-    found = read(page.text(), 5.0)
+    found = parse_page(page.text(), 5.0)
     assert (found.at, found.started, found.model, found.ferry) == (5.0, 1000.0, "a model", True)
     assert [of(None, found, engine).totals.prompt_tokens for engine in ("0", "1")] == [1500, 3000]
     assert figures([window(None, found, engine) for engine in "01"]).totals.prompt_tokens == 4500
 
 
 def test_a_page_without_kvferry_is_an_engine_too():
-    found = read('vllm:num_requests_running{engine="0",model_name="m"} 3.0\n', 0.0)
+    found = parse_page('vllm:num_requests_running{engine="0",model_name="m"} 3.0\n', 0.0)
     assert not found.ferry
     assert of(None, found).levels.running == 3
 
@@ -46,20 +46,20 @@ def test_labels_are_read_as_they_were_written():
         r'kvferry_misses_total{engine="0",group="1 \"x\"\\,{}",model_name="m",reason="a\nb",source="peer"} 1'
         "\n"
     )
-    [one] = of(None, read(strange, 0.0)).totals.misses
+    [one] = of(None, parse_page(strange, 0.0)).totals.misses
     assert (one.reason, one.group) == ("a\nb", '1 "x"\\,{}')
 
 
 @pytest.mark.parametrize("page", ["", "<html>\n", "up 1\n", "process_start_time_seconds 3\n"])
 def test_a_page_of_something_else_is_refused(page):
     with pytest.raises(ProtocolError, match="has nothing of vllm: or kvferry_"):
-        read(page, 0.0)
+        parse_page(page, 0.0)
 
 
 @pytest.mark.parametrize("line", ['{engine="0"', '{engine="0"} many', "{engine=0} 1", ""])
 def test_a_broken_page_is_refused(line):
     with pytest.raises(ProtocolError, match="/metrics is not in the format of Prometheus"):
-        read(f"vllm:num_requests_running{line}\n", 0.0)
+        parse_page(f"vllm:num_requests_running{line}\n", 0.0)
 
 
 PAGE = Page()
@@ -96,10 +96,12 @@ def test_whatever_a_page_says_it_is_shown_or_refused_and_never_acted_on(changes)
         at = int(place * len(line))
         lines[number_of_line] = line[:at] + piece + line[at + 1 :]
     try:
-        seen = Seen("http://a:1", before=read(PAGE.text(), 0.0), now=read("\n".join(lines), 1.0))
+        seen = PolledAddress(
+            "http://a:1", before=parse_page(PAGE.text(), 0.0), now=parse_page("\n".join(lines), 1.0)
+        )
     except ProtocolError:
         return
-    found = fleet([seen], 0.0)
+    found = fleet_view([seen], 0.0)
     shown = screen(found, 80, 24, chosen=None, every=1.0)
     assert len(shown) <= 24
     assert all(line.text.isprintable() for line in shown)
@@ -109,7 +111,7 @@ def test_whatever_a_page_says_it_is_shown_or_refused_and_never_acted_on(changes)
 def scrape(at: float, times: int, started: float = 1000.0) -> Scrape:
     page = Page(started=started)
     busy(page, times)
-    return read(page.text(), at)
+    return parse_page(page.text(), at)
 
 
 def test_one_reading_has_no_rates():
@@ -151,7 +153,7 @@ def test_another_process_has_begun_anew_even_if_it_has_counted_more():
 def test_a_series_that_was_not_there_has_begun_at_0():
     empty = Page()
     empty.vllm("num_requests_running").set(0)
-    found = of(read(empty.text(), 0.0), scrape(2.0, 1)).rates
+    found = of(parse_page(empty.text(), 0.0), scrape(2.0, 1)).rates
     assert found is not None
     assert found.misses[0].count == 2.5
 
@@ -169,7 +171,7 @@ def test_of_several_engines_a_tier_is_as_full_as_the_fullest():
     smaller = MetricsDelta()
     smaller.set("tier_capacity_bytes", "file", to=9.8e9)
     other.count(smaller)
-    more = read(other.text(), 0.0)
+    more = parse_page(other.text(), 0.0)
     both = figures([window(None, scrape(0.0, 1), "0"), window(None, more, "0")])
     assert both.levels.tiers["file"].capacity == 9.8e9
     assert both.levels.running == 10
@@ -186,11 +188,11 @@ def test_tokens_that_other_connectors_brought_are_told_as_theirs():
     busy(page)
     several(page)
     page.vllm("prompt_tokens_by_source_total", "external_kv_transfer").inc(500)
-    found = of(None, read(page.text(), 0.0))
+    found = of(None, parse_page(page.text(), 0.0))
     assert found.totals.tokens == {
         "computed": 300, "local": 300, "peer": 600, "host": 200, "file": 100, "others": 500,
     }  # fmt: skip
-    assert at_hand(dict(found.totals.tokens)) == 0.85
+    assert cached_share(dict(found.totals.tokens)) == 0.85
 
 
 INF = math.inf
@@ -211,39 +213,41 @@ INF = math.inf
     ],
 )
 def test_quantiles_are_those_of_histogram_quantile(q, buckets, expected):
-    assert quantile(q, [Bucket(*each) for each in buckets]) == (
+    assert quantile(q, [HistogramBucket(*each) for each in buckets]) == (
         None if expected is None else pytest.approx(expected)
     )
 
 
 def test_silence_lasts_from_its_first_moment_to_the_next_answer():
     seen = (
-        Seen("http://a:1")
-        .heard(scrape(0.0, 1))
+        PolledAddress("http://a:1")
+        .answered(scrape(0.0, 1))
         .failed(100.0, "cannot connect")
         .failed(101.0, "silent for 5 s")
     )
     assert (seen.silence.since, seen.silence.why) == (100.0, "silent for 5 s")
     assert list(seen.windows()) == []
-    [engine] = fleet([seen], 102.0).engines
+    [engine] = fleet_view([seen], 102.0).engines
     assert engine.figures is None
-    again = seen.heard(scrape(9.0, 1))
+    again = seen.answered(scrape(9.0, 1))
     assert again.silence is None
-    assert fleet([again], 103.0).answering == 1
+    assert fleet_view([again], 103.0).answering == 1
 
 
 def test_several_engines_at_one_address_have_a_line_each():
     page = Page(engines=2)
     for engine in (0, 1):
         busy(page, engine=engine)
-    seen = Seen("http://a:1").heard(read(page.text(), 0.0))
-    assert [engine.name for engine in fleet([seen], 0.0).engines] == ["a:1/0", "a:1/1"]
+    seen = PolledAddress("http://a:1").answered(parse_page(page.text(), 0.0))
+    assert [engine.name for engine in fleet_view([seen], 0.0).engines] == ["a:1/0", "a:1/1"]
 
 
 def test_a_router_that_answers_is_no_engine_and_one_that_does_not_is_shown():
-    router = Seen("http://r:1", role="router")
-    assert fleet([router], 0.0).engines == ()
-    assert [engine.name for engine in fleet([router.failed(1.0, "cannot connect")], 2.0).engines] == ["r:1"]
+    router = PolledAddress("http://r:1", role="router")
+    assert fleet_view([router], 0.0).engines == ()
+    assert [engine.name for engine in fleet_view([router.failed(1.0, "cannot connect")], 2.0).engines] == [
+        "r:1"
+    ]
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "\u4e2d" * 50, "a b" * 80], ids=["x", "wide", "ab"])
@@ -252,8 +256,8 @@ def test_a_name_that_is_wider_than_the_screen_is_cut(name):
     counted = MetricsDelta()
     counted.count("misses", "peer", name, "full", by=3)
     page.count(counted)
-    seen = Seen("http://a:1").heard(read(page.text(), 5.0))
-    for line in screen(fleet([seen], 5.0), 80, 40, chosen=None, every=1.0):
+    seen = PolledAddress("http://a:1").answered(parse_page(page.text(), 5.0))
+    for line in screen(fleet_view([seen], 5.0), 80, 40, chosen=None, every=1.0):
         assert cell_len(line.text) <= 80, line.text
 
 
@@ -268,4 +272,4 @@ def test_numbers_are_short():
 
 
 def test_credentials_are_not_shown() -> None:
-    assert Seen("http://user:secret@10.0.0.1:8000").name == "10.0.0.1:8000"
+    assert PolledAddress("http://user:secret@10.0.0.1:8000").name == "10.0.0.1:8000"

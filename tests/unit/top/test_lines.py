@@ -7,10 +7,10 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from kvferry.top.exposition import read
+from kvferry.top.addresses import PolledAddress, Unreachable, fleet_view
+from kvferry.top.exposition import parse_page
 from kvferry.top.layout import Column, row, shortened
 from kvferry.top.lines import screen, text
-from kvferry.top.seen import Seen, Silence, fleet
 from support.metrics_page import Page, busy, several
 
 NAME = "decode-{}.kvferry-system.svc.cluster.local:8000"
@@ -18,18 +18,22 @@ MODEL = "organisation/模型-fp8-dynamic"
 GONE = "prefill-0.kvferry-system.svc.cluster.local:8000"
 
 
-def seen(number: int) -> Seen:
+def seen(number: int) -> PolledAddress:
     page = Page(f"{MODEL}-{number}")
     busy(page, 1000)
     if number == 2:
         several(page)
-    return Seen(f"http://{NAME.format(number)}", "decode", read(page.text(), 0.0), read(page.text(), 1.0))
+    return PolledAddress(
+        f"http://{NAME.format(number)}", "decode", parse_page(page.text(), 0.0), parse_page(page.text(), 1.0)
+    )
 
 
 @pytest.fixture(scope="module")
 def engines():
-    silent = Seen(f"http://{GONE}", "prefill", silence=Silence(0.0, "/metrics answers with status 404"))
-    return fleet([*map(seen, range(4)), silent], 60.0)
+    silent = PolledAddress(
+        f"http://{GONE}", "prefill", silence=Unreachable(0.0, "/metrics answers with status 404")
+    )
+    return fleet_view([*map(seen, range(4)), silent], 60.0)
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 119, 120, 200])
@@ -73,7 +77,10 @@ def test_of_engines_without_room_those_that_are_silent_are_shown_first(engines):
 
 def test_an_address_below_another_ones_path_is_told_from_it():
     names = [
-        one.name for one in fleet([Seen("http://a:1/x"), Seen("http://a:1/y"), Seen("http://a:1")], 0).engines
+        one.name
+        for one in fleet_view(
+            [PolledAddress("http://a:1/x"), PolledAddress("http://a:1/y"), PolledAddress("http://a:1")], 0
+        ).engines
     ]
     assert names == ["a:1/x", "a:1/y", "a:1"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.cli.top import as_plain
 from kvferry.errors import ConfigError
-from kvferry.top.fetch import address
+from kvferry.top.fetch import parse_address
 from support.metrics_page import Page, busy, several, shown
 from support.terminal import Terminal
 
@@ -302,12 +302,12 @@ def test_what_is_no_url_is_one_sentence():
 )
 def test_an_address_has_a_scheme_a_host_and_a_port_that_can_be(url):
     with pytest.raises(ConfigError, match="is no URL of an engine or a router"):
-        address(url)
+        parse_address(url)
 
 
 @pytest.mark.parametrize("more", ["", "/", "/metrics", "/metrics/"])
 def test_an_address_may_be_that_of_its_metrics(more):
-    assert address(f"http://a:1{more}") == "http://a:1"
+    assert parse_address(f"http://a:1{more}") == "http://a:1"
 
 
 def test_what_is_no_engine_is_said_and_an_exit_code():

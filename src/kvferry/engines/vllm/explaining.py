@@ -31,11 +31,11 @@ class Explaining:
         self._answering: TraceServer | None = None
         transfer = vllm_config.kv_transfer_config
         self._engine = EngineInfo(
-            kvferry.__version__,
-            str(transfer.engine_id),
-            str(vllm_config.model_config.model),
-            os.getpid(),
-            _ROLES.get(transfer.kv_role, "both"),
+            kvferry=kvferry.__version__,
+            engine_id=str(transfer.engine_id),
+            model=str(vllm_config.model_config.model),
+            pid=os.getpid(),
+            role=_ROLES.get(transfer.kv_role, "both"),
             connector=name,
         )
         if self._traces is not None:

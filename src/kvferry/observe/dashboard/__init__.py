@@ -1,4 +1,4 @@
-"""A Grafana dashboard and Prometheus alerts over an engine's metrics, made from their definitions.
+"""A Grafana dashboard and Prometheus alerts, generated from the definitions of the metrics.
 
 `expressions` names series and refuses what is no metric or no label of it; `requests`, `loads`, `storage` and
 `alerts` say what is asked; `grafana` and `rules` write that down in the form in which it can be loaded.

@@ -1,4 +1,4 @@
-"""What somebody should be told of, and what to do about it."""
+"""Prometheus alerts: when to fire, and what to do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvferry.observe.dashboard.expressions import ENGINE, gained, less, per_seco
 from kvferry.observe.exposed_names import CONNECTOR
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """One of them.
+    """A Prometheus alert.
 
     Attributes:
         name: of it.
@@ -61,77 +61,84 @@ _LOOKED = less(
 
 ALERTS = (
     Alert(
-        "KVFerryLoadsFail",
-        f"{_FAILED} / {_LOADED} > 0.05",
-        "10m",
-        "warning",
-        f"{_SHARE} of the loads from {{{{ $labels.source }}}} fail on {_WHO}",
-        "Requests are computed instead: answers are right, and slower. The engine's log names each failure, "
+        name="KVFerryLoadsFail",
+        expression=f"{_FAILED} / {_LOADED} > 0.05",
+        lasts="10m",
+        severity="warning",
+        summary=f"{_SHARE} of the loads from {{{{ $labels.source }}}} fail on {_WHO}",
+        action="Requests are computed instead: answers are right, and slower. The engine's log names each "
+        "failure, "
         "kvferry_misses_total has reasons: checksum is a disk (kvferry cache verify), refused is a peer.",
     ),
     Alert(
-        "KVFerryDeadlinesPass",
-        f"{_gained('kvferry_loads_total', _SOURCE, '10m', outcome='expired')} > 2",
-        "2m",
-        "warning",
-        f"Loads from {{{{ $labels.source }}}} pass their deadline on {_WHO}: "
+        name="KVFerryDeadlinesPass",
+        expression=f"{_gained('kvferry_loads_total', _SOURCE, '10m', outcome='expired')} > 2",
+        lasts="2m",
+        severity="warning",
+        summary=f"Loads from {{{{ $labels.source }}}} pass their deadline on {_WHO}: "
         "{{ $value | humanize }} in ten minutes",
-        "Each held a request up for load_timeout_seconds. Look at kvferry_transfer_seconds by stage, or at "
+        action="Each held a request up for load_timeout_seconds. Look at kvferry_transfer_seconds by stage, "
+        "or at "
         "kvferry_tier_fetch_seconds: a hung mount, a dead peer, a network that is full.",
     ),
     Alert(
-        "KVFerryLateBlocks",
-        f"{total(series('kvferry_late_blocks'), *ENGINE)} > 0",
-        "15m",
-        "warning",
-        f"{{{{ $value }}}} blocks of {_WHO} are held by reads that should have ended long ago",
-        "They are given back when the reads have ended; at the cap of late_blocks that peer is refused. "
+        name="KVFerryLateBlocks",
+        expression=f"{total(series('kvferry_late_blocks'), *ENGINE)} > 0",
+        lasts="15m",
+        severity="warning",
+        summary=f"{{{{ $value }}}} blocks of {_WHO} are held by reads that should have ended long ago",
+        action="They are given back when the reads have ended; at the cap of late_blocks that peer is "
+        "refused. "
         "See whether the peer is stopped but not gone, and end it if so.",
     ),
     Alert(
-        "KVFerryLeasesExpire",
-        f"{_rate('kvferry_leases_ended_total', ENGINE, outcome='expired')}"
+        name="KVFerryLeasesExpire",
+        expression=f"{_rate('kvferry_leases_ended_total', ENGINE, outcome='expired')}"
         f" / {_rate('kvferry_leases_ended_total', ENGINE)} > 0.05",
-        "10m",
-        "warning",
-        f"{_SHARE} of the prompts that {_WHO} prepared are never taken",
-        "Their blocks are lost to the engine for lease_seconds each. See whether the router sends both "
+        lasts="10m",
+        severity="warning",
+        summary=f"{_SHARE} of the prompts that {_WHO} prepared are never taken",
+        action="Their blocks are lost to the engine for lease_seconds each. See whether the router sends "
+        "both "
         "halves of a request, and whether decode engines reach this one's control channel.",
     ),
     Alert(
-        "KVFerryTierDropsStores",
-        f"{_DROPPED} / ({_DROPPED} + {_STORED}) > 0.01",
-        "15m",
-        "warning",
-        f"{_WHICH} on {_WHO} does not take {_SHARE} of the chunks",
-        "They will be misses. kvferry_tier_dropped_chunks_total has the reasons: a tier slower than what is "
+        name="KVFerryTierDropsStores",
+        expression=f"{_DROPPED} / ({_DROPPED} + {_STORED}) > 0.01",
+        lasts="15m",
+        severity="warning",
+        summary=f"{_WHICH} on {_WHO} does not take {_SHARE} of the chunks",
+        action="They will be misses. kvferry_tier_dropped_chunks_total has the reasons: a tier slower than "
+        "what is "
         "stored, host memory too small to wait for it, a disk that others fill.",
     ),
     Alert(
-        "KVFerryTierFull",
-        f"{_USED} / {_CAPACITY} > 0.95 and {_DROPPED} > 0",
-        "15m",
-        "warning",
-        f"{_WHICH} on {_WHO} is {_SHARE} full and drops stores",
-        "Eviction should make room. See kvferry_tier_dropped_chunks_total by reason, the log, and the free "
+        name="KVFerryTierFull",
+        expression=f"{_USED} / {_CAPACITY} > 0.95 and {_DROPPED} > 0",
+        lasts="15m",
+        severity="warning",
+        summary=f"{_WHICH} on {_WHO} is {_SHARE} full and drops stores",
+        action="Eviction should make room. See kvferry_tier_dropped_chunks_total by reason, the log, and "
+        "the free "
         "space of the disk (kvferry cache stat): the capacity may be more than the disk has left.",
     ),
     Alert(
-        "KVFerryNoHits",
-        f"{_LOOKED} > 100 unless {_gained('kvferry_hits_total', _SOURCE, '30m')} > 0",
-        "15m",
-        "info",
-        f"No hit from {{{{ $labels.source }}}} on {_WHO} in {{{{ $value | humanize }}}} queries",
-        "topk(5, sum by (reason, group) (rate(kvferry_misses_total[30m]))) says why; docs/metrics.md says "
+        name="KVFerryNoHits",
+        expression=f"{_LOOKED} > 100 unless {_gained('kvferry_hits_total', _SOURCE, '30m')} > 0",
+        lasts="15m",
+        severity="info",
+        summary=f"No hit from {{{{ $labels.source }}}} on {_WHO} in {{{{ $value | humanize }}}} queries",
+        action="topk(5, sum by (reason, group) (rate(kvferry_misses_total[30m]))) says why; docs/metrics.md "
+        "says "
         "what each reason asks for.",
     ),
     Alert(
-        "KVFerryTokensRecomputed",
-        f"{_RECOMPUTED} / {_PROMPTS} > 0.05",
-        "10m",
-        "warning",
-        f"{_SHARE} of the prompt tokens on {_WHO} are computed after a load of them failed",
-        "First tokens wait for the load and then for the computing. Find out why loads fail "
+        name="KVFerryTokensRecomputed",
+        expression=f"{_RECOMPUTED} / {_PROMPTS} > 0.05",
+        lasts="10m",
+        severity="warning",
+        summary=f"{_SHARE} of the prompt tokens on {_WHO} are computed after a load of them failed",
+        action="First tokens wait for the load and then for the computing. Find out why loads fail "
         "(kvferry_loads_total by outcome); until then a shorter load_timeout_seconds makes it cheaper.",
     ),
 )

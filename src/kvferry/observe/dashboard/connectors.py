@@ -1,4 +1,4 @@
-"""Which of several connectors in one engine serves requests."""
+"""Panels that show which of several connectors in one engine serves requests."""
 
 from __future__ import annotations
 

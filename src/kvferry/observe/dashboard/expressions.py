@@ -1,4 +1,4 @@
-"""PromQL over series that exist: a name or a label that no metric has is refused where it is written."""
+"""Functions that build PromQL. Unknown metric names and labels are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvferry.observe.metrics import PREFIX, MetricKind
 INSTANCE = "instance"
 """The label that Prometheus gives what it scrapes: an engine's address."""
 ENGINE = (INSTANCE, *COMMON)
-"""What together names one engine."""
+"""Labels that together name one engine."""
 
 
 def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> str:
-    """A selector.
+    """Return a selector of a series.
 
     Args:
         name: of `EXPOSED`; of a histogram with one of its suffixes.
@@ -39,7 +39,7 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
 
 
 def labels_of(name: str) -> frozenset[str]:
-    """Of a series, as Prometheus stores it.
+    """Return the labels of a series, as Prometheus stores them.
 
     Raises:
         ValueError: there is no such metric.
@@ -55,7 +55,7 @@ def labels_of(name: str) -> frozenset[str]:
 
 
 def total(what: str, *by: str) -> str:
-    """Summed up by labels.
+    """Return a sum by labels.
 
     >>> total(per_second(series("kvferry_hits_total"), "5m"), "source")
     'sum by (source) (rate(kvferry_hits_total[5m]))'
@@ -64,20 +64,20 @@ def total(what: str, *by: str) -> str:
 
 
 def per_second(selector: str, over: str) -> str:
-    """Of a counter."""
+    """Return the rate of a counter."""
     return f"rate({selector}[{over}])"
 
 
 def gained(selector: str, over: str) -> str:
-    """Of a counter, in so long."""
+    """Return the increase of a counter over a time range."""
     return f"increase({selector}[{over}])"
 
 
 def quantile(q: float, selector: str, over: str, *by: str) -> str:
-    """Of a histogram's buckets."""
+    """Return a quantile of a histogram."""
     return f"histogram_quantile({q:g}, {total(per_second(selector, over), *by, 'le')})"
 
 
 def less(what: str, part: str) -> str:
-    """A difference, where the part may be no series at all."""
+    """Return `what` minus `part`, which may have no series."""
     return f"({what} - ({part} or 0 * {what}))"

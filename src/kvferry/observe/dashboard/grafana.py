@@ -22,7 +22,7 @@ _ALWAYS = "vllm:num_requests_running"
 
 
 def dashboard() -> dict[str, Any]:
-    """All of it."""
+    """Return the dashboard as JSON values."""
     panels: list[dict[str, Any]] = []
     number, y = 1, 0
     for each in _ROWS:

@@ -1,4 +1,4 @@
-"""What loads bring, how long they take, and how they fail."""
+"""Panels about loads: what they bring, how long they take, and how they fail."""
 
 from __future__ import annotations
 

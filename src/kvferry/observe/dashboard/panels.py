@@ -1,4 +1,4 @@
-"""What a dashboard consists of, and what its panels ask for."""
+"""Building blocks of a dashboard: panels, rows and their queries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RATE = "$__rate_interval"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A line, or lines, of a panel.
+    """A PromQL expression with the legend of its lines.
 
     Attributes:
         expression: in PromQL.
@@ -26,7 +26,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture.
+    """One chart.
 
     Attributes:
         title: what it shows.
@@ -58,17 +58,17 @@ class PanelRow:
 
 
 def level(name: str, *by: str, **where: str) -> str:
-    """Of a gauge, summed up by labels."""
+    """Return the sum of a gauge by labels."""
     return total(series(name, SCOPE, **where), *by)
 
 
 def rate(name: str, *by: str, **where: str) -> str:
-    """Of a counter, per second, summed up by labels."""
+    """Return the rate per second of a counter, summed by labels."""
     return total(per_second(series(name, SCOPE, **where), _RATE), *by)
 
 
 def quantiles(name: str, by: str = "") -> tuple[Query, ...]:
-    """Median and 99th percentile of a histogram, by a label."""
+    """Return median and 99th percentile of a histogram by a label."""
     labels, legend = ((by,), f"{{{{{by}}}}} ") if by else ((), "")
     buckets = series(f"{name}_bucket", SCOPE)
     return tuple(

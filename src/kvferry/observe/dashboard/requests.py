@@ -1,4 +1,4 @@
-"""What requests get: where their tokens come from, hits, misses and why."""
+"""Panels about requests: where their tokens come from, hits, and misses with their reasons."""
 
 from __future__ import annotations
 

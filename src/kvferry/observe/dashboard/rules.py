@@ -1,7 +1,4 @@
-"""The alerts as a file of Prometheus rules.
-
-https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
-"""
+"""The alerts as a file of Prometheus rules."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from kvferry.observe.dashboard.alerts import ALERTS, Alert
 
 
 def rules() -> str:
-    """In YAML."""
+    """Return the alerts as YAML."""
     return "\n".join(["groups:", "  - name: kvferry", "    rules:", *_lines()]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What tiers hold, take, give and lose."""
+"""Panels about tiers: contents, stores, fetches and losses."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The demo: real text through a prefill and a decode engine, beside what one engine answers.
+"""The demo: real text through a prefill and a decode engine, compared with a single engine.
 
-- `text`: what is asked; `client`: asking, streamed; `transfers`: what moved, as the decode engine logged it.
-- `verdict`: whether the answer is the one that a single engine gives; `pair`: all of that for one model.
-- `screen`, `report`: what a person sees meanwhile and at the end.
+- `text`: the prompts; `client`: streaming completions; `transfers`: what moved, from the decode engine's log.
+- `verdict`: comparison with a single engine; `pair`: all of that for one model.
+- `screen`, `report`: output during and after the run.
 """
 
 from __future__ import annotations
 
 from kvferry.serving.demo.pair import DemoModel, family_model, measure
 from kvferry.serving.demo.screen import Screen
-from kvferry.serving.demo.verdict import Verdict
+from kvferry.serving.demo.verdict import AnswerVerdict
 
-__all__ = ["DemoModel", "Screen", "Verdict", "family_model", "measure"]
+__all__ = ["AnswerVerdict", "DemoModel", "Screen", "family_model", "measure"]

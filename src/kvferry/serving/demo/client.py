@@ -1,4 +1,4 @@
-"""Asks an OpenAI endpoint for a completion and hears the answer as it comes."""
+"""Stream completions from an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvferry.errors import KVFerryError
 
 
 class AskError(KVFerryError):
-    """The endpoint refused, or broke off; the message is what it said."""
+    """The endpoint refused a request or broke off. The message is the endpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StreamedAnswer:
     """A completion at temperature 0.
 
     Attributes:
@@ -41,7 +41,7 @@ def ask(
     *,
     request_id: str,
     on_text: Callable[[str], None] = lambda _: None,
-) -> Answer:
+) -> StreamedAnswer:
     """Stream one completion.
 
     Args:
@@ -69,7 +69,7 @@ def ask(
         on_text(choice.get("text") or "")
     if not tokens:
         raise AskError(f"{url} ended its answer to {request_id} without a token")
-    return Answer(tuple(prompt), tuple(tokens), tuple(logprobs), first)
+    return StreamedAnswer(tuple(prompt), tuple(tokens), tuple(logprobs), first)
 
 
 def _choices(
@@ -92,7 +92,7 @@ def _choices(
 
 
 def _likeliest(choice: Mapping[str, Any]) -> Iterator[Mapping[int, float]]:
-    """Per token id, as vLLM names them under ``return_tokens_as_token_ids``: ``token_id:7``."""
+    """Return log probabilities by token id, which vLLM writes as ``token_id:7``."""
     for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
         yield {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
 

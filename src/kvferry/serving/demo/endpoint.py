@@ -1,4 +1,4 @@
-"""The router in a thread of this process."""
+"""Run the router in a thread of this process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvferry.serving.run import run_app
 
 @contextmanager
 def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
-    """A router over these engines, for as long as the block runs; yields its URL.
+    """Run a router over these engines while the block runs, and yield its URL.
 
     Raises:
-        ConfigError: no engine of a role.
+        ConfigError: a role has no engine.
     """
-    app = router_app(RouterSettings(tuple(prefill), tuple(decode)))
+    app = router_app(RouterSettings(prefill=tuple(prefill), decode=tuple(decode)))
     sock = listen("127.0.0.1", 0)
     url = url_of(sock)
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""One model served by a prefill and a decode engine, request by request, then by one engine alone."""
+"""Serve a model with a prefill and a decode engine, and compare the answers with one engine's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 
 from kvferry.errors import KVFerryError
-from kvferry.serving.demo.client import Answer, ask
+from kvferry.serving.demo.client import StreamedAnswer, ask
 from kvferry.serving.demo.endpoint import routed
-from kvferry.serving.demo.report import Row
+from kvferry.serving.demo.report import RequestRow
 from kvferry.serving.demo.screen import Screen
 from kvferry.serving.demo.text import prompts
 from kvferry.serving.demo.transfers import read_transfer
-from kvferry.serving.demo.verdict import Verdict, compare
-from kvferry.serving.devices import this_machine
-from kvferry.serving.engine import Engine, EngineSpec
+from kvferry.serving.demo.verdict import AnswerVerdict, compare
+from kvferry.serving.devices import visible_devices
+from kvferry.serving.engine import EngineProcess, EngineSpec
 from kvferry.serving.launch import Fleet, fleet_specs
 from kvferry.serving.signals import StopSignals
 from kvferry.serving.tiny import cache_directory, family, tiny_checkpoint
@@ -36,7 +36,7 @@ _TINY_ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """What is served.
+    """A model to serve.
 
     Attributes:
         title: what the reader is told it is.
@@ -52,14 +52,14 @@ class DemoModel:
 
 
 def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
-    """A tiny checkpoint of that family; written if it is not there yet.
+    """Return the tiny checkpoint of a family, and write it if it does not exist.
 
     Raises:
-        ConfigError: no such family.
+        ConfigError: the family is unknown.
     """
     chosen = family(name)
     options = chosen.engine_options()
-    if this_machine().gpus:
+    if visible_devices().gpus:
         # float32 is what makes answers comparable on a CPU; most GPU kernels have none.
         options["dtype"] = "bfloat16"
     flags = [_flag(option, value) for option, value in options.items()]
@@ -73,8 +73,8 @@ def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
 
 def measure(
     model: DemoModel, folder: Path, screen: Screen, signals: StopSignals, *, count: int, answer_tokens: int
-) -> Sequence[Verdict]:
-    """Serve `model` with two engines, show `count` answers and what moved for each; the verdicts.
+) -> Sequence[AnswerVerdict]:
+    """Serve `model` with two engines, show `count` answers and what moved for each, and return the verdicts.
 
     Nothing of the engines is left when this returns or raises.
 
@@ -108,11 +108,11 @@ def _measured(
     *,
     count: int,
     answer_tokens: int,
-) -> Sequence[Row]:
+) -> Sequence[RequestRow]:
     with Fleet(specs, log.parent) as fleet:
         with screen.starting() as show:
 
-            def on_progress(engines: Sequence[Engine]) -> None:
+            def on_progress(engines: Sequence[EngineProcess]) -> None:
                 signals.check()
                 show(engines)
 
@@ -120,11 +120,19 @@ def _measured(
         single_url = fleet.prefill_urls[0]
         # The client first: to make one imports what the router's thread imports, and a signal may end that.
         with _client() as client, routed(fleet.prefill_urls, fleet.decode_urls) as url:
-            run = _Run(client, url, single_url, answer_tokens, log, screen, signals)
+            run = _Run(
+                client=client,
+                url=url,
+                single_url=single_url,
+                answer_tokens=answer_tokens,
+                log=log,
+                screen=screen,
+                signals=signals,
+            )
             return run.rows(count)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     client: httpx.Client
     url: str
@@ -134,7 +142,7 @@ class _Run:
     screen: Screen
     signals: StopSignals
 
-    def rows(self, count: int) -> Sequence[Row]:
+    def rows(self, count: int) -> Sequence[RequestRow]:
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         *texts, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
@@ -150,11 +158,13 @@ class _Run:
             measured.append((answer, read_transfer(self.log, request_id)))
         self.screen.note("Asking one engine alone ...")
         return [
-            Row(len(answer.prompt), transfer, answer.first_token_seconds, self._judge(body, text, answer))
+            RequestRow(
+                len(answer.prompt), transfer, answer.first_token_seconds, self._judge(body, text, answer)
+            )
             for text, (answer, transfer) in zip(texts, measured, strict=True)
         ]
 
-    def _judge(self, body: Mapping[str, Any], text: str, answer: Answer) -> Verdict:
+    def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:
         # A salt of its own keeps the single engine from finding what it computed for the pair.
         alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}
         single = self._ask(self.single_url, {**alone, "prompt": text})
@@ -164,7 +174,7 @@ class _Run:
 
         return compare(answer, single, prefill)
 
-    def _ask(self, url: str, body: Mapping[str, Any]) -> Answer:
+    def _ask(self, url: str, body: Mapping[str, Any]) -> StreamedAnswer:
         with self.signals.interruptible():
             return ask(self.client, url, body, request_id=f"demo-{uuid.uuid4().hex}")
 

@@ -1,4 +1,4 @@
-"""The table at the end: what moved for each request, and whether the answer is the right one."""
+"""The result table: what moved for each request, and whether the answer is right."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from kvferry.serving.demo.transfers import Transfer
-from kvferry.serving.demo.verdict import Verdict
+from kvferry.serving.demo.verdict import AnswerVerdict
 from kvferry.units import format_bytes, format_seconds
 
 _WIDE = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One request.
+class RequestRow:
+    """Result of one request.
 
     Attributes:
-        prompt_tokens: of its prompt.
+        prompt_tokens: length of its prompt.
         transfer: what moved for it; None if nothing did.
-        first_token_seconds: as its client saw it.
-        verdict: against a single engine.
+        first_token_seconds: time to first token, seen by the client.
+        verdict: comparison with a single engine.
     """
 
     prompt_tokens: int
     transfer: Transfer | None
     first_token_seconds: float
-    verdict: Verdict
+    verdict: AnswerVerdict
 
 
-def table(rows: Sequence[Row], width: int) -> Table:
-    """The rows as a table that fits 80 columns; from 120 on with every group by itself and more times."""
+def table(rows: Sequence[RequestRow], width: int) -> Table:
+    """Return a table for 80 columns. From 120 columns on, each group has its own line, with more times."""
     wide = width >= _WIDE
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     columns = ["prompt\ntokens", "KV moved\nby group", "if all\nfull", "\npieces", "piece\nsize"]
@@ -47,8 +47,8 @@ def table(rows: Sequence[Row], width: int) -> Table:
     return shown
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """One sentence over all rows."""
+def summary(rows: Sequence[RequestRow]) -> str:
+    """Return a summary of all rows."""
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
     same = Counter(row.verdict for row in rows)
@@ -58,15 +58,15 @@ def summary(rows: Sequence[Row]) -> str:
             f"; all layers as full attention would have been {format_bytes(full)}, "
             f"{full / moved:.1f} times that"
         )
-    said += f". Identical to a single engine: {same[Verdict.YES]} of {len(rows)}."
-    if same[Verdict.OWN_GAP]:
-        said += f" {same[Verdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded,"
+    said += f". Identical to a single engine: {same[AnswerVerdict.YES]} of {len(rows)}."
+    if same[AnswerVerdict.OWN_GAP]:
+        said += f" {same[AnswerVerdict.OWN_GAP]} differ where that engine, asked to prefill what it decoded,"
         said += " differs from itself by as much (own gap)."
     return said
 
 
-def failures(rows: Sequence[Row]) -> Iterator[str]:
-    """One sentence per request whose load did not serve it."""
+def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
+    """Yield one sentence per request whose load did not serve it."""
     for number, row in enumerate(rows, 1):
         load = row.transfer
         if load is None:
@@ -76,7 +76,7 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
             yield f"Request {number}: {why}; the decode engine computed its prompt."
 
 
-def _cells(row: Row, *, wide: bool) -> Iterator[str]:
+def _cells(row: RequestRow, *, wide: bool) -> Iterator[str]:
     load = row.transfer
     yield str(row.prompt_tokens)
     if load is None or load.outcome != "ready":
@@ -97,7 +97,7 @@ def _cells(row: Row, *, wide: bool) -> Iterator[str]:
 
 
 def _groups(load: Transfer, *, wide: bool) -> Iterator[str]:
-    """One line per group, as in "3 sliding_window(64)", or per kind of group where there is less room."""
+    """Yield one line per group, or per kind of group if there is less room."""
     if wide:
         for name, moved in load.bytes_by_group.items():
             yield f"{name}  {format_bytes(moved)}"

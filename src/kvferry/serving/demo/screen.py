@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs, on a terminal or in a file."""
+"""Output of the demo, on a terminal or in a file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from kvferry.serving.demo.report import Row, failures, summary, table
-from kvferry.serving.engine import Engine
+from kvferry.serving.demo.report import RequestRow, failures, summary, table
+from kvferry.serving.engine import EngineProcess
 from kvferry.serving.progress import startup_progress
 from kvferry.terminal import printable
 from kvferry.units import format_seconds
@@ -17,34 +17,34 @@ _INDENT = "    "
 
 
 class Screen:
-    """Writes to one console; everything on it is shortened to its width."""
+    """Writes to one console, and shortens all text to its width."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         self._console.print(text, markup=False, highlight=False)
 
     def model(self, title: str) -> None:
-        """What comes next is about this model."""
+        """Print the heading of a model."""
         self._console.print()
         self._console.rule(f"[bold]{title}", align="left")
 
     @contextmanager
-    def starting(self) -> Iterator[Callable[[Sequence[Engine]], None]]:
-        """Yields what shows the progress of engines that start."""
+    def starting(self) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
+        """Yield a function that shows the progress of starting engines."""
         with startup_progress(self._console) as show:
             yield show
         self.note("Both engines are ready.")
 
     def handshake(self, seconds: float) -> None:
-        """The first answer's time, in which the engines met."""
+        """Print the time of the first answer, which includes the handshake."""
         self.note(f"The engines met: the first request had its first token after {format_seconds(seconds)}.")
 
     @contextmanager
     def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:
-        """An answer as it comes, on one line below the beginning of its prompt."""
+        """Yield a function that prints an answer as it streams, on one line below the start of its prompt."""
         begins = printable(prompt, " ")[: self._console.width - len(_INDENT) - 8]
         self.note(f"\n{number:>3} {begins} ...")
         room = self._console.width - len(_INDENT) - 8
@@ -62,8 +62,8 @@ class Screen:
         finally:
             self._console.print()
 
-    def table(self, rows: Sequence[Row]) -> None:
-        """The result."""
+    def table(self, rows: Sequence[RequestRow]) -> None:
+        """Print the result."""
         self._console.print()
         self._console.print(table(rows, self._console.width))
         self.note("\n" + "\n".join([summary(rows), *failures(rows)]))

@@ -1,4 +1,4 @@
-"""Which passages the demo asks about: from shorter than a block to several steps of a small engine."""
+"""Prompts of the demo: from less than a block to several steps of a small engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _CHARACTERS_PER_TOKEN_AT_LEAST = 2
 
 
 def prompts(count: int, max_prompt_tokens: int) -> Sequence[str]:
-    """`count` passages that share no prefix, of four lengths in turn.
+    """Return `count` passages without common prefixes, of four lengths in turn.
 
     Args:
-        count: how many.
-        max_prompt_tokens: what the engine takes; longer passages are cut to what surely fits.
+        count: number of passages.
+        max_prompt_tokens: limit of the engine; longer passages are cut.
     """
     longest = max_prompt_tokens * _CHARACTERS_PER_TOKEN_AT_LEAST
     whole = islice(passages(max(_LENGTHS)), count)

@@ -1,4 +1,4 @@
-"""What moved for a request, as the decode engine's ``transfer_log`` has it."""
+"""Read what moved for a request from the decode engine's ``transfer_log``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import msgspec
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """One finished load.
+    """A finished load.
 
     Attributes:
-        request_id: the engine's own, which contains the id that the client sent.
+        request_id: the engine's, which contains the client's id.
         outcome: ``ready``, ``failed`` or ``expired``.
-        tokens: loaded.
-        bytes: moved, over all groups.
-        bytes_by_group: the same per KV cache group, under its number and label.
-        full_attention_bytes: what would have moved if all layers were full attention.
-        descriptors: pieces that the transport was given.
-        run_bytes: length of one such piece, the median.
-        plan_seconds: our own arithmetic.
-        transfer_seconds: from posting to done.
-        total_seconds: from the engine's question to usable blocks.
-        peer: where from.
-        reason: why it is not ready.
+        tokens: number of loaded tokens.
+        bytes: bytes moved, over all groups.
+        bytes_by_group: bytes by number and label of the KV cache group.
+        full_attention_bytes: bytes if all layers had full attention.
+        descriptors: descriptors given to the transport.
+        run_bytes: median size of a descriptor.
+        plan_seconds: time for planning.
+        transfer_seconds: time from posting to completion.
+        total_seconds: time from the engine's query to usable blocks.
+        peer: name of the producer.
+        reason: why it failed; None if it did not.
     """
 
     request_id: str
@@ -42,7 +42,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def read_transfer(log: Path, request_id: str) -> Transfer | None:
-    """The load that served this request, else the last that was tried, else None."""
+    """Return the load that served a request, else its last attempt, else None."""
     if not log.exists():
         return None
     lines = [line for line in log.read_bytes().splitlines() if request_id.encode() in line]

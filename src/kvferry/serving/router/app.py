@@ -23,28 +23,28 @@ from kvferry.serving.router.bodies import (
     parse_body,
     without_kv_params,
 )
-from kvferry.serving.router.endpoint import Call, Endpoint, Ongoing
+from kvferry.serving.router.endpoint import Call, Ongoing, RouterEndpoint
 from kvferry.serving.router.failures import Failures
-from kvferry.serving.router.flow import Completion, Flow
-from kvferry.serving.router.hop import Hop, loop
+from kvferry.serving.router.flow import Completion, CompletionFlow
+from kvferry.serving.router.hop import Hop, loop_reply
 from kvferry.serving.router.probe import probe_all, watch_down
 from kvferry.serving.router.replies import bad_request, unavailable
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import NOT_CONNECTED, open_client, opened, read_whole, says
+from kvferry.serving.router.upstream import NOT_CONNECTED, describe_error, open_client, opened, read_whole
 
 _PASSED_THROUGH = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
 _PASS_SECONDS = 30.0
 
 
 class RouterApp(Starlette):
-    """The application; it reaches its engines between the start and the end of its lifespan."""
+    """The ASGI application. It can reach its engines only inside its lifespan."""
 
     def __init__(self, settings: RouterSettings) -> None:
         router = _Router(settings)
         self._ongoing = Ongoing()
 
-        def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> Endpoint:
-            return Endpoint(handler, self._ongoing, router.hop, settings.max_body_bytes)
+        def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
+            return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes)
 
         routes = [Route(path, endpoint(router.complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)]
         routes += [
@@ -58,7 +58,7 @@ class RouterApp(Starlette):
         )
 
     def end_answers(self) -> None:
-        """End all answers under way: callers get an error, engines abort."""
+        """End all answers under way: callers get an error, and engines abort."""
         self._ongoing.end()
 
 
@@ -68,7 +68,7 @@ def router_app(settings: RouterSettings) -> RouterApp:
 
 
 class _Router:
-    """The handlers, and what they share while the application runs."""
+    """The handlers and their shared state."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -76,14 +76,14 @@ class _Router:
         self._decode = Pool("decode", settings.decode)
         self.hop = Hop()
         self._client: httpx.AsyncClient
-        self._flow: Flow
+        self._flow: CompletionFlow
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Hold the HTTP client, and probe engines that are down."""
         backends = (*self._prefill.backends, *self._decode.backends)
         async with open_client(self._settings, self.hop) as self._client, anyio.create_task_group() as group:
-            self._flow = Flow(self._settings, self._prefill, self._decode, self._client)
+            self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
             group.start_soon(watch_down, self._client, backends, self._settings.probe_seconds)
             yield
             group.cancel_scope.cancel()
@@ -111,10 +111,10 @@ class _Router:
                     async with opened(self._client, call.method, url, call.headers, call.body) as response:
                         reply = await read_whole(response)
             except NOT_CONNECTED as error:
-                backend.mark_down(says(error))
+                backend.mark_down(describe_error(error))
             except httpx.TransportError as error:
-                backend.mark_down(says(error))
-                failures.add(backend, says(error))
+                backend.mark_down(describe_error(error))
+                failures.add(backend, describe_error(error))
             except TimeoutError:
                 failures.add(backend, f"no answer in {_PASS_SECONDS:g} s")
             else:
@@ -126,7 +126,7 @@ class _Router:
     async def health(self, request: Request) -> Response:
         """Probe all engines and report their state; 503 if no decode engine is up."""
         if self.hop.has_seen(request.headers.raw):
-            reply = loop()
+            reply = loop_reply()
             return Response(reply.body, reply.status, media_type="application/json")
         pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
         await probe_all(self._client, [backend for backends in pools.values() for backend in backends])

@@ -1,4 +1,4 @@
-"""The engines behind a router, which of them are up, and which one is next."""
+"""State of the engines behind a router, and the choice of the next one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _log = logging.getLogger("kvferry.router")
 
 
 class Backend:
-    """One engine.
+    """An engine.
 
     Attributes:
         role: ``prefill`` or ``decode``.
-        url: base of its endpoint, without a trailing slash.
-        up: whether it is asked; begins as True, the first failure shows otherwise.
+        url: base URL without a trailing slash.
+        up: requests may be sent to it; True until the first failure.
         reason: why it is not up; None while it is.
-        outstanding: requests that it works on for this router.
+        outstanding: requests of this router under way.
     """
 
     def __init__(self, role: str, url: str) -> None:
@@ -30,19 +30,19 @@ class Backend:
         self._hands_over = True
 
     def mark_down(self, reason: str) -> None:
-        """Ask it no more until it is marked up."""
+        """Send it no more requests until it is marked up."""
         if self.up:
             _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
         self.up, self.reason = False, reason
 
     def mark_up(self) -> None:
-        """Ask it again."""
+        """Send it requests again."""
         if not self.up:
             _log.warning("%s engine %s is up again", self.role, self.url)
         self.up, self.reason = True, None
 
     def note_hand_over(self, *, done: bool) -> None:
-        """A prefill ended with KV to be fetched, or without."""
+        """Log if a prefill engine starts or stops to offer KV."""
         if done != self._hands_over:
             if done:
                 _log.warning("prefill engine %s hands over KV again", self.url)
@@ -63,11 +63,11 @@ class Pool:
         self._turn = 0
 
     def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
-        """The engine to ask: least outstanding, then least recently chosen.
+        """Return the engine with the fewest requests under way, then the least recently used; None for none.
 
         Args:
-            tried: not these.
-            even_down: rather one that is down than none.
+            tried: engines to skip.
+            even_down: return an engine that is down rather than None.
         """
         left = [backend for backend in self.backends if backend not in tried]
         choice = [backend for backend in left if backend.up] or (left if even_down else [])
@@ -75,7 +75,7 @@ class Pool:
 
     @contextmanager
     def turn(self, backend: Backend) -> Iterator[None]:
-        """Count a request on this engine while it runs."""
+        """Count a request on this engine while the block runs."""
         self._turn += 1
         backend.last_turn = self._turn
         backend.outstanding += 1

@@ -1,4 +1,4 @@
-"""One request from its first byte to its last: for as long as its caller is there, and the router runs."""
+"""Handle one request while its caller is connected and the router runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import anyio
 from starlette.types import Message, Receive, Scope, Send
 
-from kvferry.serving.router.hop import Hop, loop
+from kvferry.serving.router.hop import Hop, loop_reply
 from kvferry.serving.router.replies import Headers, bad_request, error_event, unavailable
 from kvferry.serving.router.upstream import relayed
 
@@ -22,14 +22,14 @@ _ENDING = "the router is being stopped"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that was read to its end.
+    """A request with its complete body.
 
     Attributes:
-        method: of HTTP.
+        method: HTTP method.
         path: without a query.
-        headers: for the engine: the caller's, with an x-request-id and this router's Via.
+        headers: headers for the engine: the caller's, with an x-request-id and this router's Via.
         echoed: the x-request-id, for the answer.
-        body: all of it.
+        body: all bytes.
     """
 
     method: str
@@ -40,7 +40,7 @@ class Call:
 
 
 class _TooLarge(Exception):
-    """A body beyond the bound."""
+    """The body exceeds the limit."""
 
 
 class Ongoing:
@@ -51,22 +51,22 @@ class Ongoing:
         self._scopes: set[anyio.CancelScope] = set()
 
     def add(self, scope: anyio.CancelScope) -> None:
-        """This one begins."""
+        """Register a request."""
         self._scopes.add(scope)
 
     def discard(self, scope: anyio.CancelScope) -> None:
-        """This one is over."""
+        """Remove a request that ended."""
         self._scopes.discard(scope)
 
     def end(self) -> None:
-        """Cut all of them short; their callers are told."""
+        """Cut all requests short, and tell their callers."""
         self.ending = True
         for scope in self._scopes:
             scope.cancel()
 
 
-class Endpoint:
-    """An ASGI application: reads a request and runs a handler, which is cancelled when the caller leaves."""
+class RouterEndpoint:
+    """An ASGI application that reads a request and runs a handler, and cancels it when the caller leaves."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Endpoint:
         """Serve one request."""
         echoed = ((_REQUEST_ID, _request_id(scope)),)
         if self._hop.has_seen(scope["headers"]):
-            await loop().send(send, echoed)
+            await loop_reply().send(send, echoed)
             return
         try:
             body = await _read_body(receive, self._max_body_bytes)
@@ -113,7 +113,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 class _Answer:
-    """What a caller has been sent: nothing → begun → complete."""
+    """State of an answer: nothing sent, begun, complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -126,7 +126,7 @@ class _Answer:
         self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def cut_short(self, echoed: Headers) -> None:
-        """Tell the caller that no more comes, unless nothing is missing."""
+        """Tell the caller that the answer is incomplete, unless it is complete."""
         if not self._begun:
             await unavailable(_ENDING, "router_stopped").send(self._send, echoed)
         elif not self._complete:
@@ -135,7 +135,7 @@ class _Answer:
 
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """The body; None if the client left before its end.
+    """Return the body; None if the client left before its end.
 
     Raises:
         _TooLarge: it is larger than `max_bytes`.

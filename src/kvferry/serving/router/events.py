@@ -1,4 +1,4 @@
-"""A stream of server-sent events that is relayed byte for byte and never ends silently."""
+"""Relay a stream of server-sent events byte for byte, and never end it silently."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import httpx
 from starlette.types import Send
 
 from kvferry.serving.router.replies import Headers, error_event
-from kvferry.serving.router.upstream import relayed, says
+from kvferry.serving.router.upstream import describe_error, relayed
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = b"data: [DONE]"
 
 
 class BrokenBeforeFirst(Exception):
-    """The stream ended before any event was passed on: another engine can still serve the request."""
+    """The stream ended before any event was relayed, so another engine can serve the request."""
 
 
 def is_events(response: httpx.Response) -> bool:
-    """Whether this answer is a stream of events."""
+    """Return whether the answer is a stream of events."""
     kind = response.headers.get("content-type", "")
     return response.status_code == 200 and kind.startswith("text/event-stream")
 
 
 async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> str | None:
-    """Pass whole events on as they come: an engine that dies inside one must not leave its half behind.
+    """Relay whole events as they arrive, so that an engine that dies never leaves half an event.
 
     Returns:
-        None, or what went wrong in words: the client then got an error event as the last one.
+        None; or the failure as text, after which the client got an error as its last event.
 
     Raises:
         BrokenBeforeFirst: nothing was sent.
@@ -49,7 +49,7 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
         if not done:
             fault = "the stream ended without its last event"
     except httpx.TransportError as error:
-        fault = None if done else says(error)
+        fault = None if done else describe_error(error)
     if not begun:
         raise BrokenBeforeFirst(fault)
     last = (
@@ -60,6 +60,6 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """All whole events, and the beginning of the next."""
+    """Return all whole events, and the rest."""
     cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
     return data[:cut], data[cut:]

@@ -1,4 +1,4 @@
-"""Failures of engines while they worked on one request, which may be the cause and is retried once."""
+"""Engines' failures during one request. A request that may be their cause is retried once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_CHARS = 300
 
 
 class Failures:
-    """The engines, of both roles, that failed with this request in flight.
+    """Engines of both roles that failed during this request.
 
-    An engine that cannot be connected or is busy does not count, because it never had the request.
+    An engine that refuses a connection or is busy does not count, because it never had the request.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Failures:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the request must not be sent to another engine."""
+        """Return whether the request must not be sent to another engine."""
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:

@@ -33,7 +33,7 @@ from kvferry.serving.router.failures import Failures, failure_of, is_busy, is_fa
 from kvferry.serving.router.probe import probe
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import NOT_CONNECTED, opened, read_whole, says
+from kvferry.serving.router.upstream import NOT_CONNECTED, describe_error, opened, read_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Completion:
     echoed: Headers
 
 
-class Flow:
+class CompletionFlow:
     """Serves completions from a pool of prefill engines and one of decode engines."""
 
     def __init__(
@@ -116,9 +116,9 @@ class Flow:
                 async with opened(self._client, "POST", url, sent.headers, sent.raw) as response:
                     reply = await read_whole(response)
         except httpx.TransportError as error:
-            backend.mark_down(says(error))
+            backend.mark_down(describe_error(error))
             if not isinstance(error, NOT_CONNECTED):
-                failures.add(backend, says(error))
+                failures.add(backend, describe_error(error))
             return None
         except TimeoutError:
             backend.mark_down(reason := f"no answer in {self._settings.prefill_seconds:g} s")
@@ -157,11 +157,11 @@ class Flow:
                             return
                         reply = await read_whole(response)
             except NOT_CONNECTED as error:
-                backend.mark_down(says(error))
+                backend.mark_down(describe_error(error))
                 continue
             except (httpx.TransportError, BrokenBeforeFirst) as error:
-                backend.mark_down(says(error))
-                failures.add(backend, says(error))
+                backend.mark_down(describe_error(error))
+                failures.add(backend, describe_error(error))
                 last = None
             else:
                 if not is_busy(reply.status) and not is_failure(reply.status):

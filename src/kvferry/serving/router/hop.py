@@ -17,7 +17,7 @@ _VIA = b"via"
 
 
 class Hop:
-    """One router, by a random name."""
+    """A router's identity in Via headers, a random name."""
 
     def __init__(self) -> None:
         self._name = f"kvferry-{secrets.token_hex(8)}".encode()
@@ -33,7 +33,7 @@ class Hop:
         return any(name == _VIA and self._name in value for name, value in headers)
 
 
-def loop() -> Reply:
+def loop_reply() -> Reply:
     """Return the answer to a request that comes back."""
     return unavailable(
         "this request has come through this router before: one of its engines is the router itself, or a "

@@ -1,4 +1,4 @@
-"""Whether engines are well: asked in the background about those that are down, and on demand about all."""
+"""Probe engines' health: in the background those that are down, on demand all."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import httpx
 
 from kvferry.serving.router.backends import Backend
 from kvferry.serving.router.hop import LOOP_DETECTED
-from kvferry.serving.router.upstream import says
+from kvferry.serving.router.upstream import describe_error
 
 _HEALTH_SECONDS = 3.0
 
 
 async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
-    """Ask ``/health``, and mark the engine by the status: nothing is read of what follows it."""
+    """Ask ``/health``, and mark the engine by the status. The body is not read."""
     try:
         with anyio.fail_after(_HEALTH_SECONDS):
             async with client.stream("GET", f"{backend.url}/health") as response:
                 pass
     except httpx.TransportError as error:
-        backend.mark_down(says(error))
+        backend.mark_down(describe_error(error))
     except TimeoutError:
         backend.mark_down(f"/health does not answer in {_HEALTH_SECONDS:g} s")
     else:
@@ -34,14 +34,14 @@ async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
 
 
 async def probe_all(client: httpx.AsyncClient, backends: Sequence[Backend]) -> None:
-    """Ask all of these at once."""
+    """Probe all these engines concurrently."""
     async with anyio.create_task_group() as group:
         for backend in backends:
             group.start_soon(probe, client, backend)
 
 
 async def watch_down(client: httpx.AsyncClient, backends: Sequence[Backend], seconds: float) -> None:
-    """For ever: ask those that are down whether they are back."""
+    """Probe engines that are down, every `seconds`, until cancelled."""
     while True:
         await anyio.sleep(seconds)
         await probe_all(client, [backend for backend in backends if not backend.up])

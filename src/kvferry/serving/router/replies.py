@@ -1,4 +1,4 @@
-"""Whole answers, and errors in the form that OpenAI clients read."""
+"""Complete answers, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reply:
     Attributes:
         status: HTTP status.
         headers: without content-length.
-        body: all of it.
+        body: all bytes.
     """
 
     status: int
@@ -28,7 +28,7 @@ class Reply:
     body: bytes
 
     async def send(self, send: Send, extra: Headers = ()) -> None:
-        """Give it to the client, with these headers on top."""
+        """Send it to the client, with `extra` headers added."""
         length = (b"content-length", str(len(self.body)).encode())
         headers = [*self.headers, *extra, length]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -36,21 +36,21 @@ class Reply:
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
-    """An error object as JSON."""
+    """Return an error object as JSON."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": error}).encode()
 
 
 def bad_request(message: str, code: str = "invalid_request", status: int = 400) -> Reply:
-    """The caller's fault."""
+    """Return an error that the caller caused."""
     return Reply(status, (JSON_TYPE,), error_body(message, "invalid_request_error", code))
 
 
 def unavailable(message: str, code: str = "engine_unavailable", status: int = 503) -> Reply:
-    """The engines' fault."""
+    """Return an error that the engines caused."""
     return Reply(status, (JSON_TYPE,), error_body(message, "server_error", code))
 
 
 def error_event(message: str, code: str) -> bytes:
-    """An error as the last event of a stream that has begun."""
+    """Return an error as the last event of a stream."""
     return b"data: " + error_body(message, "server_error", code) + b"\n\n"

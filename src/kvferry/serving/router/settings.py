@@ -1,4 +1,4 @@
-"""What a router is told."""
+"""Settings of a router."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from urllib.parse import urlsplit
 from kvferry.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """Engines and limits of a router.
 
     Attributes:
-        prefill: base URLs of the prefill engines, at least one.
-        decode: base URLs of the decode engines, at least one.
-        connect_seconds: when an engine that does not accept a connection counts as dead.
-        prefill_seconds: when a prefill that has not answered is given up.
-        decode_idle_seconds: when a decode engine that sends nothing is given up.
-        probe_seconds: between two looks at an engine that is down.
-        max_body_bytes: of a request.
+        prefill, decode: base URLs of the engines, at least one each.
+        connect_seconds: time to connect to an engine before it counts as dead.
+        prefill_seconds: time for a prefill.
+        decode_idle_seconds: time without data from a decode engine.
+        probe_seconds: time between two probes of an engine that is down.
+        max_body_bytes: largest request body.
         trust_kv_params: keep ``kv_transfer_params`` that callers send; they are dropped otherwise.
     """
 
@@ -33,10 +32,10 @@ class RouterSettings:
     trust_kv_params: bool = False
 
     def __post_init__(self) -> None:
-        """Check what a router cannot work with.
+        """Check the settings.
 
         Raises:
-            ConfigError: a role without an engine, or what is no URL.
+            ConfigError: a role has no engine, or an address is not a URL.
         """
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if not urls:

@@ -1,4 +1,4 @@
-"""Requests to engines."""
+"""Send requests to engines."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _NOT_RELAYED = frozenset(
 
 
 def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Those headers that go through a proxy."""
+    """Return the headers that a proxy passes on."""
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in _NOT_RELAYED)
 
 
 def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
-    """The client for all engines.
+    """Return the client for all engines.
 
-    A connection serves one request: an engine closes idle ones after a few seconds, and a request sent at
-    that moment fails as if the engine were dead. No limit on their number: engines queue, not the router.
+    A connection serves one request, because engines close idle connections, and a request sent at that moment
+    would fail as if the engine were dead. Connections are unlimited: engines queue, not the router.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(settings.decode_idle_seconds, connect=settings.connect_seconds)
@@ -59,10 +59,10 @@ def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
 async def opened(
     client: httpx.AsyncClient, method: str, url: str, headers: Headers, body: bytes
 ) -> AsyncIterator[httpx.Response]:
-    """An answer whose body has not been read; leaving the block early closes the connection, which aborts it.
+    """Yield an answer before its body is read. Leaving the block closes the connection, which aborts it.
 
     Raises:
-        httpx.TransportError: no answer.
+        httpx.TransportError: there is no answer.
     """
     # Uncompressed: what comes is relayed as it is.
     sent = [*headers, (b"accept-encoding", b"identity")]
@@ -71,15 +71,15 @@ async def opened(
 
 
 async def read_whole(response: httpx.Response) -> Reply:
-    """The whole answer.
+    """Return the complete answer.
 
     Raises:
-        httpx.TransportError: it broke off.
+        httpx.TransportError: the connection broke.
     """
     body = b"".join([chunk async for chunk in response.aiter_raw()])
     return Reply(response.status_code, relayed(response.headers.raw), body)
 
 
-def says(error: BaseException) -> str:
-    """A transport error in words; some of httpx's have no message."""
+def describe_error(error: BaseException) -> str:
+    """Return a transport error as text; some of httpx's errors have no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

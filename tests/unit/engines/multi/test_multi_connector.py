@@ -24,7 +24,7 @@ from kvferry.engines.vllm.scheduler import sorted_cards
 from kvferry.errors import ConfigError
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.top.derive import figures
-from kvferry.top.exposition import read
+from kvferry.top.exposition import parse_page
 from kvferry.top.window import window
 from support.tiny_connectors import Tally
 
@@ -422,7 +422,7 @@ def test_what_two_children_say_of_a_directory_that_they_share_is_not_added_up() 
         counted.set("pending_loads", "tiers", to=2)
         sent["children"][name] = [["x", "y"], counted.plain()]
     metrics.observe(sent, 0)
-    page = read(generate_latest(REGISTRY).decode(), 0.0)
+    page = parse_page(generate_latest(REGISTRY).decode(), 0.0)
     levels = figures([window(None, page, "0")]).levels
     assert {tier: (room.used, room.capacity) for tier, room in levels.tiers.items()} == {
         "host": (40, 100),

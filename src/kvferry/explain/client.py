@@ -1,4 +1,4 @@
-"""Asks the engines of this machine for traces, all at once; those that do not answer cost a few seconds."""
+"""Ask all engines of this machine for traces, concurrently and with one deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.observe.traces import RequestTrace
 from kvferry.observe.wire import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 
 _SECONDS = 5.0
-"""For all engines together."""
+"""Deadline for all engines together."""
 _SHORTEST = 0.001
 _MOST_AT_ONCE = 64
 
@@ -28,58 +28,58 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What an engine has said.
+class EngineAnswer:
+    """The answer of one engine.
 
     Attributes:
-        engine: which.
-        traces: the latest first.
+        engine: the engine that answered.
+        traces: the latest request first.
     """
 
     engine: EngineInfo
     traces: tuple[RequestTrace, ...]
 
     def wall(self, at: float) -> float:
-        """Seconds since 1970 at a time of the engine's monotonic clock."""
+        """Convert a time of the engine's monotonic clock to seconds since 1970."""
         return at - self.engine.monotonic + self.engine.wall
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A trace, and whose it is."""
+class EngineTrace:
+    """A trace and the answer it came in."""
 
-    answer: Answer
+    answer: EngineAnswer
     trace: RequestTrace
 
     @property
-    def came(self) -> float:
-        """When the request came to its engine, seconds since 1970."""
+    def arrived(self) -> float:
+        """Return when the request reached its engine, in seconds since 1970."""
         return self.answer.wall(self.trace.events[0].at)
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """Of all engines.
+class AllAnswers:
+    """The answers of all engines.
 
     Attributes:
-        answers: of those that gave one.
-        silent: what else there is to say: of those that gave none, and of where nobody could be asked.
+        answers: one per engine that answered.
+        problems: one sentence per engine or directory that gave no answer.
     """
 
-    answers: tuple[Answer, ...]
-    silent: tuple[str, ...]
+    answers: tuple[EngineAnswer, ...]
+    problems: tuple[str, ...]
 
-    def told(self) -> list[Told]:
-        """All traces, in the order in which the requests came: the prefill engine's first."""
-        found = [Told(answer, trace) for answer in self.answers for trace in answer.traces]
-        return sorted(found, key=lambda one: one.came)
+    def traces(self) -> list[EngineTrace]:
+        """Return all traces in the order of arrival, so the prefill engine's comes first."""
+        found = [EngineTrace(answer, trace) for answer in self.answers for trace in answer.traces]
+        return sorted(found, key=lambda one: one.arrived)
 
 
-def ask(question: Question) -> Answers:
+def ask_engines(question: Question) -> AllAnswers:
     """Ask every engine of this user on this machine.
 
     Raises:
-        ConfigError: no engine answers, and a directory of sockets is not the user's alone.
+        ConfigError: no engine answered, and a directory of sockets is not safe to use.
     """
     paths: list[Path] = []
     refused: list[ConfigError] = []
@@ -94,14 +94,14 @@ def ask(question: Question) -> Answers:
         lines = list(pool.map(lambda path: _asked(path, asked, until), paths))
     # In one thread: msgspec crashes where two are the first to read a type.
     said = [_read(each) if isinstance(each, list) else each for each in lines]
-    answers = tuple(one for one in said if isinstance(one, Answer))
+    answers = tuple(one for one in said if isinstance(one, EngineAnswer))
     if refused and not answers:
         raise refused[0]
-    return Answers(answers, (*(one for one in said if isinstance(one, str)), *map(str, refused)))
+    return AllAnswers(answers, (*(one for one in said if isinstance(one, str)), *map(str, refused)))
 
 
 def _asked(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
-    """The lines that one engine says, or why it does not; None if it is gone."""
+    """Return the lines of an engine's answer, or why there is none; None if the engine is gone."""
     try:
         connection = socket_directory.connect(path, until)
         if connection is None:
@@ -118,19 +118,19 @@ def _no_answer(error: Exception) -> str:
     return f"an engine did not answer: {type(error).__name__}: {error}"
 
 
-def _read(lines: list[bytes]) -> Answer | str:
-    """What one engine says, or why that is no answer."""
+def _read(lines: list[bytes]) -> EngineAnswer | str:
+    """Return the answer in these lines, or why they are none."""
     try:
         return _answer(*lines)
     except ProtocolError as error:
         return _no_answer(error)
 
 
-def _answer(first: bytes, *rest: bytes) -> Answer:
-    """What one engine says, by lines.
+def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
+    """Decode an answer.
 
     Raises:
-        ProtocolError: it cannot be understood, or is an engine's refusal.
+        ProtocolError: it cannot be decoded, or the engine refused the question.
     """
     try:
         if b'"error"' in first[:16]:
@@ -141,11 +141,11 @@ def _answer(first: bytes, *rest: bytes) -> Answer:
     traces = tuple(decode_trace(line) for line in rest)
     if not all(trace.events and isinstance(trace.events[0], Arrived) for trace in traces):
         raise ProtocolError("a trace that does not begin with the arrival of its request")
-    return Answer(engine, traces)
+    return EngineAnswer(engine, traces)
 
 
 def _lines(asked: socket.socket, until: float) -> Iterator[bytes]:
-    """All lines until it says no more; at least one."""
+    """Yield all lines until the engine closes the connection; at least one."""
     said = bytearray()
     while True:
         asked.settimeout(max(_SHORTEST, until - time.monotonic()))

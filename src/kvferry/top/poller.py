@@ -1,4 +1,4 @@
-"""Everything that is looked at, and who keeps it up to date."""
+"""Read all addresses periodically."""
 
 from __future__ import annotations
 
@@ -12,27 +12,24 @@ from anyio.abc import TaskGroup
 
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.observe.fetch import Health
-from kvferry.top.fetch import address, ask
-from kvferry.top.seen import Fleet, Seen, fleet
+from kvferry.top.addresses import FleetView, PolledAddress, fleet_view
+from kvferry.top.fetch import fetch_address, parse_address
 
 
-class Book:
-    """What is known of every address, in the order in which they were given or a router named them.
-
-    Of one event loop.
-    """
+class Poller:
+    """State of every address, in the order in which it was given or named. Belongs to one event loop."""
 
     def __init__(self, http: httpx.AsyncClient, urls: Sequence[str], changed: Callable[[], None]) -> None:
         self._http = http
-        self._seen = {url: Seen(url) for url in urls}
+        self._seen = {url: PolledAddress(url) for url in urls}
         self._changed = changed
 
-    def fleet(self) -> Fleet:
-        """What is known now."""
-        return fleet(list(self._seen.values()), time.time())
+    def fleet(self) -> FleetView:
+        """Return the current state of all addresses."""
+        return fleet_view(list(self._seen.values()), time.time())
 
     async def read_once(self) -> None:
-        """Ask all, and those that routers name."""
+        """Read all addresses once, and those that routers name."""
         asked: set[str] = set()
         while new := self._seen.keys() - asked:
             asked |= new
@@ -41,7 +38,7 @@ class Book:
                     group.start_soon(self._read, url)
 
     async def keep_reading(self, every: float, group: TaskGroup) -> None:
-        """Ask each, again and again, none later for another's sake; begins with those that routers name."""
+        """Read each address every `every` seconds in a task of its own, including those that routers name."""
         reading: set[str] = set()
         while True:
             for url in self._seen.keys() - reading:
@@ -57,14 +54,14 @@ class Book:
 
     async def _read(self, url: str) -> None:
         try:
-            said = await ask(self._http, url)
+            said = await fetch_address(self._http, url)
         except ProtocolError as error:
             self._seen[url] = self._seen[url].failed(time.time(), str(error))
         else:
             if isinstance(said, Health):
                 self._routed(url, said)
             else:
-                self._seen[url] = self._seen[url].heard(said)
+                self._seen[url] = self._seen[url].answered(said)
         self._changed()
 
     def _routed(self, url: str, said: Health) -> None:
@@ -72,8 +69,8 @@ class Book:
         for role, engines in (("prefill", said.prefill), ("decode", said.decode)):
             for engine in engines:
                 try:
-                    address(engine.url)
+                    parse_address(engine.url)
                 except ConfigError:
                     continue  # nobody could ask it
-                known = self._seen.setdefault(engine.url, Seen(engine.url))
+                known = self._seen.setdefault(engine.url, PolledAddress(engine.url))
                 self._seen[engine.url] = replace(known, role=role)

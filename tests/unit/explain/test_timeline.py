@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvferry.cache.bids import Bid, Part
-from kvferry.explain.story import story
 from kvferry.explain.summary import summary
+from kvferry.explain.timeline import timeline
 from kvferry.observe.events import (
     Arrived,
     DecisionReason,
@@ -48,7 +48,7 @@ def asked(at: float, *bids: ValuedBid, **more: object) -> SourcesAsked:
 
 
 def told(*events: RequestEvent, **more: object) -> list[str]:
-    lines = story(RequestTrace("a", (CAME, *events), **more))
+    lines = timeline(RequestTrace("a", (CAME, *events), **more))
     return [line.text if line.after is None else f"{line.after:.1f} {line.text}" for line in lines]
 
 
@@ -97,23 +97,27 @@ LOADED = (
 
 
 def test_a_load_is_told_from_the_coming_of_its_request_to_its_end() -> None:
-    assert told(*LOADED, Finished("a", 12.0), stored=(StoredChunks("full", 3, 10.5, 3, 0, 2048, 10.75),)) == [
-        "0.0 It comes with 700 tokens; may be served by peer and tiers.",
-        "0.1 The engine itself has 256 tokens.",
-        "peer is still looking, for at most 444 tokens (444 from peer), worth 444.",
-        "It waits for peer: a source that is still looking may have more.",
-        "0.2 The engine itself has 256 tokens.",
+    assert told(
+        *LOADED,
+        Finished("a", 12.0),
+        stored=(StoredChunks(group="full", ordered=3, first=10.5, done=3, failed=0, size=2048, last=10.75),),
+    ) == [
+        "0.0 The request has 700 tokens. Possible sources: peer, tiers.",
+        "0.1 The engine's own cache has 256 tokens.",
+        "peer is still looking for at most 444 tokens (444 from peer), worth 444.",
+        "The request waits for peer: a source that is still looking may have more.",
+        "0.2 The engine's own cache has 256 tokens.",
         "peer bids 444 tokens (444 from peer), worth 444.",
         "tiers bids 192 tokens (128 from host, 64 from file), worth 96.",
-        "Computing all is worth 1.5.",
-        "peer is taken: the best bid.",
+        "Computing everything is worth 1.5.",
+        "peer is chosen: the best bid.",
         "0.3 Loading tokens 256 to 698: 443 from peer.",
         "The peer is 10.0.0.1:5000",
         "0.8 Loaded in 500 ms: 100 ms planning, 200 ms reading, 50 ms checking, 150 ms waiting.",
         "1 MiB of 0 full, direct",
         "4 KiB of 1 window, staged",
         "120 pages in 6 descriptors",
-        "0.8 The engine goes on with 699 tokens at hand and computes 1.",
+        "0.8 Scheduled: 699 tokens cached, 1 to compute.",
         "2.0 The request has ended.",
         "0.5 Stored 3 of 3 chunks of full, 2 KiB, until 250 ms later.",
     ]
@@ -184,12 +188,12 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
             "1.0 10.0.0.1:5000 is not asked again for this request",
             "1.5 peer is not asked again: the peer is gone",
             "tiers bids 192 tokens (128 from host, 64 from file), worth 192.",
-            "tiers is taken: the best bid.",
+            "tiers is chosen: the best bid.",
             "1.6 Loading tokens 0 to 191: 128 from host, 64 from file.",
             "2.1 The load is given up at its deadline after 500 ms (deadline): chunk 1 is not there",
-            "2.2 The engine itself has 16 tokens.",
-            "The rest is to be computed: the engine has no blocks for a load and what comes after it.",
-            "2.3 The engine goes on with 16 tokens at hand and computes 684.",
+            "2.2 The engine's own cache has 16 tokens.",
+            "The rest is computed: the engine has no blocks for a load and what comes after it.",
+            "2.3 Scheduled: 16 tokens cached, 684 to compute.",
         ]
     )
 
@@ -200,8 +204,8 @@ def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_ow
         Scheduled("a", 11.0, 699, 700, 443),
     )
     assert told(*events)[-2:] == [
-        "1.0 Another connector of the engine has brought 443 tokens.",
-        "The engine goes on with 699 tokens at hand and computes 1.",
+        "1.0 Another connector of the engine loaded 443 tokens.",
+        "Scheduled: 699 tokens cached, 1 to compute.",
     ]
     assert summary(RequestTrace("a", (CAME, *events))).places == {
         "prefix cache": 256,
@@ -215,13 +219,13 @@ def test_why_nothing_is_loaded_names_the_chunk_that_is_lacking() -> None:
     assert told(asked(10.0, misses=(lack, SourceMiss("peer", MissReason.LOCAL))))[1:] == [
         "0.0 tiers bids nothing, not stored: chunk 4 of full_attention",
         "peer bids nothing, local.",
-        "All of it is to be computed: no source has more.",
+        "Everything is computed: no source has more.",
     ]
 
 
 @pytest.mark.parametrize("again", [LOADED[1:2], LOADED[2:3], LOADED[:3]])
 def test_a_request_that_is_admitted_anew_was_preempted(again: tuple[RequestEvent, ...]) -> None:
-    anew = "It was preempted, and is admitted anew."
+    anew = "The request was preempted, and is admitted again."
     found = told(*LOADED, *again)
     assert [anew in line for line in found].count(True) == 1
     assert found.index(next(line for line in found if anew in line)) > len(told(*LOADED)) - 1
@@ -232,23 +236,23 @@ def test_what_only_one_source_may_serve_and_who_cannot_is_told() -> None:
         "a",
         (replace(CAME, sources=(), declined=(SourceMiss("tiers", MissReason.UNNAMED, detail="no name"),)),),
     )
-    assert [line.text for line in story(alone)] == [
-        "It comes with 700 tokens.",
+    assert [line.text for line in timeline(alone)] == [
+        "The request has 700 tokens.",
         "tiers cannot serve it, unnamed: no name",
     ]
-    (nobody,) = story(RequestTrace("a", (replace(CAME, sources=()),)))
-    assert nobody.text == "It comes with 700 tokens. No other engine offers them, so no source is asked."
+    (nobody,) = timeline(RequestTrace("a", (replace(CAME, sources=()),)))
+    assert nobody.text == "The request has 700 tokens. No other engine offers them, so no source is asked."
 
 
 @pytest.mark.parametrize(
     ("expired", "heartbeats", "said"),
     [
-        (False, 3, "The lease is released by its consumer, after 3 signs of life."),
+        (False, 3, "The lease is released by its consumer after 3 heartbeats."),
         (False, 1, "The lease is released by its consumer."),
         (False, 0, "The lease is released by its consumer."),
-        (True, 0, "The lease has expired: its consumer gave no sign of life."),
-        (True, 1, "The lease has expired: its consumer gave 1 sign of life, and then no more."),
-        (True, 2, "The lease has expired: its consumer gave 2 signs of life, and then no more."),
+        (True, 0, "The lease has expired: its consumer sent no heartbeat."),
+        (True, 1, "The lease has expired: its consumer stopped after 1 heartbeat."),
+        (True, 2, "The lease has expired: its consumer stopped after 2 heartbeats."),
     ],
 )
 def test_a_lease_is_told_with_its_end(expired: bool, heartbeats: int, said: str) -> None:
@@ -266,9 +270,14 @@ def test_a_lease_that_a_reset_has_ended_is_told_so() -> None:
 
 
 def test_stores_that_failed_or_are_under_way_are_told() -> None:
-    stored = (StoredChunks("full", 5, 10.5, 2, 1, 2048, 10.75, "no room"), StoredChunks("state", 1, 11.0))
+    stored = (
+        StoredChunks(
+            group="full", ordered=5, first=10.5, done=2, failed=1, size=2048, last=10.75, failure="no room"
+        ),
+        StoredChunks(group="state", ordered=1, first=11.0),
+    )
     assert told(stored=stored)[1:] == [
-        "0.5 Stored 2 of 5 chunks of full, 2 KiB, 2 under way; 1 have failed: no room",
+        "0.5 Stored 2 of 5 chunks of full, 2 KiB, 2 under way; 1 failed: no room",
         "1.0 Stored 0 of 1 chunks of state, 0 B, 1 under way.",
     ]
 
@@ -282,7 +291,7 @@ def test_a_load_that_nobody_waits_for_is_told() -> None:
     end = LoadEnded(
         "a", 11.0, load="a#1", source="peer", outcome=LoadOutcome.DROPPED, miss=None, failure="", seconds=0.9
     )
-    assert told(end)[1] == "1.0 The load is dropped after 900 ms: the request has ended before."
+    assert told(end)[1] == "1.0 The load is dropped after 900 ms: the request ended first."
     given_up = replace(end, failure="another part of the prefix has failed")
     assert told(given_up)[1] == "1.0 The load is dropped after 900 ms: another part of the prefix has failed."
 
@@ -371,7 +380,7 @@ def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_u
     assert (found.loading, found.queued) == (pytest.approx(0.7), pytest.approx(0.3))
 
 
-@pytest.mark.parametrize(("heartbeats", "also"), [(0, ""), (3, "; readers gave 3 signs of life")])
+@pytest.mark.parametrize(("heartbeats", "also"), [(0, ""), (3, " after 3 heartbeats of readers")])
 def test_blocks_that_are_kept_for_the_next_turn(heartbeats, also):
     found = told(
         LeaseGranted("a", 11.0, 699, 60.0, turn=True),
@@ -380,14 +389,14 @@ def test_blocks_that_are_kept_for_the_next_turn(heartbeats, also):
     )
     assert found[-2:] == [
         "1.0 Blocks of 699 tokens are kept for the next turn, for 60 s.",
-        f"2.0 They are given back{also}.",
+        f"2.0 The blocks are given back{also}.",
     ]
 
 
 def test_an_offer_that_the_engine_has_already_is_not_said_to_be_missing() -> None:
     lack = SourceMiss("peer", MissReason.LOCAL, detail="444 tokens are offered, 444 are here")
     assert told(asked(10.0, local_tokens=444, misses=(lack,)))[1:] == [
-        "0.0 The engine itself has 444 tokens.",
+        "0.0 The engine's own cache has 444 tokens.",
         "peer bids nothing, local: 444 tokens are offered, 444 are here",
-        "The rest is to be computed: no source has more.",
+        "The rest is computed: no source has more.",
     ]

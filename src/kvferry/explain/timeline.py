@@ -1,4 +1,4 @@
-"""What became of one request, told to people: a fold over its trace."""
+"""Turn the trace of a request into sentences."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kvferry.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Of a story.
+class TimelineEntry:
+    """A sentence of a timeline.
 
     Attributes:
-        text: to be wrapped.
-        after: seconds since the request came; None if it goes on from the line before.
+        text: unwrapped.
+        after: seconds since the request arrived; None for a further sentence about the same event.
     """
 
     text: str
     after: float | None = None
 
 
-def story(trace: RequestTrace) -> list[Line]:
-    """What was told of a request, line by line; the first event is its coming."""
-    return list(_Teller(trace).lines())
+def timeline(trace: RequestTrace) -> list[TimelineEntry]:
+    """Return the sentences about a trace, whose first event is the arrival."""
+    return list(_Timeline(trace).lines())
 
 
-class _Teller:
-    """Remembers of a story what later events refer to."""
+class _Timeline:
+    """State of a timeline: earlier events that later ones refer to."""
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace, self._came = trace, trace.events[0].at
@@ -52,39 +52,39 @@ class _Teller:
             events.LeaseEnded: self._lease_ended,
         }
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[TimelineEntry]:
         for number, event in enumerate(self._trace.events):
             if number == FIRST_EVENTS and self._trace.left_out:
-                yield Line(f"... {self._trace.left_out} events are not remembered ...")
+                yield TimelineEntry(f"... {self._trace.left_out} events are not remembered ...")
             after: float | None = event.at - self._came
             for text in self._of[type(event)](event):
-                yield Line(text, after)
+                yield TimelineEntry(text, after)
                 after = None
         for stored in self._trace.stored:
-            yield Line(_stored(stored), stored.first - self._came)
+            yield TimelineEntry(_stored(stored), stored.first - self._came)
 
     def _asked(self, event: events.SourcesAsked) -> Iterator[str]:
         yield from self._again()
         if event.local_tokens:
-            yield f"The engine itself has {_tokens(event.local_tokens)}."
+            yield f"The engine's own cache has {_tokens(event.local_tokens)}."
         for one in event.bids:
             if one.excluded:
                 yield f"{one.source} is not asked again: {one.excluded}"
                 continue
             places = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in one.bid.parts)
-            looking = "is still looking, for at most" if one.bid.looking else "bids"
+            looking = "is still looking for at most" if one.bid.looking else "bids"
             yield f"{one.source} {looking} {_tokens(one.bid.tokens)} ({places}), worth {one.value:.4g}."
         if event.compute_value:
-            yield f"Computing all is worth {event.compute_value:.4g}."
+            yield f"Computing everything is worth {event.compute_value:.4g}."
         for lack in event.misses:
             yield f"{lack.source} bids nothing, {_lack(lack)}"
         chosen = next((one.source for one in event.bids if one.bid == event.chosen), "")
         if event.chosen is None:
-            yield f"{'The rest' if event.local_tokens else 'All of it'} is to be computed: {event.why}."
+            yield f"{'The rest' if event.local_tokens else 'Everything'} is computed: {event.why}."
         elif event.why is DecisionReason.LOOKING:
-            yield f"It waits for {chosen}: {event.why}."
+            yield f"The request waits for {chosen}: {event.why}."
         else:
-            yield f"{chosen} is taken: {event.why}."
+            yield f"{chosen} is chosen: {event.why}."
 
     def _load_began(self, event: events.LoadBegan) -> Iterator[str]:
         yield from self._again()
@@ -98,7 +98,7 @@ class _Teller:
         took = format_seconds(event.seconds)
         self._failure = event.failure
         if event.outcome is LoadOutcome.DROPPED:
-            yield f"The load is dropped after {took}: {event.failure or 'the request has ended before'}."
+            yield f"The load is dropped after {took}: {event.failure or 'the request ended first'}."
             return
         if event.outcome is not LoadOutcome.READY:
             what = "is given up at its deadline" if event.outcome is LoadOutcome.EXPIRED else "has failed"
@@ -130,8 +130,8 @@ class _Teller:
         self._settled = True
         rest = event.tokens - event.cached_tokens
         if event.other_connector_tokens:
-            yield f"Another connector of the engine has brought {_tokens(event.other_connector_tokens)}."
-        yield f"The engine goes on with {_tokens(event.cached_tokens)} at hand and computes {format_count(rest)}."
+            yield f"Another connector of the engine loaded {_tokens(event.other_connector_tokens)}."
+        yield f"Scheduled: {_tokens(event.cached_tokens)} cached, {format_count(rest)} to compute."
 
     def _lease_granted(self, event: events.LeaseGranted) -> Iterator[str]:
         self._turn = event.turn
@@ -140,38 +140,39 @@ class _Teller:
             return
         yield (
             f"{_tokens(event.tokens)} are offered to another engine; the lease ends {event.seconds:g} s "
-            "after its consumer's last sign of life."
+            "after its consumer's last heartbeat."
         )
 
     def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:
         heard = self._trace.heartbeats
         if self._turn:
-            yield f"They are given back{f'; readers gave {_signs(heard)}' if heard else ''}."
+            yield f"The blocks are given back{f' after {_heartbeats(heard)} of readers' if heard else ''}."
         elif event.withdrawn:
             yield "The lease is withdrawn: the cache was reset, or another sample of the request was aborted."
         elif not event.expired:
             # The first one came with the request.
-            yield f"The lease is released by its consumer{f', after {_signs(heard)}' if heard > 1 else ''}."
+            count = f" after {_heartbeats(heard)}" if heard > 1 else ""
+            yield f"The lease is released by its consumer{count}."
         elif heard:
-            yield f"The lease has expired: its consumer gave {_signs(heard)}, and then no more."
+            yield f"The lease has expired: its consumer stopped after {_heartbeats(heard)}."
         else:
-            yield "The lease has expired: its consumer gave no sign of life."
+            yield "The lease has expired: its consumer sent no heartbeat."
 
     def _again(self) -> Iterator[str]:
-        """A request that went on is admitted once more."""
+        """Yield a sentence if the request is admitted once more."""
         if self._settled:
             self._settled = False
-            yield "It was preempted, and is admitted anew."
+            yield "The request was preempted, and is admitted again."
 
 
 def _arrived(event: events.Arrived) -> Iterator[str]:
-    asked = " and ".join(event.sources)
+    asked = ", ".join(event.sources)
     if asked:
-        yield f"It comes with {_tokens(event.tokens)}; may be served by {asked}."
+        yield f"The request has {_tokens(event.tokens)}. Possible sources: {asked}."
     elif event.declined:
-        yield f"It comes with {_tokens(event.tokens)}."
+        yield f"The request has {_tokens(event.tokens)}."
     else:
-        yield f"It comes with {_tokens(event.tokens)}. No other engine offers them, so no source is asked."
+        yield f"The request has {_tokens(event.tokens)}. No other engine offers them, so no source is asked."
     for lack in event.declined:
         yield f"{lack.source} cannot serve it, {_lack(lack)}"
 
@@ -182,7 +183,7 @@ def _stored(stored: StoredChunks) -> str:
         said += f", until {format_seconds(stored.last - stored.first)} later"
     else:
         said += f", {stored.ordered - stored.done - stored.failed} under way"
-    return f"{said}; {stored.failed} have failed: {stored.failure}" if stored.failed else f"{said}."
+    return f"{said}; {stored.failed} failed: {stored.failure}" if stored.failed else f"{said}."
 
 
 def _lack(lack: SourceMiss) -> str:
@@ -197,5 +198,5 @@ def _tokens(count: int) -> str:
     return f"{format_count(count)} token{'' if count == 1 else 's'}"
 
 
-def _signs(count: int) -> str:
-    return f"{format_count(count)} sign{'' if count == 1 else 's'} of life"
+def _heartbeats(count: int) -> str:
+    return f"{format_count(count)} heartbeat{'' if count == 1 else 's'}"

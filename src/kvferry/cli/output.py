@@ -1,4 +1,4 @@
-"""What becomes of a command whose output cannot be written: nobody reads it any more, or there is no room."""
+"""Standard output of commands: handles a reader that has gone, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 
 @contextmanager
-def whole_output() -> Iterator[None]:
-    """All that is printed here is written when this ends; what is not is one sentence, and exit code 1.
+def flushed_output() -> Iterator[None]:
+    """Flush standard output at the end of the block; if that fails, report it and exit with code 1.
 
-    A reader that has gone (``kvferry cache ls DIR | head -1``) has what it wanted: that is silent.
+    A closed pipe (``kvferry cache ls DIR | head -1``) is silent: its reader has what it wanted.
 
     Raises:
-        SystemExit: not all was written.
+        SystemExit: not all output was written.
     """
     try:
         try:
@@ -36,17 +36,15 @@ def whole_output() -> Iterator[None]:
             raise
         _drop_the_rest()
         if not unread:
-            complain(f"cannot write to standard output: {error.strerror}; see where it is sent to")
+            print_error(f"cannot write to standard output: {error.strerror}; see where it is sent to")
         sys.exit(_FAILED)
 
 
 def check_output() -> None:
-    """Before what takes long: see that somebody reads what will be printed, or that it can be written.
-
-    A disk that is full takes nothing, and so is not found.
+    """Check before a long task that standard output can be written. Cannot see a disk that is full.
 
     Raises:
-        OSError: not so; `whole_output` says it.
+        OSError: it cannot; `flushed_output` reports it.
     """
     try:
         fd = sys.stdout.fileno()
@@ -59,14 +57,14 @@ def check_output() -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-def complain(sentence: str) -> None:
-    """Say what is wrong, if anybody hears it; its words may be those of an engine or a file."""
+def print_error(sentence: str) -> None:
+    """Print an error on standard error, with unprintable characters removed. Ignore errors of writing."""
     with suppress(OSError):
         print("\n".join(map(printable, f"kvferry: {sentence}".split("\n"))), file=sys.stderr)
 
 
 def _drop_the_rest() -> None:
-    """What was printed and not written: the interpreter shall not try again as it exits."""
+    """Discard buffered output, so that the interpreter does not try to write it again as it exits."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -18,8 +18,8 @@ import pytest
 from kvferry.cache.bids import Bid, Part
 from kvferry.cli.main import app
 from kvferry.errors import ConfigError, KVFerryError, ProtocolError
-from kvferry.explain import asking
-from kvferry.explain.asking import ask
+from kvferry.explain import client
+from kvferry.explain.client import ask_engines
 from kvferry.observe import socket_directory, trace_server
 from kvferry.observe.events import (
     Arrived,
@@ -122,20 +122,20 @@ def remembered(*names: str) -> TraceBuffer:
 
 
 def engine(role: str = "decode") -> EngineInfo:
-    return EngineInfo("1.0", f"engine-{role}", "tiny", 7, role)
+    return EngineInfo(kvferry="1.0", engine_id=f"engine-{role}", model="tiny", pid=7, role=role)
 
 
 @pytest.fixture
 def answers(directory: Path) -> Iterator[TraceServer]:
     serving = TraceServer(remembered("cmpl-a-0-12345678", "cmpl-b-0-12345678"), engine(), 100, SECONDS)
     assert serving.error is None
-    assert ask(Question()).answers, "and it has looked for what others have left"
+    assert ask_engines(Question()).answers, "and it has looked for what others have left"
     yield serving
     serving.close()
 
 
 def test_what_is_told_arrives_as_it_was(answers: TraceServer) -> None:
-    (answer,) = ask(Question("a", 5)).answers
+    (answer,) = ask_engines(Question("a", 5)).answers
     (trace,) = answer.traces
     came = trace.events[0].at
     assert trace.events == tuple(
@@ -151,10 +151,10 @@ def test_several_engines_are_asked_and_who_had_the_request_first_comes_first(ans
     for event in everything("cmpl-a-0-99999999", time.monotonic() - 1000):
         prefill._traces(event)
     try:
-        told = ask(Question("a", 5)).told()
+        told = ask_engines(Question("a", 5)).traces()
         assert [one.answer.engine.role for one in told] == ["prefill", "decode", "prefill"]
         assert [one.trace.request_id[-2:] for one in told] == ["99", "78", "21"]
-        assert len(ask(Question("", 1)).told()) == 2, "one of each"
+        assert len(ask_engines(Question("", 1)).traces()) == 2, "one of each"
     finally:
         prefill.close()
 
@@ -167,8 +167,8 @@ def test_answers_are_read_in_one_thread(answers: TraceServer, monkeypatch: pytes
         readers.append(threading.current_thread())
         return decode_trace(line)
 
-    monkeypatch.setattr("kvferry.explain.asking.decode_trace", read)
-    assert len(ask(Question()).told()) == len(readers) == 2
+    monkeypatch.setattr("kvferry.explain.client.decode_trace", read)
+    assert len(ask_engines(Question()).traces()) == len(readers) == 2
     assert set(readers) == {threading.current_thread()}
 
 
@@ -192,12 +192,12 @@ def test_a_request_is_known_by_what_its_client_saw_or_sent(request_id: str, said
 
 
 def say(answers: TraceServer, said: bytes, seconds: float = 10.0) -> bytes:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.settimeout(seconds)
-        asking.connect(str(answers._path))
-        asking.sendall(said)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(seconds)
+        client.connect(str(answers._path))
+        client.sendall(said)
         answer = b""
-        while piece := asking.recv(1 << 16):
+        while piece := client.recv(1 << 16):
             answer += piece
     return answer
 
@@ -218,7 +218,7 @@ def say(answers: TraceServer, said: bytes, seconds: float = 10.0) -> bytes:
 )
 def test_a_question_that_is_none_is_refused_in_a_sentence(answers: TraceServer, said: bytes) -> None:
     assert set(json.loads(say(answers, said))) == {"error"}
-    assert ask(Question("a")).told(), "the next one is answered"
+    assert ask_engines(Question("a")).traces(), "the next one is answered"
 
 
 def test_whoever_says_nothing_or_hears_nothing_holds_up_others_for_moments_only(answers: TraceServer) -> None:
@@ -231,7 +231,7 @@ def test_whoever_says_nothing_or_hears_nothing_holds_up_others_for_moments_only(
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         deaf.connect(str(answers._path))
         deaf.sendall(b"{}\n")
-        assert ask(Question("a")).told()
+        assert ask_engines(Question("a")).traces()
     assert time.monotonic() - before < 20 * SECONDS
 
 
@@ -264,7 +264,7 @@ def test_a_directory_that_is_not_ours_alone_is_not_used(
     assert "kvferry explain cannot ask this engine: " in caplog.text
     serving.close()
     with pytest.raises(ConfigError, match=r"set XDG_RUNTIME_DIR|chmod 700"):
-        ask(Question())
+        ask_engines(Question())
 
 
 def test_a_directory_that_another_user_has_made_hides_no_engine(
@@ -273,9 +273,9 @@ def test_a_directory_that_another_user_has_made_hides_no_engine(
     (planted := directory.parent / "planted").mkdir(0o777)
     planted.chmod(0o777)
     monkeypatch.setattr(socket_directory, "socket_directories", lambda: [planted, directory])
-    found = ask(Question("a"))
-    assert len(found.told()) == 1
-    assert "has mode 777" in found.silent[0]
+    found = ask_engines(Question("a"))
+    assert len(found.traces()) == 1
+    assert "has mode 777" in found.problems[0]
 
 
 def test_a_path_that_is_too_long_is_said_and_the_engine_goes_on(
@@ -324,7 +324,7 @@ def test_what_an_engine_that_is_gone_has_left_is_removed(directory: Path, answer
     listening.close()
     (directory / "something else").touch()
     assert path.exists()
-    assert len(ask(Question()).answers) == 1
+    assert len(ask_engines(Question()).answers) == 1
     assert sorted(directory.iterdir()) == sorted([answers._path, directory / "something else"])
 
 
@@ -337,7 +337,7 @@ def test_an_engine_that_begins_removes_what_others_have_left(directory: Path) ->
     while path.exists():
         assert time.monotonic() < until
         time.sleep(0.001)
-    assert len(ask(Question()).told()) == 1
+    assert len(ask_engines(Question()).traces()) == 1
     serving.close()
 
 
@@ -380,24 +380,24 @@ def test_an_engine_that_answers_otherwise_is_said_to_be_silent(
 
     thread = threading.Thread(target=answer)
     thread.start()
-    found = ask(Question("a"))
+    found = ask_engines(Question("a"))
     thread.join()
     listening.close()
-    assert len(found.told()) == 1
-    (silent,) = found.silent
+    assert len(found.traces()) == 1
+    (silent,) = found.problems
     assert sentence in silent
 
 
 def test_engines_that_never_answer_cost_one_deadline_together(
     directory: Path, answers: TraceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "_SECONDS", 1.0)
+    monkeypatch.setattr(client, "_SECONDS", 1.0)
     hung = [socket_directory.listen(directory, f"engine-hung-{n}")[0] for n in range(20)]
     begun = time.monotonic()
-    found = ask(Question("a"))
+    found = ask_engines(Question("a"))
     assert time.monotonic() - begun < 10, "one after the other takes twenty times as long"
-    assert len(found.told()) == 1
-    assert found.silent == ("an engine did not answer: TimeoutError: timed out",) * 20
+    assert len(found.traces()) == 1
+    assert found.problems == ("an engine did not answer: TimeoutError: timed out",) * 20
     for one in hung:
         one.close()
 
@@ -405,7 +405,7 @@ def test_engines_that_never_answer_cost_one_deadline_together(
 def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "_SECONDS", 0.4)
+    monkeypatch.setattr(client, "_SECONDS", 0.4)
     directory.mkdir(0o700)
     listening, path = socket_directory.listen(directory, "engine-busy")
     waiting: list[socket.socket] = []
@@ -414,7 +414,7 @@ def test_an_engine_that_too_many_ask_is_tried_again_and_not_forgotten(
             waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             waiting[-1].settimeout(0)
             waiting[-1].connect(str(path))
-    assert ask(Question()).silent == (
+    assert ask_engines(Question()).problems == (
         "an engine did not answer: TimeoutError: too many questions wait for it",
     )
 
@@ -438,7 +438,7 @@ def test_what_a_process_has_left_that_was_killed_as_it_began_is_removed(
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
             bound.bind(str(path))
     os.utime(left, (time.time() - 100,) * 2)
-    assert len(ask(Question()).answers) == 1
+    assert len(ask_engines(Question()).answers) == 1
     assert not left.exists()
     assert begins.exists(), "somebody may be about to listen there"
 
@@ -470,7 +470,7 @@ def test_the_command_lists_and_tells_and_fits_a_terminal(
     )
     assert listed[2] == "  1 load failed"
     said = command(capsys, "a")
-    assert "+0.0 ms  It comes with 20 tokens; may be served by peer." in said
+    assert "+0.0 ms  The request has 20 tokens. Possible sources: peer." in said
     assert all(len(line) <= 80 for line in said.splitlines())
     (plain,) = json.loads(command(capsys, "a", "--json"))
     assert plain["request_id"] == "cmpl-a-0-12345678"
@@ -501,7 +501,7 @@ def test_a_long_name_is_told_whole_and_fits_a_terminal(
 def test_what_an_engine_says_in_refusing_changes_no_terminal(
     directory: Path, answers: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.explain.asking._asked", lambda *_: "an engine says \x1b[31m")
+    monkeypatch.setattr("kvferry.explain.client._asked", lambda *_: "an engine says \x1b[31m")
     with pytest.raises(KVFerryError):
         command(capsys)
     assert capsys.readouterr().err == "kvferry: an engine says ?[31m\n"
@@ -521,7 +521,7 @@ def test_engines_that_are_not_there_are_told_apart_from_requests_that_are_not(
     assert said().startswith("kvferry: no engine of this user runs on this machine; ")
     serving = TraceServer(remembered(), engine(), 100)
     try:
-        assert said() == "kvferry: no request has come yet\n"
+        assert said() == "kvferry: no request has arrived yet\n"
         assert said("a").startswith(
             "kvferry: no request 'a' is remembered by 1 engine (of their last requests: 0)"
         )

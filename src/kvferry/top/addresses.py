@@ -1,0 +1,148 @@
+"""State of an address: its last two readings, or why it does not answer.
+
+ASKED ──answered──▶ ANSWERS ──failed──▶ SILENT ──answered──▶ ANSWERS
+  └──────────────────failed──────────────▲
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from kvferry.top.derive import figures
+from kvferry.top.exposition import Scrape
+from kvferry.top.figures import Figures
+from kvferry.top.window import Window, window
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """An address does not answer.
+
+    Attributes:
+        since: time of the first failure, seconds since 1970.
+        why: what happened instead.
+    """
+
+    since: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolledAddress:
+    """One address and its last readings.
+
+    Attributes:
+        url: base URL.
+        role: ``prefill`` or ``decode`` if a router said so, ``router`` for a router, else empty.
+        before, now: last two readings; the engine may have restarted in between.
+        silence: why the last reading failed; None if it did not.
+    """
+
+    url: str
+    role: str = ""
+    before: Scrape | None = None
+    now: Scrape | None = None
+    silence: Unreachable | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the address in short."""
+        parts = urlsplit(self.url)
+        return parts.netloc.rpartition("@")[2] + parts.path or self.url
+
+    @property
+    def answers(self) -> bool:
+        """Return whether the last reading succeeded."""
+        return self.now is not None and self.silence is None
+
+    def answered(self, scrape: Scrape) -> PolledAddress:
+        """Return the state after a reading."""
+        return replace(self, before=self.now, now=scrape, silence=None)
+
+    def failed(self, at: float, why: str) -> PolledAddress:
+        """Return the state after a failure at `at`, seconds since 1970."""
+        return replace(self, silence=Unreachable(self.silence.since if self.silence else at, why))
+
+    def windows(self) -> Iterator[tuple[str, Window]]:
+        """Yield number and window of every engine at the address."""
+        if self.now is not None and self.silence is None:
+            for engine in self.now.engines:
+                yield engine, window(self.before, self.now, engine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRow:
+    """A line of the list of engines.
+
+    Attributes:
+        name: address, with the engine's number if there are several.
+        url: base URL.
+        role: as in `PolledAddress`.
+        engine: its number at that address.
+        model: name of the served model.
+        ferry: it runs kvferry's connector.
+        started: start of its process, seconds since 1970.
+        silence: why there are no figures.
+        figures: None if it does not answer.
+    """
+
+    name: str
+    url: str
+    role: str
+    engine: str = ""
+    model: str = ""
+    ferry: bool = False
+    started: float | None = None
+    silence: Unreachable | None = None
+    figures: Figures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """All engines at one time.
+
+    Attributes:
+        at: seconds since 1970.
+        engines: in the order of their addresses, whether they answer or not.
+        together: figures of all that answer; None if none does.
+    """
+
+    at: float
+    engines: tuple[EngineRow, ...]
+    together: Figures | None
+
+    @property
+    def answering(self) -> int:
+        """Return the number of engines that answer."""
+        return sum(engine.figures is not None for engine in self.engines)
+
+
+def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
+    """Combine all addresses. A router that answers is not listed as an engine."""
+    engines: list[EngineRow] = []
+    windows: list[Window] = []
+    for seen in all_seen:
+        own = list(seen.windows())
+        windows += [of for _, of in own]
+        for number, of in own:
+            name = seen.name if len(own) == 1 else f"{seen.name}/{number}"
+            assert seen.now is not None  # noqa: S101  # it has windows
+            said = seen.now
+            engines.append(
+                EngineRow(
+                    name=name,
+                    url=seen.url,
+                    role=seen.role,
+                    engine=number,
+                    model=said.model,
+                    ferry=said.ferry,
+                    started=said.started,
+                    silence=None,
+                    figures=figures([of]),
+                )
+            )
+        if not own and not (seen.role == "router" and seen.silence is None):
+            engines.append(EngineRow(name=seen.name, url=seen.url, role=seen.role, silence=seen.silence))
+    return FleetView(at, tuple(engines), figures(windows) if windows else None)
