@@ -92,7 +92,7 @@ class SteppedEngine:
         self._scheduler = self._engine.llm_engine.engine_core.engine_core.scheduler
         self.connectors = (self._scheduler.connector, get_kv_transfer_group())
         several = getattr(self.connectors[0], "sub_connectors", [self.connectors[0]])
-        self.halves = tuple(one.scheduler_half for one in several)
+        self.halves = tuple(one.scheduler.half for one in several)
 
     def add(self, prompt: Sequence[int], tokens: int) -> None:
         """Add a request for `tokens` tokens."""

@@ -22,8 +22,8 @@ from typing import Any, Self
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.choice.workload import Workload
 from benchmarks.served import SteppedEngine
+from kvferry.connector.events import Event, LoadBegan, LoadEnded, LoadOutcome
 from kvferry.errors import KVFerryError, TransferError
-from kvferry.observe.events import Event, LoadBegan, LoadEnded, LoadOutcome
 
 FAR = "far "
 """Before the places of every connector but the first, where there are several."""

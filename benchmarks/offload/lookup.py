@@ -31,7 +31,7 @@ from kvferry.tiers.storage_tier import StorageTier
 
 PLACES = ("host", "file", "nowhere")
 TARGET_SECONDS = 3e-3
-NOWHERE = PLACES[-1]
+NO_TIER = PLACES[-1]
 _HOST_SHARE = 16
 _KEY_BYTES = 32
 _SLOT_BYTES = 4096
@@ -127,7 +127,7 @@ def measure(
         place: [draw.integers(0, _VOCABULARY, tokens).tolist() for _ in range(repeats + 1)]
         for place in PLACES
     }
-    keys = {place: _keys_of(group, prompts[place]) for place in PLACES if place != NOWHERE}
+    keys = {place: _keys_of(group, prompts[place]) for place in PLACES if place != NO_TIER}
     others = stored - sum(map(len, keys.values()))
     random = draw.bytes(_KEY_BYTES * max(others, 0))
     made = [random[at : at + _KEY_BYTES] for at in range(0, len(random), _KEY_BYTES)]

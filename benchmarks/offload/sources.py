@@ -11,39 +11,40 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.storage_chunks import bench_namespace
-from kvferry.cache.bids import Part
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.pins import Pins
-from kvferry.cache.policies import Choice, Cost, Policy, Weight
-from kvferry.cache.speeds import Speeds
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
-from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.admission import Admission
-from kvferry.engines.vllm.headroom import Headroom
-from kvferry.engines.vllm.offer import Offer, write_offer
-from kvferry.engines.vllm.part_blocks import PartBlocks
-from kvferry.engines.vllm.peer_source import PeerSource
-from kvferry.engines.vllm.prompt import content_of
-from kvferry.engines.vllm.prompts import Prompts
-from kvferry.engines.vllm.refusals import Refusals
-from kvferry.engines.vllm.source import Source
-from kvferry.engines.vllm.tier_source import TierSource
-from kvferry.engines.vllm.transfer_log import TransferLog
-from kvferry.engines.vllm.turn_finder import TurnFinder
-from kvferry.engines.vllm.turn_names import TurnNames
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Part
+from kvferry.connector.engine import CacheGroup
+from kvferry.connector.headroom import Headroom
+from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.peers.offer import Offer, write_offer
+from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.transfer_log import TransferLog
+from kvferry.connector.peers.turn_finder import TurnFinder
+from kvferry.connector.peers.turn_names import TurnNames
+from kvferry.connector.pins import Pins
+from kvferry.connector.plain import PlainRequest
+from kvferry.connector.policies import Choice, Cost, Policy, Weight
+from kvferry.connector.prompt_content import content_of
+from kvferry.connector.refusals import Refusals
+from kvferry.connector.source import Source
+from kvferry.connector.speeds import Speeds
+from kvferry.connector.stream import EventStream
+from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.tiers.source import TierSource
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import Canonical, canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerStore, ModelCache, Stored
 from kvferry.observe.metrics_listener import MetricsListener
-from kvferry.observe.stream import EventStream
 from kvferry.observe.traces import TraceBuffer
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileTier
@@ -94,27 +95,6 @@ def chunks_of(of: ModelCache) -> Canonical:
 
 def _shape(of: ModelCache) -> EngineShape:
     return EngineShape(1, (len(of.layers),), _BLOCK_TOKENS, "LBNHC", 2)
-
-
-def _request(name: str, tokens: Sequence[int]) -> Any:
-    """Return a request with the attributes of vLLM's."""
-    return SimpleNamespace(
-        abort_immediately=False,
-        request_id=name,
-        prompt_token_ids=tokens,
-        prompt_embeds=None,
-        all_token_ids=tokens,
-        num_tokens=len(tokens),
-        num_prompt_tokens=len(tokens),
-        num_computed_tokens=0,
-        num_preemptions=0,
-        mm_features=[],
-        lora_request=None,
-        cache_salt=None,
-        kv_transfer_params=None,
-        trace_headers=None,
-        skip_reading_prefix_cache=False,
-    )
 
 
 class KnownChunks:
@@ -172,6 +152,25 @@ def _touch(root: Path, digest: bytes, keys: Iterable[bytes]) -> None:
         Path(chunk_path(str(root), digest, key)).touch()
 
 
+class _NoBlocks:
+    """The block pool of an engine that allocates none; satisfies `BlockPool`."""
+
+    blocks: Sequence[Any] = ()
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Do nothing."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Do nothing."""
+
+    def get_num_free_blocks(self) -> int:
+        """Return 0."""
+        return 0
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Do nothing."""
+
+
 class AskingScheduler:
     """The scheduler half of one engine's connector.
 
@@ -206,21 +205,33 @@ class AskingScheduler:
         self._tickets, self._address, self._groups = server.tickets, (_HOST, server.port), ranks[0].groups
         log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
         turns = TurnFinder(client, dict, TurnNames(adapters))  # nobody keeps any
-        self._peers = peers = PeerSource(client, ranks, pins, log, refusals, 30.0, 1, turns, adapters)
+        self._peers = peers = PeerSource(
+            client,
+            ranks=ranks,
+            pins=pins,
+            log=log,
+            refusals=refusals,
+            timeout_seconds=30.0,
+            most_held=1,
+            turns=turns,
+            adapters=adapters,
+        )
         self.sources: tuple[Source, ...] = peers, tiers
-        blocks = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=_BLOCK_TOKENS))] * len(of.layers)
+        pool = _NoBlocks()
         self.admission = Admission(
-            SimpleNamespace(kv_cache_groups=blocks),
-            tuple(layer.kind for layer in of.layers),
-            pins,
-            PartBlocks(ranks[0].groups, None),
-            Headroom(),
-            None,
-            1,
-            2,
-            self.sources,
-            Choice(_policy(policy), Speeds(), _PATIENCE_SECONDS),
-            EventStream(MetricsListener(), TraceBuffer(100)),
+            [
+                CacheGroup(kind=layer.kind, attention_span=0, block_tokens=_BLOCK_TOKENS)
+                for layer in of.layers
+            ],
+            pins=pins,
+            parts=PartBlocks(ranks[0].groups, pool),
+            headroom=Headroom(),
+            pool=pool,
+            workers=1,
+            attempts=2,
+            sources=self.sources,
+            choice=Choice(_policy(policy), Speeds(), _PATIENCE_SECONDS),
+            events=EventStream(MetricsListener(), TraceBuffer(100)),
         )
         ends = time.monotonic() + _PATIENCE_SECONDS
         while not isinstance(client.look_up(self._address, _INCARNATION), PeerInfo):
@@ -230,7 +241,7 @@ class AskingScheduler:
 
     def request(self, name: str, tokens: Sequence[int], offered: int) -> Any:
         """Return a request with the peer's ticket for the first `offered` tokens."""
-        one, ticket = _request(name, tokens), new_ticket()
+        one, ticket = PlainRequest(request_id=name, prompt_token_ids=tokens), new_ticket()
         grant = Grant.of(0, 1, [[1] for _ in self._groups])
         self._tickets.publish(ticket, name, offered, content_of(one, offered, Adapters()), grant)
         one.kv_transfer_params = write_offer(Offer("peer", *self._address, ticket.hex(), offered))

@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from kvferry.engines.vllm.claims import STEP_WAIT_SECONDS
+from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out

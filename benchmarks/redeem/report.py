@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.phrases import verdict
 from benchmarks.redeem.measure import PRODUCERS, RedeemTimes
-from kvferry.engines.vllm.claims import STEP_WAIT_SECONDS
+from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.units import format_seconds
 
 TARGET_SECONDS = 0.5e-3

@@ -18,10 +18,10 @@ from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair
 from kvferry.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Fetch, Want
-from kvferry.cache.mover import ChunkMover
-from kvferry.cache.orders import ArenaCard, ChunkOrders, LoadPart, Piece, StoreOrder
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
+from kvferry.connector.worker.mover import ChunkMover
+from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadPart, Piece, StoreOrder
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.models import ModelReading

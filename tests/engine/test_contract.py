@@ -72,8 +72,8 @@ def test_requests_say_what_leaves_their_content_without_a_certain_name() -> None
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.adapters import Adapters
-    from kvferry.engines.vllm.prompts import keys_of
+    from kvferry.connector.adapters import Adapters
+    from kvferry.connector.tiers.prompts import keys_of
     from kvferry.errors import Unnameable
 
     def named(tokens: list[int] | None = None, **how: Any) -> Any:

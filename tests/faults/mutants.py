@@ -63,7 +63,7 @@ def _no_peers(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_weights(engine: Any) -> Iterator[None]:
     """The engine does not notice that its weights change."""
-    from kvferry.engines.vllm.stale import StaleEpochs
+    from kvferry.connector.worker.stale import StaleEpochs
 
     with (
         mock.patch.object(StaleEpochs, "on_weights_changed", return_value=None),
@@ -75,7 +75,7 @@ def _no_weights(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_adapter(engine: Any) -> Iterator[None]:
     """Prompts are named as if they had no adapter."""
-    from kvferry.engines.vllm.adapters import Adapters
+    from kvferry.connector.adapters import Adapters
 
     with mock.patch.object(Adapters, "name", return_value=""):
         yield
@@ -106,7 +106,7 @@ def _no_ticket(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_pins(engine: Any) -> Iterator[None]:
     """Blocks are pinned for as long as their request waits for them, and no longer."""
-    pins, pool = half(engine).admission.pins, half(engine)._pool
+    pins, pool = half(engine).admission.pins, half(engine).admission._pool
     late, landed, given_back = pins.late, pins.landed, set[str]()
 
     def gives_back(key: str) -> None:
@@ -147,14 +147,14 @@ def _no_key(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_salt(engine: Any) -> Iterator[None]:
-    from kvferry.engines.vllm import prompts
+    from kvferry.connector import prompt_content
 
-    inner = prompts.ChunkKeys
+    inner = prompt_content.ChunkKeys
 
     def unsalted(*args: Any, **kwargs: Any) -> Any:
         return inner(*args, **{**kwargs, "salt": ""})
 
-    with mock.patch.object(prompts, "ChunkKeys", unsalted):
+    with mock.patch.object(prompt_content, "ChunkKeys", unsalted):
         yield
 
 

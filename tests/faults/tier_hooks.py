@@ -39,7 +39,7 @@ def _chunks_of(engine: Any, text: list[int], salt: str, adapter: str) -> Any:
     from types import SimpleNamespace
 
     from kvferry.cache.prompt_chunks import PromptChunks
-    from kvferry.engines.vllm.prompts import keys_of
+    from kvferry.connector.tiers.prompts import keys_of
     from support.vllm_engine.inside import lora_of
 
     prompts = half(engine)._tiering._prompts

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from kvferry.engines.vllm.requests import VLLMRequest
+
 
 @dataclass
 class Block:
@@ -59,9 +61,27 @@ class BlockPool:
         return sum(block.ref_cnt for block in self.blocks)
 
 
-def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more: Any) -> SimpleNamespace:
+class MadeUpRequest:
+    """A request as the connector sees it, over one as vLLM has it; both sets of attributes can be set."""
+
+    def __init__(self, **raw: Any) -> None:
+        object.__setattr__(self, "raw", SimpleNamespace(**raw))
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(VLLMRequest) or (name in _DERIVED and hasattr(self.raw, name)):
+            return getattr(self.raw, name)
+        return getattr(VLLMRequest(self.raw), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.raw, name, value)
+
+
+_DERIVED = frozenset({"is_complete", "needs_blocks", "trim_prompt"})
+
+
+def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more: Any) -> MadeUpRequest:
     """A request of which all these tokens are known; the first `prompt` of them are its prompt."""
-    return SimpleNamespace(
+    return MadeUpRequest(
         **{
             "request_id": name,
             "prompt_token_ids": list(tokens[:prompt]),
@@ -80,6 +100,7 @@ def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more:
             "skip_reading_prefix_cache": False,
             "abort_immediately": False,
             "sampling_params": None,
+            **({} if "status" in more else {"is_complete": True, "needs_blocks": False}),
             **more,
         }
     )

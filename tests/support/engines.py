@@ -72,7 +72,7 @@ class Family:
 class Interior:
     """How one engine arranges a page: a plane per field or packed, what is transposed, unused bytes."""
 
-    cell_copies: bool = False
+    planes: bool = False
     transposed: frozenset[str] = frozenset()
     gap: int = 0
 
@@ -189,7 +189,7 @@ class _Place:
         offset = 0
         for stored in family.fields:
             transposed = stored.name in self.interior.transposed
-            if self.interior.cell_copies:
+            if self.interior.planes:
                 token, scale = (stored.item_bytes, self.tokens) if transposed else (stored.run, 1)
                 at, offset = offset, offset + self.tokens * stored.run
             else:
@@ -245,7 +245,7 @@ def _contiguous(spec: EngineSpec, family: Family, group: GroupSpec, tp_rank: int
     heads, run, tokens = _heads(family, spec, tp_rank), family.run, group.kernel_tokens
     outside = spec.layout.index("N") < spec.layout.index("H")
     head, token = (run, heads * run) if outside else (tokens * run, run)
-    interior = replace(spec.interior, cell_copies=spec.interior.cell_copies and not outside)
+    interior = replace(spec.interior, planes=spec.interior.planes and not outside)
     place = _Place(interior, tp_rank, spec.tp, group.kernels, tokens, heads * tokens * run, head, token)
     return place.page(family)
 

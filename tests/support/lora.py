@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvferry.engines.vllm import adapters as module
+from kvferry.connector import adapters as module
 from kvferry.errors import NotYetNamed
 
 

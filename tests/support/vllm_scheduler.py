@@ -34,26 +34,28 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvferry.cache.bids import Bid, Part
-from kvferry.cache.pins import Pins
-from kvferry.cache.policies import Choice, Weight
-from kvferry.cache.speeds import Speeds
-from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.admission import Admission
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.events import MissReason, SourceMiss
+from kvferry.connector.headroom import Headroom
+from kvferry.connector.messages import Report, StepOrders, StepReports
+from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.peers.producer import Producer
+from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.turn_names import TurnNames
+from kvferry.connector.pins import Pins
+from kvferry.connector.policies import Choice, Weight
+from kvferry.connector.source import Load
+from kvferry.connector.speeds import Speeds
+from kvferry.connector.stream import EventStream
+from kvferry.connector.tiers.source import TierSource
 from kvferry.engines.vllm.compat.frees import defer_frees
-from kvferry.engines.vllm.compat.specs import attention_span_of, kind_of
-from kvferry.engines.vllm.config import ConnectorConfig
-from kvferry.engines.vllm.headroom import Headroom
-from kvferry.engines.vllm.meta import Report, SchedulerMeta, WorkerMeta
-from kvferry.engines.vllm.part_blocks import PartBlocks
-from kvferry.engines.vllm.peer_source import PeerSource
-from kvferry.engines.vllm.producer import Producer
-from kvferry.engines.vllm.source import Load
-from kvferry.engines.vllm.tier_source import TierSource
-from kvferry.engines.vllm.turn_names import TurnNames
+from kvferry.engines.vllm.info import engine_info
+from kvferry.engines.vllm.meta import SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.requests import VLLMRequests
 from kvferry.geometry import Group
-from kvferry.observe.events import MissReason, SourceMiss
-from kvferry.observe.stream import EventStream
 from kvferry.serving.tiny import tiny_checkpoint
 from kvferry.tiers.names import TIERS
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
@@ -155,7 +157,7 @@ class Played:
 
     def finished(self, request_id: str) -> None: ...
 
-    def hand_over(self, meta: SchedulerMeta) -> None: ...
+    def hand_over(self, meta: StepOrders) -> None: ...
 
 
 class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
@@ -178,39 +180,35 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         config = self._kv_cache_config
-        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        kinds = tuple(kind_of(spec) for spec in specs)
-        groups = [
-            Group(kind, spec.block_size, attention_span_of(spec), ())
-            for kind, spec in zip(kinds, specs, strict=True)
-        ]
+        self.engine = engine_info(self._vllm_config, config)
+        groups = [Group(one.kind, one.block_tokens, one.attention_span, ()) for one in self.engine.groups]
+        self.wrap = VLLMRequests(self._vllm_config, config).wrap
         self.sources = [Played("tiers"), Played("peer")]
         self.admissions, self.most = Counter[str](), 0
         self.loads: list[tuple[int, int, int]] = []
         self.parts = PartBlocks(groups, pool)
-        self.headroom = Headroom.of(self._vllm_config, config, pool)
+        self.headroom = Headroom.of(self.engine.groups, self.engine.step_tokens, pool)
         self.pins: Pins[Any] = Pins(1)
         for source in self.sources:
             source.pins = self.pins
         self.admission = Admission(
-            config,
-            kinds,
-            self.pins,
-            self.parts,
-            self.headroom,
-            pool,
-            1,
-            ATTEMPTS,
-            self.sources,
-            Choice(Weight({}), Speeds(), PATIENCE),
-            EventStream(),
+            self.engine.groups,
+            pins=self.pins,
+            parts=self.parts,
+            headroom=self.headroom,
+            pool=pool,
+            workers=1,
+            attempts=ATTEMPTS,
+            sources=self.sources,
+            choice=Choice(Weight({}), Speeds(), PATIENCE),
+            events=EventStream(),
         )
 
     def on_new_request(self, request: Any) -> None:
-        self.admission.on_new_request(request)
+        self.admission.on_new_request(self.wrap(request))
 
     def get_num_new_matched_tokens(self, request: Any, have: int) -> tuple[int | None, bool]:
-        tokens = self.admission.matched(request, have)
+        tokens = self.admission.matched(self.wrap(request), have)
         self.asked = have
         return tokens, bool(tokens)
 
@@ -222,19 +220,19 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         self.most = max(self.most, self.admissions[request.request_id])
         if external:
             self.loads.append((self.asked, self.asked + external, request.num_tokens))
-        self.admission.allocated(request, blocks, external)
+        self.admission.allocated(self.wrap(request), blocks, external)
 
     def build_connector_meta(self, output: Any) -> SchedulerMeta:
-        meta = SchedulerMeta("engine")
+        meta = SchedulerMeta("e")
         for name in output.num_scheduled_tokens:
             self.admissions[name] = 0
         self.admission.scheduled(output.num_scheduled_tokens)
-        self.admission.hand_over(meta)
+        self.admission.hand_over(meta.orders)
         return meta
 
     def update_connector_output(self, output: Any) -> None:
         if output.kv_connector_worker_meta is not None:
-            self.admission.take_reports(output.kv_connector_worker_meta)
+            self.admission.take_reports(output.kv_connector_worker_meta.reports)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self.admission.finished(request.request_id)
@@ -262,16 +260,14 @@ class OfferingConnector(PlayedConnector):
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         super().bind_gpu_block_pool(pool)
-        config, adapters = self._kv_cache_config, Adapters()
+        adapters = Adapters()
         self.producer = Producer(
-            self._vllm_config,
-            config,
+            self.engine,
             ConnectorConfig(),
-            tuple(kind_of(group.kv_cache_spec) for group in config.kv_cache_groups),
-            1,
-            EventStream(),
-            TurnNames(adapters),
-            adapters,
+            incarnation=1,
+            events=EventStream(),
+            names=TurnNames(adapters),
+            adapters=adapters,
         )
         channel = SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex())
         self.producer.start(channel, pool, 1)
@@ -279,13 +275,13 @@ class OfferingConnector(PlayedConnector):
         self.ended: set[str] = set()
 
     def on_new_request(self, request: Any) -> None:
-        self.producer.on_new_request(request)
+        self.producer.on_new_request(self.wrap(request))
         super().on_new_request(request)
 
     def build_connector_meta(self, output: Any) -> SchedulerMeta:
         meta = super().build_connector_meta(output)
-        self.producer.take_events(self.heard, meta)
-        self.ended |= meta.ended.keys()
+        self.producer.take_events(self.heard, meta.orders)
+        self.ended |= meta.orders.ended.keys()
         return meta
 
     def update_connector_output(self, output: Any) -> None:
@@ -295,7 +291,7 @@ class OfferingConnector(PlayedConnector):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         super().request_finished_all_groups(request, block_ids)
-        return self.producer.finished(request, block_ids)
+        return self.producer.finished(self.wrap(request), block_ids)
 
 
 class Engine:
@@ -424,7 +420,7 @@ class Engine:
     def end(self, load: Load, failure: str | None = None, *, late: bool = False) -> None:
         """A load ends with the coming step; what is late lands later."""
         self.loading.remove(load)
-        meta = WorkerMeta({load.key: Report(failure, late)}, {load.key: 1})
+        meta = StepReports(reports={load.key: Report(failure, late)}, reported={load.key: 1})
         if late:
             self._late.append(load)
         else:
@@ -434,15 +430,15 @@ class Engine:
     def land(self) -> None:
         """All late loads have landed."""
         while self._late:
-            self._report(WorkerMeta(released={self._late.pop().key: 1}), set(), set())
+            self._report(StepReports(released={self._late.pop().key: 1}), set(), set())
 
     def raise_words(self) -> None:
         """The workers of an `OfferingConnector` raise the words of leases that end."""
         ended, self.connector.ended = self.connector.ended, set()
-        self._report(WorkerMeta(), set(), set(), ended)
+        self._report(StepReports(), set(), set(), ended)
 
     def _report(
-        self, meta: WorkerMeta, done: set[str], failed: set[str], sent: AbstractSet[str] = frozenset()
+        self, meta: StepReports, done: set[str], failed: set[str], sent: AbstractSet[str] = frozenset()
     ) -> None:
         from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -452,7 +448,7 @@ class Engine:
             finished_sending=set(sent),
             finished_recving=known,
             failed_recving=failed & known,
-            kv_connector_worker_meta=meta,
+            kv_connector_worker_meta=WorkerMeta(meta),
         )
         self.scheduler.update_from_output(empty, ModelRunnerOutput([], {}, kv_connector_output=heard))
 

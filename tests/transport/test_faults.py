@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.cache.loads import Loads
+from kvferry.connector.worker.loads import Loads
 from kvferry.geometry import Region
 from kvferry.transport.agent import ReadState
 from transport import large

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from kvferry.engines.vllm.refusals import Refusals
+from kvferry.connector.events import SourceRefused
+from kvferry.connector.refusals import Refusals
+from kvferry.connector.stream import EventStream
 from kvferry.limited_log import LimitedLog
-from kvferry.observe.events import SourceRefused
-from kvferry.observe.stream import EventStream
 from support.clock import Clock
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvferry.bench.rank_chunks import RankPair
 from kvferry.bench.tier_cases import TierCase
-from kvferry.cache.orders import LoadPart, Piece, StoreOrder
+from kvferry.connector.worker.orders import LoadPart, Piece, StoreOrder
 from kvferry.units import format_bytes
 
 TARGET_RATIO = 0.8

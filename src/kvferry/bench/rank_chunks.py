@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from kvferry.cache.chunk_routes import ChunkRoutes
+from kvferry.connector.worker.chunk_routes import ChunkRoutes
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import CanonicalGroup, canonical_of, chunk_pool
 from kvferry.geometry.layout import lay_out

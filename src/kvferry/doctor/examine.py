@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.tier_config import read_tiers
 from kvferry.doctor import costs, listening, machine, nixl, pairs, reads, settings, software, storage
 from kvferry.doctor.engines import Target, examine_engines
 from kvferry.doctor.finding import Finding, ReportSection
 from kvferry.doctor.limits import run_check
 from kvferry.doctor.reads import ReadTimings
-from kvferry.engines.vllm.config import ConnectorConfig
-from kvferry.engines.vllm.tier_config import read_tiers
 from kvferry.engines.vllm.version import nixl_version
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs

@@ -8,8 +8,8 @@ import socket
 import stat
 from collections.abc import Mapping
 
+from kvferry.connector.config import NODE, ConnectorConfig
 from kvferry.doctor.finding import Finding, bad, from_error, note, ok
-from kvferry.engines.vllm.config import NODE, ConnectorConfig
 from kvferry.errors import ConfigError
 from kvferry.transport.address import is_loopback, parse_ip
 from kvferry.transport.key_file import existing_keys, key_location

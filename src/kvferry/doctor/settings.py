@@ -10,9 +10,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.doctor.finding import Finding, bad, from_error, note, ok
 from kvferry.engines.vllm import plugin
-from kvferry.engines.vllm.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.multi.settings import INHERITED, parse_multi
 from kvferry.engines.vllm.plugin import CONNECTORS
 from kvferry.errors import ConfigError

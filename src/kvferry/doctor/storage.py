@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvferry.connector.tier_config import FileSettings, HostSettings, ObjectSettings, Tiers
 from kvferry.doctor.finding import Finding, bad, from_error, note, ok
 from kvferry.doctor.limits import ProcessResult, run_check, run_python
 from kvferry.doctor.mounts import Mount, list_mounts, mount_of
 from kvferry.doctor.probes import MODULE, parse_output
-from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectSettings, Tiers
 from kvferry.errors import ConfigError
 from kvferry.memory.available import available_memory
 from kvferry.tiers.files.opening import DEFAULT_CAPACITY_DIVISOR

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.connector.events import Arrived
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.observe import socket_directory
-from kvferry.observe.events import Arrived
 from kvferry.observe.traces import RequestTrace
 from kvferry.observe.wire import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 

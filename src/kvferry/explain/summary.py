@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvferry.observe import events
-from kvferry.observe.events import DecisionReason, LoadOutcome
+from kvferry.connector import events
+from kvferry.connector.events import DecisionReason, LoadOutcome
 from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import RequestTrace
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.observe import events
-from kvferry.observe.events import DecisionReason, LoadOutcome, RequestEvent, SourceMiss
+from kvferry.connector import events
+from kvferry.connector.events import DecisionReason, LoadOutcome, RequestEvent, SourceMiss
 from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers.names import TIERS

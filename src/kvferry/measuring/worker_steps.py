@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.cache.loads import Loads
+from kvferry.connector.worker.loads import Loads
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy

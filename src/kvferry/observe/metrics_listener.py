@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.cache.bids import Part
-from kvferry.observe import events
-from kvferry.observe.events import DecisionReason, Event, LoadOutcome, MissReason, SourceMiss
+from kvferry.connector import events
+from kvferry.connector.bids import Part
+from kvferry.connector.events import DecisionReason, Event, LoadOutcome, MissReason, SourceMiss
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.tiers.names import HOST
 

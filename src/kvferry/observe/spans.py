@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvferry.observe import events
-from kvferry.observe.events import DecisionReason, Event, LoadOutcome
+from kvferry.connector import events
+from kvferry.connector.events import DecisionReason, Event, LoadOutcome
 from kvferry.observe.metrics_listener import trim_parts
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from kvferry.observe import events
-from kvferry.observe.events import Event, RequestEvent
+from kvferry.connector import events
+from kvferry.connector.events import Event, RequestEvent
 
 EVENTS_PER_REQUEST = 16
 """On average, of every request that there is room for."""

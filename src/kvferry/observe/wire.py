@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import msgspec
 
+from kvferry.connector.events import RequestEvent
 from kvferry.errors import ProtocolError
-from kvferry.observe.events import RequestEvent
 from kvferry.observe.traces import RequestTrace, StoredChunks
 
 MAX_QUESTION_BYTES = 4096

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.engines.vllm.config import parse_config
+from kvferry.connector.config import parse_config
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.errors import ConfigError
 from kvferry.serving.role import Role

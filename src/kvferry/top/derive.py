@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.observe.events import MissReason
+from kvferry.connector.events import MissReason
 from kvferry.observe.exposed_names import CONNECTOR
 from kvferry.tiers.names import PEER, TIER_KINDS, tier_kind
 from kvferry.top.figures import (

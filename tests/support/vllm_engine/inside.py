@@ -7,7 +7,7 @@ import time
 import zlib
 from typing import Any
 
-from kvferry.observe.events import LoadBegan
+from kvferry.connector.events import LoadBegan
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
@@ -385,7 +385,7 @@ def bids(engine: Any) -> list[int]:
     """
     if not hasattr(engine, "bids"):
         engine.bids = []
-        admission = _scheduler(engine).connector.scheduler_half.admission
+        admission = _scheduler(engine).connector.scheduler.half.admission
         inner = admission.matched
 
         def matched(request: Any, have: int) -> int | None:
@@ -475,7 +475,7 @@ def tier_counts(engine: Any) -> dict[str, Any]:
 
 def forget_peers_after(engine: Any, seconds: float) -> None:
     """Of nothing being read from them."""
-    from kvferry.engines.vllm import peer_source
+    from kvferry.connector.peers import source as peer_source
 
     peer_source.UNUSED_SECONDS = seconds
 
@@ -586,7 +586,7 @@ class Witness:
     """Sees every load of an engine at the moment its bytes are believed: looks at them, or spoils them."""
 
     def __init__(self, worker: Any, admission: Any) -> None:
-        from kvferry.engines.vllm.meta import LoadOrder
+        from kvferry.connector.messages import LoadOrder
 
         self._kind = LoadOrder
         self.loaded: dict[str, Digests] = {}
@@ -595,8 +595,8 @@ class Witness:
         self.left: list[float] = []
         self._orders: dict[str, Any] = {}
         self._worker = worker
-        self._results = worker.results
-        worker.results = self._watched
+        self._results = worker.ended
+        worker.ended = self._watched
         self._matched = admission.matched
         admission.matched = self._asked
 
@@ -611,9 +611,9 @@ class Witness:
         self._orders |= {key: order for key, order in orders if isinstance(order, self._kind)}
         results = self._results()
         for key, order in list(self._orders.items()):
-            if order.request_id in results.finished_recving:
+            if order.request_id in results.received:
                 del self._orders[key]
-                if order.request_id not in results.failed_recving:
+                if order.request_id not in results.failed:
                     self._believed(order)
         return results
 

@@ -40,8 +40,8 @@ def story_of_last(engine: Any, of: int = 0) -> list[str]:
     """What that child of kvferry's own tells of the request that came last."""
     from kvferry.explain.timeline import timeline
 
-    half = ferries(_multi(engine))[of].scheduler_half
-    return [line.text for line in timeline(next(half._explaining._traces.last()))]
+    ours = ferries(_multi(engine))[of].scheduler
+    return [line.text for line in timeline(next(ours._explaining._traces.last()))]
 
 
 def forget_speeds(engine: Any) -> None:
@@ -68,6 +68,7 @@ def spoil_child(engine: Any, name: str | None) -> None:
     """Change signs in every group's first block of what this child loads, as it reports it; None stops."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+    from support.vllm_engine.halves import half_of
     from support.vllm_engine.pages import negate
 
     group, scheduler = get_kv_transfer_group(), engine.llm_engine.engine_core.engine_core.scheduler
@@ -80,7 +81,7 @@ def spoil_child(engine: Any, name: str | None) -> None:
             for request in results.finished_recving - results.failed_recving:
                 if group._names[loads[request]] == engine.spoilt_child:
                     tables = scheduler.kv_cache_manager.get_block_ids(request)
-                    worker = next(iter(ferries(group)[0]._halves.values()))
+                    worker = half_of(next(iter(ferries(group)[0]._workers.values())))
                     for ids, described in zip(tables, worker._geometry.groups, strict=True):
                         for layer in described.layers:
                             negate(worker, layer, next(number for number in ids if number))

@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 
+from support.vllm_engine.halves import only_half
+
 WITNESS = "support.vllm_engine.ranks.RankWitness"
 ARGUMENTS = (f"--worker-extension-cls={WITNESS}",)
 ENVIRONMENT = {
@@ -37,22 +39,22 @@ class RankWitness:
 
     def witness_loads(self, spoil_rank: str) -> dict[str, Any]:
         """Look at every load when it is believed, and spoil its last blocks on that rank, if on any."""
-        half = _half()
+        half = only_half()
         half.witnessed, half.spoiled = [], json.loads(spoil_rank) == half._geometry.tp_rank
         if not hasattr(half, "unwatched"):
             half.unread = {}
-            half.unwatched, half.results = half.results, lambda: _watched(half)
+            half.unwatched, half.ended = half.ended, lambda: _watched(half)
         return {}
 
     def witnessed_loads(self) -> list[dict[str, Any]]:
         """The loads since the last call: where they came from, and digests of what is here."""
-        half = _half()
+        half = only_half()
         taken, half.witnessed = half.witnessed, []
         return taken
 
     def layout_held(self) -> str:
         """Memory layout of the cache."""
-        return str(_half().layout)
+        return str(only_half().layout)
 
     def digests_held(self, load: str) -> dict[str, list[str]]:
         """Digests of what a load was to bring, on the rank it came from."""
@@ -60,14 +62,7 @@ class RankWitness:
         from support.vllm_engine.pages import digests_of
 
         told = json.loads(load)
-        return digests_of(_half(), told["tables"], LoadSpan(*told["span"]))
-
-
-def _half() -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    (half,) = get_kv_transfer_group()._halves.values()
-    return half
+        return digests_of(only_half(), told["tables"], LoadSpan(*told["span"]))
 
 
 def _watched(half: Any) -> Any:
@@ -77,10 +72,10 @@ def _watched(half: Any) -> Any:
     half.unread |= {key: order for key, order in half._orders.items() if hasattr(order, "src_tables")}
     results = half.unwatched()
     for key, order in list(half.unread.items()):
-        if order.request_id not in results.finished_recving:
+        if order.request_id not in results.received:
             continue
         del half.unread[key]
-        if order.request_id in results.failed_recving:
+        if order.request_id in results.failed:
             continue
         span = [order.span.have, order.span.total, order.span.prompt, order.span.part]
         digests = digests_of(half, order.dst_tables, order.span)

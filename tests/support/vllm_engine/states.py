@@ -11,6 +11,7 @@ import torch
 
 from kvferry.geometry import Field, PageFormat
 from support.vllm_engine import inside, process
+from support.vllm_engine.halves import only_half
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,10 @@ def _asked(engine: Any, offer: dict[str, Any]) -> tuple[list[list[int]], int]:
 
 def _where(tables: list[list[int]], tokens: int) -> Any:
     """(rank, layer, address) of this worker's state pages that hold the state after `tokens` tokens."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     from kvferry.geometry import GroupKind
     from kvferry.planning.select import LoadSpan, blocks_needed
 
-    (half,) = get_kv_transfer_group()._halves.values()
+    half = only_half()
     for group, table in zip(half._geometry.groups, tables, strict=True):
         if group.kind is not GroupKind.STATE:
             continue

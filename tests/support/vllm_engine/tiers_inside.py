@@ -8,13 +8,14 @@ import time
 from collections import Counter
 from typing import Any
 
+from support.vllm_engine.halves import half_of
 from support.vllm_engine.multi_inside import ferries
 
 
 def half(engine: Any, of: int = 0) -> Any:
     """The scheduler half of the connector, or of that of kvferry's own among its children."""
     connector = engine.llm_engine.engine_core.engine_core.scheduler.connector
-    return ferries(connector)[of].scheduler_half
+    return ferries(connector)[of].scheduler.half
 
 
 def worker_half(engine: Any, of: int = 0) -> Any:
@@ -23,7 +24,7 @@ def worker_half(engine: Any, of: int = 0) -> Any:
 
     ours = ferries(get_kv_transfer_group()) if has_kv_transfer_group() else []
     engine_id = engine.llm_engine.vllm_config.kv_transfer_config.engine_id if ours else None
-    return ours[of]._halves[engine_id] if ours else None
+    return half_of(ours[of]._workers[engine_id]) if ours else None
 
 
 def held(engine: Any, of: int = 0) -> dict[str, int]:

@@ -15,11 +15,11 @@ from benchmarks.choice import report as choice_report
 from benchmarks.choice.measure import ChoiceJob, MeasuredChoice, Replay, SourceSpeeds
 from benchmarks.choice.policy_engine import CompletedLoad, LoadListener, ReplayAnswer
 from benchmarks.choice.workload import Prompt, Workload
-from kvferry.cache.bids import Part
+from kvferry.connector.bids import Part
+from kvferry.connector.events import LoadBegan, LoadEnded, LoadOutcome
+from kvferry.connector.stream import EventStream
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.spread import Spread
-from kvferry.observe.events import LoadBegan, LoadEnded, LoadOutcome
-from kvferry.observe.stream import EventStream
 
 WORKLOAD = Workload("drawn conversations", 64, (Prompt((0, 1), 100), Prompt((0, 1, 2), 192)))
 NEAR = ReplayAnswer(192, 0.02, (CompletedLoad({"file": 128}, 0.01),), 0)

@@ -3,10 +3,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from kvferry.connector.config import parse_config
 from kvferry.doctor import settings
 from kvferry.doctor.finding import State
 from kvferry.doctor.settings import read_file, summary
-from kvferry.engines.vllm.config import parse_config
 from kvferry.errors import ConfigError
 from kvferry.serving.kv_config import kv_transfer_config, with_other_connectors
 from kvferry.serving.role import Role

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.connector.tier_config import FileSettings, HostSettings, ObjectSettings, read_tiers
 from kvferry.doctor import storage
 from kvferry.doctor.finding import State
 from kvferry.doctor.limits import ProcessResult
 from kvferry.doctor.mounts import Mount
-from kvferry.engines.vllm.tier_config import FileSettings, HostSettings, ObjectSettings, read_tiers
 
 MARK = "kvferry doctor: "
 GIB = 1 << 30

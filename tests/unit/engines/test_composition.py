@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 from hypothesis import event, given, settings, strategies as st
 
-from kvferry.cache.bids import Bidding
-from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.meta import SchedulerMeta
-from kvferry.engines.vllm.offer import Offer, write_offer
-from kvferry.engines.vllm.offers import common_alignment, offers_of
-from kvferry.engines.vllm.peer_source import PeerSource
-from kvferry.engines.vllm.prompts import Prompts
-from kvferry.engines.vllm.refusals import Refusals
-from kvferry.engines.vllm.source import Load
-from kvferry.engines.vllm.tier_source import TierSource
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.bids import Bidding
+from kvferry.connector.load_plans import common_alignment, load_plans
+from kvferry.connector.messages import StepOrders
+from kvferry.connector.peers.offer import Offer, write_offer
+from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.refusals import Refusals
+from kvferry.connector.source import Load
+from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
 from kvferry.planning.chunk_cells import TableSlice, cells_to_load
@@ -65,7 +65,7 @@ class Case:
     """A prompt, and who has what of it.
 
     Attributes:
-        kinds: kind and attention span of every group.
+        kinds: kind and attention_span of every group.
         ours, theirs: tokens of a block, by group, of the engine and of its peer.
         chunk_tokens: of the tiers.
         prompt, offered, have: tokens of the prompt, of which the peer offers so many, and are here.
@@ -232,7 +232,17 @@ class Engine:
         turns: set[str] = set()
         pins, log = SimpleNamespace(late_blocks=lambda _: 0), SimpleNamespace(labels=())
         client = Client(theirs, Redeemed(0, 11, Grant.of(3, 7, self._tables())))
-        self.peer = PeerSource(client, [case.rank], pins, log, Refusals(), 30.0, 2, turns, Adapters())
+        self.peer = PeerSource(
+            client,
+            ranks=[case.rank],
+            pins=pins,
+            log=log,
+            refusals=Refusals(),
+            timeout_seconds=30.0,
+            most_held=2,
+            turns=turns,
+            adapters=Adapters(),
+        )
         self.one.kv_transfer_params = write_offer(
             Offer("engine", "127.0.0.1", 5600, ticket("theirs").hex(), case.offered)
         )
@@ -243,7 +253,7 @@ class Engine:
         self.alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in case.rank.groups)
 
     def offers(self) -> list[Any]:
-        return offers_of(self.sources, self.one, self.case.have, self.alignment_tokens)
+        return load_plans(self.sources, self.one, self.case.have, self.alignment_tokens)
 
     def loads(self, offer: Any, here: int) -> list[tuple[LoadSpan, list[Brought]]]:
         """What each load of an offer brings, by group; `here` tokens are here by now."""
@@ -266,7 +276,7 @@ class Engine:
         return tables
 
     def _read(self, span: LoadSpan) -> list[Brought]:
-        meta = SchedulerMeta("engine")
+        meta = StepOrders()
         self.peer.hand_over(meta)
         (order,) = meta.orders
         assert order.span == span

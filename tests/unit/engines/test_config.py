@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvferry.engines.vllm.config import ConnectorConfig, parse_config, read_settings
+from kvferry.connector.config import ConnectorConfig, parse_config
+from kvferry.engines.vllm.config import read_settings
 from kvferry.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.config import ConnectorConfig
 from kvferry.engines.vllm import connector
 from kvferry.engines.vllm.compat.contract import KVConnectorRole
-from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.errors import ConfigError
@@ -30,8 +30,8 @@ class Half:
 
 @pytest.fixture(autouse=True)
 def halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "WorkerHalf", Half)
-    monkeypatch.setattr(connector, "SchedulerHalf", lambda *of: None)
+    monkeypatch.setattr(connector, "VLLMWorker", Half)
+    monkeypatch.setattr(connector, "VLLMScheduler", lambda *of: None)
     monkeypatch.setattr(connector, "read_settings", lambda of: ConnectorConfig())
 
 

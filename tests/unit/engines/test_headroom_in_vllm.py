@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 from hypothesis import given, settings, strategies as st
 from vllm import SamplingParams
@@ -17,7 +15,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm.headroom import Headroom
+from kvferry.connector.headroom import Headroom
+from kvferry.engines.vllm.info import cache_group
 
 BLOCK, STEP, LONGEST = 16, 64, 400
 LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -40,10 +39,7 @@ class Engine:
             config, LONGEST, BLOCK, BLOCK, max_in_flight_tokens=STEP, enable_caching=False
         )
         self.free = self.manager.block_pool.get_num_free_blocks
-        told = SimpleNamespace(
-            num_speculative_tokens=0, scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP)
-        )
-        self.headroom = Headroom.of(told, config, self.manager.block_pool)
+        self.headroom = Headroom.of(tuple(map(cache_group, groups)), STEP, self.manager.block_pool)
         self.cautious, self.waiting = cautious, []
 
     def load(self, name, total, tokens) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.engines.vllm.adapters import Adapters
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.prompt_content import content_of
+from kvferry.connector.tiers.prompts import Prompts
 from kvferry.engines.vllm.identifiers import Identifiers
 from kvferry.engines.vllm.items import name_of
-from kvferry.engines.vllm.prompt import content_of
-from kvferry.engines.vllm.prompts import Prompts
-from kvferry.engines.vllm.scheduler import SchedulerHalf
+from kvferry.engines.vllm.scheduler import VLLMScheduler
 from kvferry.errors import Unnameable
 from kvferry.geometry.canonical import canonical_of
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -95,17 +96,16 @@ def test_identifiers_of_any_length_cost_little_and_the_last_ones_are_remembered(
 def test_an_engine_notes_every_request_that_comes_in() -> None:
     seen: list[Any] = []
 
-    class Half(SchedulerHalf):
+    class Scheduler(VLLMScheduler):
         def __init__(self) -> None:
             self._identifiers = Identifiers()
-            self._config = type("", (), {"transfers": False})()
-            self._admission = type("", (), {"on_new_request": staticmethod(seen.append)})()
-            self._tiering = None
+            self._requests = SimpleNamespace(wrap=lambda one: one)
+            self.half = SimpleNamespace(on_new_request=seen.append)
 
-    half = Half()
+    scheduler = Scheduler()
     cat, dog = (request("a", range(8), mm_features=[feature(1, pixels, "mine")]) for pixels in (CAT, DOG))
     for one in (cat, dog):
-        half.on_new_request(one)
+        scheduler.on_new_request(one)
     assert seen == [cat, dog]
     assert not named(dog)
 

@@ -9,10 +9,10 @@ pytest.importorskip("vllm")
 
 import torch
 
+from kvferry.connector.config import ConnectorConfig, Layout
 from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.compat import layouts
 from kvferry.engines.vllm.compat.layouts import declared_layouts, layers_are_alike, takes_whole_blocks
-from kvferry.engines.vllm.config import ConnectorConfig, Layout
 from kvferry.errors import ConfigError
 from kvferry.geometry.layout import LAYOUTS
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm.part_blocks import PartBlocks
+from kvferry.connector.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan, first_attended, needed_tokens
 

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.messages import WorkerInfo
 from kvferry.engines.vllm import scheduler
-from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.meta import WorkerCard
 from kvferry.errors import ConfigError
 from kvferry.serving.ports import free_ports
@@ -32,23 +33,26 @@ def configured(engine_id: str, index: int = 0) -> SimpleNamespace:
     )
 
 
+def card(rank, config, read=None):
+    return WorkerCard(WorkerInfo(geometry=rank, card=read, settings=config.anywhere))
+
+
 @pytest.fixture
 def listen(monkeypatch):
     """Start the scheduler half of a data-parallel rank; its port."""
     monkeypatch.setattr(scheduler, "facts_of", lambda *_: facts())
     monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
-    monkeypatch.setattr(scheduler, "kind_of_group", lambda group: group.kind)
     halves = []
 
     def start(port, index=0):
         vllm_config = configured(f"engine_dp{index}", index)
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
         config = ConnectorConfig(port=port, explain_requests=0)
-        half = scheduler.SchedulerHalf(vllm_config, cache, config)
+        half = scheduler.VLLMScheduler(vllm_config, cache, config)
         halves.append(half)
         rank = rank_of(kv_page())
-        half.start((WorkerCard(rank, RankCard(rank, b"", 0, 8, 1), config.anywhere),))
-        return half._server.port
+        half.start((card(rank, config, RankCard(rank, b"", 0, 8, 1)),))
+        return half.half._server.port
 
     yield start
     for half in halves:
@@ -64,11 +68,11 @@ def test_workers_of_another_connector_of_the_engine_are_refused_in_words(monkeyp
     monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
     rank, ours = rank_of(kv_page()), ConnectorConfig(explain_requests=0)
     groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-    half = scheduler.SchedulerHalf(configured("engine"), groups, ours)
+    half = scheduler.VLLMScheduler(configured("engine"), groups, ours)
     with pytest.raises(ConfigError, match=r"that of another KVFerryConnector: .* use FerryMultiConnector"):
-        half.start((WorkerCard(rank, None, ConnectorConfig(explain_requests=1).anywhere),))
+        half.start((card(rank, ConnectorConfig(explain_requests=1)),))
     on_another_machine = ConnectorConfig(explain_requests=0, host="10.0.0.7")
-    half.start((WorkerCard(rank, None, on_another_machine.anywhere),))
+    half.start((card(rank, on_another_machine),))
     half.shutdown()
 
 

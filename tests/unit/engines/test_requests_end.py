@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.cache import bids
-from kvferry.engines.vllm import admission, producer
+from kvferry.connector import admission, bids
+from kvferry.connector.peers import producer
 from kvferry.engines.vllm.compat.requests import trim_prompt
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector

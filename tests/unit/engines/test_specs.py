@@ -45,8 +45,8 @@ from kvferry.engines.vllm.compat.specs import (
     attention_span_of,
     kind_of,
     snapshot_tokens,
-    state_position,
 )
+from kvferry.engines.vllm.info import cache_group
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerStore
@@ -156,12 +156,17 @@ def test_a_group_of_several_specs_is_one_kind_or_refused() -> None:
         kind_of(group(*windows))
 
 
+def _table(spec, block_ids, tokens):
+    group = cache_group(SimpleNamespace(kv_cache_spec=spec, layer_names=["one"]))
+    return group.table(list(block_ids), tokens)
+
+
 def test_where_a_snapshot_stands() -> None:
     for mode, places, apart in (("none", [0, 0, 0], 0), ("align", [0, 0, 1], BLOCK)):
         spec = spec_of(MambaSpec, mamba_cache_mode=mode)
-        assert [state_position(spec, tokens) for tokens in (1, 16, 17)] == places
+        assert [_table(spec, range(2), tokens) for tokens in (1, 16, 17)] == [[place] for place in places]
         assert snapshot_tokens(spec) == apart
-    assert [state_position(RING, tokens) for tokens in (1, 8, 900)] == [0, 0, 0]
+    assert [_table(RING, [7], tokens) for tokens in (1, 8, 900)] == [[7], [7], [7]]
     assert snapshot_tokens(RING) == 0
     assert snapshot_tokens(LATENT) is None
 
@@ -260,10 +265,10 @@ def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(spec: Any, cached:
 def test_a_ring_is_one_block_however_long_the_prompt() -> None:
     for tokens in (1, 8, 9, 300):
         (block,) = table = Managed(RING).table(tokens)
-        at = state_position(RING, tokens)
-        assert table[at] == block != 0
+        moved = _table(RING, table, tokens)
+        assert moved == [block] != [0]
         span = LoadSpan(0, tokens, tokens + 1)
-        assert blocks_needed(GroupKind.STATE, 0, 8, span, np.array([table[at]])).tolist() == [block]
+        assert blocks_needed(GroupKind.STATE, 0, 8, span, np.array(moved)).tolist() == [block]
 
 
 def test_vllm_reserves_no_blocks_for_sinks() -> None:

@@ -7,7 +7,6 @@ it shows whether a block that is stored holds the tokens that it is stored for.
 from __future__ import annotations
 
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,17 +22,19 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
-from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.compat import specs as kv_specs
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.peers.producer import Producer
+from kvferry.connector.peers.turn_names import TurnNames
+from kvferry.connector.stream import EventStream
+from kvferry.connector.tiers.progress import Progress
 from kvferry.engines.vllm.compat.requests import trim_prompt
-from kvferry.engines.vllm.config import ConnectorConfig
-from kvferry.engines.vllm.producer import Producer
-from kvferry.engines.vllm.progress import Progress
-from kvferry.engines.vllm.turn_names import TurnNames
+from kvferry.engines.vllm.info import cache_group
+from kvferry.engines.vllm.requests import VLLMRequest
 from kvferry.geometry import GroupKind
-from kvferry.observe.stream import EventStream
+from support.engine_info import made_up
 
 BLOCK, STEP, LONGEST, WHOLE = 16, 64, 600, 640
 LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -62,6 +63,7 @@ class Engine:
     def __init__(self, specs, drafts, *, eagle=False, modules=1, caching=True) -> None:
         self.specs, self.drafts = specs, drafts
         groups = [KVCacheGroupSpec([f"layer {n}"], spec) for n, spec in enumerate(specs)]
+        self.groups = tuple(map(cache_group, groups))
         self.config = KVCacheConfig(200, [], groups, hash_block_size=BLOCK)
         self.manager = KVCacheManager(
             self.config,
@@ -172,29 +174,21 @@ def _step(engine, request, progress, tokens, real, written) -> None:
                     assert engine.content[group, block, position % BLOCK] == position
     for group, block, tokens_before in snapshots:
         event("a snapshot is stored")
-        ids, position = tables[group], kv_specs.state_position(engine.specs[group], tokens_before)
+        ids = tables[group]
         assert tokens_before <= request.num_tokens
-        assert block == ids[position]
+        assert [block] == engine.groups[group].table(ids, tokens_before)
         assert block not in ids[len(ids) - engine.drafts :] or not engine.drafts
         assert engine.manager.block_pool.blocks[block].block_hash is not None
 
 
-def producer(engine, kinds, ahead=0) -> Producer:
+def producer(engine, ahead=0) -> Producer:
     return Producer(
-        SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-            kv_transfer_config=SimpleNamespace(engine_id="e"),
-            max_in_flight_tokens=2 * STEP,
-            num_prefill_lookahead_tokens=ahead,
-            model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
-        ),
-        engine.config,
+        made_up(groups=engine.groups, draft_lookahead=ahead),
         ConnectorConfig(),
-        kinds,
-        1,
-        EventStream(),
-        TurnNames(Adapters()),
-        Adapters(),
+        incarnation=1,
+        events=EventStream(),
+        names=TurnNames(Adapters()),
+        adapters=Adapters(),
     )
 
 
@@ -213,7 +207,7 @@ def test_the_state_that_is_offered_and_loaded_is_never_a_scratch_block(mode, dra
         engine.allocate(request, count)
         request.num_computed_tokens += count
     ids = engine.tables(request)
-    offered = producer(engine, HYBRID).tables(ids, tokens)
+    offered = made_up(groups=engine.groups).tables(ids, tokens)
     assert offered[2] == [engine.running(2, ids[2])]
 
     there = Engine(specs, drafts, caching=mode == "align")
@@ -224,15 +218,13 @@ def test_the_state_that_is_offered_and_loaded_is_never_a_scratch_block(mode, dra
         waiting, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True, num_lookahead_tokens=0
     )
     ids = there.tables(waiting)
-    block = ids[2][kv_specs.state_position(specs[2], tokens)]
+    (block,) = there.groups[2].table(ids[2], tokens)
     assert block
     assert block == there.running(2, ids[2])
     waiting.num_computed_tokens = tokens
     there.allocate(waiting, 1 + drafts)
     after = there.tables(waiting)[2]
-    assert after[kv_specs.state_position(specs[2], tokens)] == block, (
-        "the state is where the first step looks"
-    )
+    assert there.groups[2].table(after, tokens) == [block], "the state is where the first step looks"
 
 
 @pytest.mark.parametrize(("kinds", "ahead", "prompt", "offered"), [
@@ -246,15 +238,15 @@ def test_the_state_that_is_offered_and_loaded_is_never_a_scratch_block(mode, dra
     (HYBRID, 3, 100, 99),
 ])  # fmt: skip
 def test_a_prefix_is_offered_up_to_where_all_modules_of_a_draft_have_seen_what_follows(
-    kinds, ahead, prompt, offered, monkeypatch
+    kinds, ahead, prompt, offered
 ):
-    monkeypatch.setattr("kvferry.engines.vllm.producer.finished_whole", lambda _: True)
     specs = [FULL, WINDOW, state(ahead, "align")][: len(kinds)]
     engine = Engine(specs, ahead, eagle=ahead > 0, modules=ahead)
     request = engine.request(prompt)
     request.kv_transfer_params = {"do_remote_decode": True}
-    giving = producer(engine, kinds, ahead)
-    giving.on_new_request(request)
+    giving = producer(engine, ahead)
+    ours = VLLMRequest(request, sampled_below=1000 if ahead else 0)
+    giving.on_new_request(ours)
     computed = prompt - 1
     assert request.num_prompt_tokens == computed
     assert request.sampling_params.allowed_token_ids == ([computed] if ahead else None)
@@ -262,7 +254,8 @@ def test_a_prefix_is_offered_up_to_where_all_modules_of_a_draft_have_seen_what_f
         count = min(STEP, computed - request.num_computed_tokens)
         engine.allocate(request, count)
         request.num_computed_tokens += count
-    kept, said = giving.finished(request, engine.tables(request))
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    kept, said = giving.finished(ours, engine.tables(request))
     assert kept == (offered > 0)
     assert said["remote_num_tokens"] == offered
 

@@ -11,8 +11,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvferry.connector.events import Arrived, LoadBegan, LoadEnded, LoadOutcome, MissReason
+from kvferry.engines.vllm.compat.spans import is_traced
 from kvferry.engines.vllm.tracing import tracing
-from kvferry.observe.events import Arrived, LoadBegan, LoadEnded, LoadOutcome, MissReason
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -21,8 +22,7 @@ def test_a_load_that_failed_is_an_error_of_its_callers_trace(monkeypatch: pytest
     provider, found = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(found))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:1"))
-    listener = tracing(config)
+    listener = tracing()
     now, name = time.monotonic(), "cmpl-a-0-12345678"
     listener(
         Arrived(
@@ -58,3 +58,9 @@ def test_a_load_that_failed_is_an_error_of_its_callers_trace(monkeypatch: pytest
     assert (span.attributes["gen_ai.request.id"], span.attributes["error.type"]) == ("cmpl-a-0", "checksum")
     assert span.end_time - span.start_time == pytest.approx(1e9, abs=1e6)
     assert 1e9 <= time.time_ns() - span.end_time < 60e9
+
+
+@pytest.mark.parametrize(("endpoint", "traced"), [(None, False), ("http://127.0.0.1:1", True)])
+def test_only_an_engine_with_an_endpoint_for_traces_is_traced(endpoint: str | None, traced: bool) -> None:
+    config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
+    assert is_traced(config) is traced

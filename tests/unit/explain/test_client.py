@@ -15,13 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cache.bids import Bid, Part
 from kvferry.cli.main import app
-from kvferry.errors import ConfigError, KVFerryError, ProtocolError
-from kvferry.explain import client
-from kvferry.explain.client import ask_engines
-from kvferry.observe import socket_directory, trace_server
-from kvferry.observe.events import (
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Event,
@@ -40,6 +36,10 @@ from kvferry.observe.events import (
     StoreBegan,
     ValuedBid,
 )
+from kvferry.errors import ConfigError, KVFerryError, ProtocolError
+from kvferry.explain import client
+from kvferry.explain.client import ask_engines
+from kvferry.observe import socket_directory, trace_server
 from kvferry.observe.request_ids import matches_id
 from kvferry.observe.trace_server import TraceServer
 from kvferry.observe.traces import RequestTrace, TraceBuffer

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.cache.bids import Bid, Part
-from kvferry.explain.summary import summary
-from kvferry.explain.timeline import timeline
-from kvferry.observe.events import (
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Finished,
@@ -27,6 +25,8 @@ from kvferry.observe.events import (
     SourcesAsked,
     ValuedBid,
 )
+from kvferry.explain.summary import summary
+from kvferry.explain.timeline import timeline
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 
 PEER = Bid("10.0.0.1:5000", (Part("peer", 444),))

@@ -84,6 +84,9 @@ class QuietStage:
     def of_other_weights(self) -> tuple[list[int], str]:
         return self.references.texts[0], "salt"
 
+    async def tokens_at_hand(self, *_: Any) -> int:
+        return 9
+
     async def prefilled(self, *_: Any) -> dict[str, Any]:
         return {"remote_request_id": "0" * 32, "remote_num_tokens": 9, "remote_host": HOST, "remote_port": 1}
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvferry.cache.bids import Bid, Part
-from kvferry.observe.events import (
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Event,

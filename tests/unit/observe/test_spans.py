@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.cache.bids import Bid, Part
-from kvferry.observe.events import (
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Event,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 
-from kvferry.cache.bids import Bid, Part
-from kvferry.observe.events import (
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Finished,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvferry.cli.config_options import SETTINGS
 from kvferry.cli.main import app
-from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.connector.config import ConnectorConfig
 from kvferry.transport.key_file import read_keys
 
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]

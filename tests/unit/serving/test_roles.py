@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.connector.config import parse_config
 from kvferry.doctor.finding import State
 from kvferry.doctor.settings import read_file, summary
-from kvferry.engines.vllm.config import parse_config, read_settings
+from kvferry.engines.vllm.config import read_settings
 from kvferry.errors import ConfigError
 from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.role import Role

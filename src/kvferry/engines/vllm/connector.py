@@ -26,9 +26,9 @@ from kvferry.engines.vllm.compat.process import leave_cores_to_others, share_log
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
-from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, SchedulerHalf, sorted_cards
+from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, VLLMScheduler, sorted_cards
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
-from kvferry.engines.vllm.worker import WorkerHalf
+from kvferry.engines.vllm.worker import VLLMWorker
 from kvferry.errors import ConfigError
 from kvferry.private_file import check_umask
 from kvferry.tiers.names import tier_kind
@@ -64,14 +64,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         check_umask()
         config = read_settings(vllm_config)
         check_fixed_memory(vllm_config, transfers=config.transfers)
-        self._scheduler: SchedulerHalf | None = None
-        self._halves: dict[str, WorkerHalf] = {}
-        self._current: WorkerHalf | None = None
-        self._arriving: WorkerHalf | None = None
+        self._scheduler: VLLMScheduler | None = None
+        self._workers: dict[str, VLLMWorker] = {}
+        self._current: VLLMWorker | None = None
+        self._arriving: VLLMWorker | None = None
         self._cache_configs[_engine_id(vllm_config)] = kv_cache_config
         self._own_cache_config = kv_cache_config if role is KVConnectorRole.WORKER else None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+            self._scheduler = VLLMScheduler(vllm_config, kv_cache_config, config)
             defer_frees(vllm_config)
             guard_arrivals()
 
@@ -87,29 +87,29 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler half -----------------------------------------------------------------------------------
 
     @property
-    def scheduler_half(self) -> SchedulerHalf:
-        """This instance's, which was made for the scheduler."""
+    def scheduler(self) -> VLLMScheduler:
+        """Return what this instance does in the scheduler."""
         assert self._scheduler is not None
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.scheduler_half.bind_pool(gpu_block_pool)
+        self.scheduler.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self.scheduler_half.start(sorted_cards(metadata))
+        self.scheduler.start(sorted_cards(metadata))
 
     def on_new_request(self, request: Any) -> None:
-        self.scheduler_half.on_new_request(request)
+        self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self.scheduler_half.admission.matched(request, num_computed_tokens)
+        tokens = self.scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler_half.admission.allocated(request, blocks, num_external_tokens)
+        self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -117,39 +117,39 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if not num_external_tokens:
             return {}
         found = Counter[CacheHitSource]()
-        for place, tokens in self.scheduler_half.admission.origins(request.request_id).items():
+        for place, tokens in self.scheduler.half.admission.origins(request.request_id).items():
             found[HITS[tier_kind(place)]] += tokens
         return found
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler_half.busy
+        return self.scheduler.half.busy
 
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler_half.holds_blocks
+        return self.scheduler.half.holds_blocks
 
     def reset_cache(self) -> bool | None:
-        self.scheduler_half.reset()
+        self.scheduler.half.reset()
         return True
 
     def build_connector_meta(self, scheduler_output: Any) -> SchedulerMeta:
-        return self.scheduler_half.build_meta(scheduler_output)
+        return self.scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.scheduler_half.take_output(connector_output)
+        self.scheduler.take_output(connector_output)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_half.finished(request, block_ids)
+        return self.scheduler.finished(request, block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_half.finished(request, (block_ids,))
+        return self.scheduler.finished(request, (block_ids,))
 
     # -- worker half --------------------------------------------------------------------------------------
 
     @property
-    def worker_half(self) -> WorkerHalf:
-        """The half of the engine whose step this is."""
+    def worker(self) -> VLLMWorker:
+        """Return what this instance does for the engine whose step this is."""
         assert self._current is not None
         return self._current
 
@@ -158,28 +158,28 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if _engine_id(arriving) == _engine_id(self._vllm_config):
             # As the child of another connector, only our own copy has our settings.
             arriving = self._vllm_config
-        self._arriving = WorkerHalf(arriving, kv_caches)
+        self._arriving = VLLMWorker(arriving, kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         assert self._arriving is not None
         self._arriving.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> WorkerCard | None:
-        """The engine's cache is registered, its scheduler made: start the half."""
-        half, self._arriving = self._arriving, None
+        """Start the worker: the engine's cache is registered, and its scheduler is made."""
+        worker, self._arriving = self._arriving, None
         own, self._own_cache_config = self._own_cache_config, None
-        assert half is not None
-        self._current = self._halves[half.engine_id] = half
-        return half.start(own or self._cache_configs[half.engine_id])
+        assert worker is not None
+        self._current = self._workers[worker.engine_id] = worker
+        return worker.start(own or self._cache_configs[worker.engine_id])
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if connector_metadata.engine_id not in self._halves:
+        if connector_metadata.engine_id not in self._workers:
             raise ConfigError(f"a KVFerryConnector was not asked for its handshake: {ONE_HANDSHAKE}")
-        self._current = self._halves[connector_metadata.engine_id]
+        self._current = self._workers[connector_metadata.engine_id]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.worker_half.begin(self._step_meta())
+        self.worker.begin(self._step_meta())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is only scheduled once its blocks are there."""
@@ -188,13 +188,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved by layer: consumers read the finished blocks."""
 
     def wait_for_save(self) -> None:
-        self.worker_half.save(self._step_meta())
+        self.worker.save(self._step_meta())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self.worker_half.results()
+        return self.worker.results()
 
     def build_connector_worker_meta(self) -> WorkerMeta | None:
-        return self.worker_half.take_meta()
+        return self.worker.take_meta()
 
     # -- both ---------------------------------------------------------------------------------------------
 
@@ -218,8 +218,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.shutdown()
-        for half in self._halves.values():
-            half.shutdown()
+        for worker in self._workers.values():
+            worker.half.shutdown()
 
     def _step_meta(self) -> SchedulerMeta:
         meta = self._get_connector_metadata()

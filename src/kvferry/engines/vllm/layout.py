@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from kvferry.connector.config import ConnectorConfig
 from kvferry.engines.vllm.compat.layouts import (
     attention_backends,
     declared_layouts,
@@ -20,7 +21,6 @@ from kvferry.engines.vllm.compat.layouts import (
     supported_layouts,
     takes_whole_blocks,
 )
-from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.content import is_known
 from kvferry.errors import ConfigError
 from kvferry.geometry.pagemap import LAYOUTS, is_compact

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import kvferry
+from kvferry.connector.stream import Listener
 from kvferry.engines.vllm.compat.request_ids import external_id
-from kvferry.engines.vllm.compat.spans import REQUEST_ID, is_traced, trace_context
+from kvferry.engines.vllm.compat.spans import REQUEST_ID, trace_context
 from kvferry.observe.spans import SpanListener, TraceSpan
-from kvferry.observe.stream import Listener
 
 
-def tracing(vllm_config: Any) -> Listener | None:
-    """A listener that makes spans, if the engine is traced; else None, and nothing is loaded."""
-    if not is_traced(vllm_config):
-        return None
+def tracing() -> Listener:
+    """Return a listener that makes spans of a traced engine."""
     return SpanListener(_exported())
 
 

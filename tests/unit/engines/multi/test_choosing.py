@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 from hypothesis import given, strategies as st
 
-from kvferry.cache.policies import Choice, Cost, First, Weight
-from kvferry.cache.speeds import Speeds
-from kvferry.engines.vllm.headroom import Headroom
+from kvferry.connector.engine import CacheGroup
+from kvferry.connector.headroom import Headroom
+from kvferry.connector.policies import Choice, Cost, First, Weight
+from kvferry.connector.speeds import Speeds
 from kvferry.engines.vllm.multi.choosing import Choosing
 from kvferry.geometry import GroupKind
 from support.clock import Clock
@@ -106,7 +107,11 @@ def test_a_child_that_is_looking_is_waited_for_as_long_as_there_is_patience() ->
 def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> None:
     ours, children, clock = choosing((640, True))
     pool = SimpleNamespace(get_num_free_blocks=lambda: 21)
-    ours.headroom = Headroom([(GroupKind.FULL, 0, 64), (GroupKind.SLIDING, 64, 64)], 256, pool)
+    groups = [
+        CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=64),
+        CacheGroup(kind=GroupKind.SLIDING, attention_span=64, block_tokens=64),
+    ]
+    ours.headroom = Headroom(groups, 256, pool)
     for name in "ab":
         assert ours.matched(request(name), 0) == (640, True), "11 blocks, and 6 and 4 are needed for the rest"
         ours.headroom.go_on({name})

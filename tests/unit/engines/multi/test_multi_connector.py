@@ -204,7 +204,7 @@ def test_loads_leave_room_in_the_engines_pool_until_their_requests_are_scheduled
     window = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16
     )
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=window)])
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=window, layer_names=["one"])])
     given = SimpleNamespace(
         **{**vars(config(entry())), "num_speculative_tokens": 0, "scheduler_config": told}
     )

@@ -136,17 +136,17 @@ def _attention_span_of_layer(spec: Any) -> int:
     return 0
 
 
-def state_position(spec: KVCacheSpec, tokens: int) -> int:
-    """Where in a state group's block table the snapshot after `tokens` tokens stands.
+def state_block_tokens(spec: KVCacheSpec) -> int:
+    """Return the tokens per entry of a state group's block table; 0 if its first entry is the only state.
 
     Without prefix caching the table is one running state (and speculative scratch behind it); with it,
     entries stand for positions, and the state after a token is kept in the block of that token. A ring is the
-    only block of its table.
+    only block of its table. Return 0 for other kinds, too.
     """
     first = next(iter(layer_specs(spec).values()))
-    if isinstance(first, CircularBufferSpec) or first.mamba_cache_mode == "none":
+    if not isinstance(first, MambaSpec) or first.mamba_cache_mode == "none":
         return 0
-    return (tokens - 1) // int(first.block_size)
+    return int(first.block_size)
 
 
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:

@@ -21,11 +21,11 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.cache.bids import Bid, Bidding, Part
-from kvferry.cache.policies import Choice
-from kvferry.cache.waiting import Waiting
-from kvferry.engines.vllm.headroom import Headroom
-from kvferry.engines.vllm.request_phase import RequestPhase
+from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.headroom import Headroom
+from kvferry.connector.policies import Choice
+from kvferry.connector.request_phase import RequestPhase
+from kvferry.connector.waiting import Waiting
 
 Count = tuple[str, str, str]
 """(metric, child, outcome or nothing) of something that is counted."""

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from kvferry.cache.policies import Choice, Cost, First, Policy, Weight
-from kvferry.cache.speeds import Speeds
+from kvferry.connector.headroom import Headroom
+from kvferry.connector.policies import Choice, Cost, First, Policy, Weight
+from kvferry.connector.speeds import Speeds
+from kvferry.connector.step_times import StepTimes
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import as_current_config, class_of_transfer, register_connector
 from kvferry.engines.vllm.compat.contract import (
@@ -28,7 +30,7 @@ from kvferry.engines.vllm.compat.contract import (
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.process import share_logging
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.headroom import Headroom
+from kvferry.engines.vllm.info import cache_group, step_tokens
 from kvferry.engines.vllm.multi.children import (
     agreed_count,
     agreed_layout,
@@ -43,7 +45,6 @@ from kvferry.engines.vllm.multi.meta import MultiEvents, MultiHandshake, MultiMe
 from kvferry.engines.vllm.multi.metrics import MultiMetrics
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.engines.vllm.multi.stats import MultiStats, path_of
-from kvferry.engines.vllm.step_times import StepTimes
 from kvferry.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,9 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        groups = tuple(map(cache_group, self._kv_cache_config.kv_cache_groups))
         self._choosing.headroom = Headroom.of(
-            self._vllm_config, self._kv_cache_config, kv_cache_manager.block_pool
+            groups, step_tokens(self._vllm_config), kv_cache_manager.block_pool
         )
         for child in self._connectors:
             child.bind_kv_cache_manager(kv_cache_manager)
@@ -157,7 +159,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         for place, child in enumerate(self._connectors):
             if loader not in (None, place) and isinstance(child, KVFerryConnector):
                 # What fails to load is known after the step, in which what follows from it would be stored.
-                child.scheduler_half.parts.doubt(request.request_id)
+                child.scheduler.half.parts.doubt(request.request_id)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -169,7 +171,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         return found
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
-        self._steps.scheduled(scheduler_output)
+        self._steps.scheduled(scheduler_output.total_num_scheduled_tokens)
         self._choosing.scheduled(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         return MultiMeta(children, self._choosing.take_new(), self._endings.take_new())

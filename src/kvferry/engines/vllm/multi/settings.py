@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.engines.vllm.choices import unusable
-from kvferry.engines.vllm.tier_config import check_weight
+from kvferry.connector.choices import unusable
+from kvferry.connector.tier_config import check_weight
 from kvferry.errors import ConfigError
 
 TRANSFER_KEYS = (

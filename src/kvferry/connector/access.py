@@ -1,0 +1,61 @@
+"""The key of an engine, and the peers that its configuration allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.messages import WorkerInfo
+from kvferry.errors import ConfigError
+from kvferry.transport.address import is_loopback
+from kvferry.transport.allowed_peers import AllowedPeers, parse_allowed_peers
+from kvferry.transport.key_file import key_location, read_keys
+from kvferry.transport.security import Keys
+
+logger = logging.getLogger(__name__)
+
+
+def scheduler_keys(config: ConnectorConfig) -> Keys | None:
+    """Return the keys of the engine, None if it exchanges no KV; log once which key others need.
+
+    Raises:
+        ConfigError: there is no key, and none can be made.
+    """
+    if not config.transfers:
+        return None
+    keys, place = read_keys(config.secret_file), key_location(config.secret_file)
+    logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
+    if not place.configured and not is_loopback(config.host):
+        logger.warning(
+            "host is %s and secret_file is not set, so only this user's engines on this machine have "
+            "the key: others are refused until they have it too; copy %s to their machines, or make a file "
+            "with kvferry keygen FILE, and set secret_file everywhere",
+            config.host, place.path,
+        )  # fmt: skip
+    return keys
+
+
+def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
+    """Return the peers of a configuration.
+
+    Raises:
+        ConfigError: see `parse_allowed_peers`.
+    """
+    return parse_allowed_peers(config.peers, config.host, config.advertise_host)
+
+
+def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
+    """Check that all ranks of the engine have its key, wherever they run.
+
+    Raises:
+        ConfigError: a rank has another.
+    """
+    for worker in workers:
+        if worker.key not in (None, keys.fingerprint):
+            geometry = worker.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} has a key with fingerprint {worker.key}, "
+                f"the engine's scheduler one with {keys.fingerprint}: its machine has a key of its own; set "
+                "secret_file to the same secret on all machines of the engine (kvferry keygen FILE makes one)"
+            )

@@ -1,0 +1,168 @@
+"""Names of LoRA adapters: digests of their files, while the files are those that the engine computes with.
+
+A thread reads the files, because an adapter of half a gigabyte would delay the engine's steps. Until its
+digest is known an adapter has no name, and the caller asks again later. An adapter that cannot be read is
+read again after a while.
+
+The engine may load an adapter long before its first request, so it tells of every load (`on_load`). One that
+it loads in place of another has no name, and requests that began with the other one have none any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeAlias
+
+from kvferry.cache.weights import weights_of
+from kvferry.connector.engine import LoraAdapter
+from kvferry.errors import ConfigError, NotYetNamed, Unnameable
+from kvferry.terminal import shown
+
+logger = logging.getLogger(__name__)
+
+_Seen: TypeAlias = tuple[tuple[str, int, int], ...]
+"""Name, size and time of modification (ns) of the files of an adapter."""
+
+_GRACE_SECONDS = 0.005
+"""How long the first call waits: digests of files that were read before are remembered."""
+
+AGAIN_SECONDS = 10.0
+"""After so long the files of an adapter that could not be read are read again."""
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """An adapter's files.
+
+    Attributes:
+        seen: its files when it was first asked for.
+        again: monotonic seconds from which on its files may be read again.
+        done: set when its files have been read.
+        digest: digest of the files; None if they could not be read.
+        absent: it had no weights, so the engine has not loaded it either.
+    """
+
+    seen: _Seen
+    again: float
+    done: threading.Event = field(default_factory=threading.Event)
+    digest: str | None = None
+    absent: bool = False
+
+    def may_be_read_again(self, seen: _Seen, now: float) -> bool:
+        """Return whether its files could not be read, some time ago, and are still the same."""
+        failed = self.done.is_set() and self.digest is None
+        return failed and now >= self.again and (self.absent or seen == self.seen)
+
+
+class Adapters:
+    """Adapters by their folder. Only the engine's thread calls it.
+
+    The engine reads an adapter when it first needs it, and again after evicting it. If the files have changed
+    since the first time, nobody knows which version it computes with, so the adapter has no name any more.
+    """
+
+    def __init__(self, settings: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin without any adapter.
+
+        Args:
+            settings: the engine's LoRA settings that change what adapters compute; part of every name.
+            clock: monotonic seconds.
+        """
+        self._settings, self._clock = settings, clock
+        self._replaced: set[int] = set()
+        self._known: dict[str, _Adapter] = {}
+        self._reading = threading.Lock()
+
+    def on_load(self, lora: LoraAdapter) -> None:
+        """Note that the engine is about to load an adapter."""
+        if lora.load_inplace:
+            self._replaced.add(lora.lora_int_id)
+        elif lora.lora_path not in self._known:
+            self._read(lora, _files(Path(lora.lora_path)))
+
+    def is_current(self, lora: LoraAdapter | None) -> bool:
+        """Return whether an adapter, or None, has not been replaced in place by another one."""
+        return lora is None or lora.lora_int_id not in self._replaced
+
+    def name(self, lora: LoraAdapter | None) -> str:
+        """Return the name of an adapter, empty for none.
+
+        Args:
+            lora: the adapter, or None.
+
+        Raises:
+            NotYetNamed: its files are being read.
+            Unnameable: its weights are not on this machine's disk, or may change from step to step.
+        """
+        if lora is None:
+            return ""
+        if lora.load_inplace or not self.is_current(lora):
+            raise Unnameable(
+                f"LoRA {lora.lora_name} was loaded in place (load_inplace), so its weights may change; load "
+                "it under a name of its own"
+            )
+        seen = _files(Path(lora.lora_path))
+        known = self._known.get(lora.lora_path)
+        if known is None or known.may_be_read_again(seen, self._clock()):
+            known = self._read(lora, seen)
+        if not known.done.is_set():
+            raise NotYetNamed(f"the files of LoRA {lora.lora_name} are still being read for their digest")
+        if known.digest is None:
+            raise Unnameable(
+                f"the weights of LoRA {lora.lora_name} are not on this machine's disk, or cannot be read; "
+                "give the engine's user a readable copy here"
+            )
+        if seen != known.seen:
+            raise Unnameable(
+                f"files of LoRA {lora.lora_name} have changed since it was first used; load it under another "
+                "name or path"
+            )
+        return f"{known.digest} {self._settings}".rstrip()
+
+    def _read(self, lora: LoraAdapter, seen: _Seen) -> _Adapter:
+        """Start a thread that reads an adapter; threads read one after the other."""
+        first = lora.lora_path not in self._known
+        adapter = self._known[lora.lora_path] = _Adapter(seen, self._clock() + AGAIN_SECONDS)
+
+        def read() -> None:
+            with self._reading:
+                try:
+                    why = _read_into(adapter, Path(lora.lora_path))
+                    if first and why:
+                        name = shown(lora.lora_name)
+                        logger.warning("LoRA %s: %s; its requests are not cached", name, shown(why, 300))
+                finally:
+                    adapter.done.set()
+
+        threading.Thread(target=read, name="kvferry-adapter", daemon=True).start()
+        adapter.done.wait(_GRACE_SECONDS)
+        return adapter
+
+
+def _files(folder: Path) -> _Seen:
+    try:
+        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    except OSError:
+        return ()
+    return tuple((name, status.st_size, status.st_mtime_ns) for name, status in stats)
+
+
+def _read_into(adapter: _Adapter, folder: Path) -> str:
+    """Digest weights and configuration, which scales them; return why there is no digest, if so."""
+    try:
+        weights = weights_of(folder)
+        if weights is None:
+            adapter.absent = True
+            return "its weights are not on this machine's disk"
+        config = (folder / "adapter_config.json").read_bytes()
+    except (ConfigError, OSError) as error:
+        adapter.absent = not adapter.seen
+        return str(error)
+    adapter.digest = f"{weights} {blake2b(config, digest_size=16).hexdigest()}"
+    return ""

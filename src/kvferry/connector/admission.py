@@ -1,0 +1,380 @@
+"""Admission: choose the source that serves a request, follow its loads, and try the next bid after a failure.
+
+The life of each request that some source might serve, in a `_RequestState`:
+
+    OPEN ─admitted with blocks─▶ LOADING ─all workers ready─▶ SERVED
+      │                             └─failed or late─▶ (struck out) FAILED ─lets others pass─▶ OPEN ─▶ …
+      └─nothing to load─▶ SERVED ─preempted, admitted anew─▶ OPEN
+
+vLLM queues a request whose load failed before requests whose loads hold blocks, and keeps blocks reserved for
+the failed load. If it needed more blocks than are left, neither it nor the others would ever go on. So it
+stands aside once. If the next plan finds no room at once, the prompt is computed, for which vLLM reserves
+nothing. A load also waits if it would leave too little `headroom` for requests that wait, or if its source
+has no room. When the request's patience is over, the prompt is computed.
+
+Every request ends because a load brings it further or is not begun (`bids`).
+
+Two sources may bring a prefix together (`load_plans`). The request then waits for two loads. When one fails
+on any worker, the other is dropped and its source is not blamed. The request goes on, and bytes in flight
+land in blocks that it no longer has.
+
+Blocks that a load writes stay pinned in the engine's pool until every worker reports that nothing is in
+flight, whatever becomes of the request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
+from kvferry.connector.bids import Bidding
+from kvferry.connector.engine import Allocation, BlockIds, BlockPool, CacheGroup, Request
+from kvferry.connector.headroom import Headroom
+from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
+from kvferry.connector.messages import Report, StepOrders, StepReports
+from kvferry.connector.must_compute import must_compute
+from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.pins import Pins
+from kvferry.connector.policies import Choice
+from kvferry.connector.request_phase import RequestPhase
+from kvferry.connector.source import Load, Source
+from kvferry.connector.stream import EventStream
+from kvferry.connector.waiting import Waiting
+from kvferry.planning.select import LoadSpan, max_writable_blocks, writable_blocks
+from kvferry.terminal import shown
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """One request.
+
+    Attributes:
+        bidding: its bids and attempts.
+        sources: those that might serve it.
+        phase: as drawn above.
+        taken: the plan last proposed to the engine, and the tokens that the engine had then.
+        loads: the loads under way.
+        broken: a load of this attempt has failed.
+        failed: the last attempt has failed.
+        waiting: time spent waiting for room, or for sources that were looking.
+        crowded: there was no room for `taken`.
+    """
+
+    bidding: Bidding
+    sources: tuple[Source, ...]
+    phase: RequestPhase = RequestPhase.OPEN
+    taken: tuple[LoadPlan, int] | None = None
+    loads: list[Load] = field(default_factory=list)
+    broken: bool = False
+    failed: bool = False
+    waiting: Waiting = field(default_factory=Waiting)
+    crowded: bool = False
+
+
+class Admission:
+    """Decides for every request which source loads it. Only the engine's thread calls it.
+
+    Attributes:
+        pins: blocks that loads may write.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        pins: Pins[Any],
+        parts: PartBlocks,
+        headroom: Headroom,
+        pool: BlockPool,
+        workers: int,
+        attempts: int,
+        sources: Sequence[Source],
+        choice: Choice,
+        events: EventStream,
+    ) -> None:
+        """Begin.
+
+        Args:
+            groups: the engine's KV cache groups.
+            pins: shared with the sources, which count the blocks that late loads hold.
+            parts: blocks that loads fill in part.
+            headroom: blocks to leave for requests that wait.
+            pool: the engine's block pool.
+            workers: number of workers that report a load.
+            attempts: most loads of a request.
+            sources: in the order in which they are asked; the first of equal bids is taken.
+            choice: chooses between bids.
+            events: receives an event for each decision.
+        """
+        self.pins = pins
+        self._groups = tuple(groups)
+        self._parts, self._headroom, self._pool = parts, headroom, pool
+        self._workers, self._attempts = workers, attempts
+        self._sources, self._choice = tuple(sources), choice
+        self._events = AdmissionEvents(events, choice.policy)
+        self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in self._groups)
+        self._known: dict[str, _RequestState] = {}
+        self._loads: dict[str, tuple[Source, Load]] = {}
+        self._given_up: dict[str, str] = {}
+        self._brought: dict[str, Bidding] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Number of requests that a source might serve, or has served."""
+        return len(self._known)
+
+    def on_new_request(self, request: Request) -> None:
+        """Ask the sources which of them may serve a request."""
+        bidding = Bidding(self._attempts)
+        sources = tuple(source for source in self._sources if source.arrived(request, bidding))
+        self._events.arrived(request, sources, [one for one in self._sources if one not in sources])
+        if sources:
+            self._known[request.request_id] = _RequestState(bidding, sources)
+
+    def matched(self, request: Request, have: int) -> int | None:
+        """Return the tokens that can be loaded beyond `have`; None to be asked again later."""
+        if self._parts.evict():
+            return None  # some of what the engine has just found for this request may be among them
+        known = self._known.get(request.request_id)
+        if known is None or known.phase is RequestPhase.LOADING:
+            return 0
+        if known.phase is RequestPhase.FAILED:
+            known.phase, known.failed = RequestPhase.OPEN, True
+            return None
+        if known.failed and known.taken is not None:
+            self._events.no_room(request.request_id, have)
+            return 0
+        known.phase = RequestPhase.OPEN
+        if (why := must_compute(request, have)) is not None:
+            known.taken = None
+            self._events.not_asked(request, known.sources, have, *why)
+            return 0
+        return self._best(known, request, have)
+
+    def allocated(self, request: Request, blocks: Allocation, external: int) -> None:
+        """Begin the load of `external` tokens, 0 for none, into the blocks that the request now has."""
+        known = self._known.get(request.request_id)
+        if known is not None and known.phase is RequestPhase.SERVED:
+            self._parts.goes_on(request.request_id)
+        if known is None or known.phase is not RequestPhase.OPEN:
+            return
+        self._parts.forget(request.request_id)  # of an admission before this one
+        known.failed = False
+        if external == 0 or known.taken is None:
+            if known.taken is not None and known.crowded:
+                self._events.no_room(request.request_id, known.taken[1])
+            known.taken = None
+            self._settle(request.request_id, known)
+            self._events.unserved(request)
+            return
+        known.phase, known.broken = RequestPhase.LOADING, False
+        known.bidding.take()
+        self._headroom.loads(request.request_id, known.taken[1] + external, request.num_tokens)
+        self._begin(known, request, blocks, external)
+        known.taken = None
+
+    def origins(self, request_id: str) -> Counter[str]:
+        """Count the tokens that a request waits for, by the place most of each load comes from."""
+        found = Counter[str]()
+        for load in self._known[request_id].loads:
+            found[self._loads[load.key][0].origin(load)] += load.span.ends - load.span.begins
+        return found
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request that has ended. Its loads under way are late from now on."""
+        self._headroom.forget(request_id)
+        self._brought.pop(request_id, None)
+        known = self._known.pop(request_id, None)
+        if known is None:
+            self._events.finished(request_id)
+            return
+        for load in known.loads:
+            self.pins.late(load.key)
+            self._loads[load.key][0].dropped(load)
+        self._settle(request_id, known)
+        for source in known.sources:
+            source.finished(request_id)
+        self._events.finished(request_id)
+        self._events.late(self.pins.all_late_blocks)
+
+    def scheduled(self, requests: Container[str]) -> None:
+        """Note the requests that the coming step computes tokens of."""
+        self._headroom.go_on(requests)
+        for name in [name for name in self._brought if name in requests]:
+            self._brought.pop(name).computed()
+        self._events.scheduled(requests)
+
+    def hand_over(self, orders: StepOrders) -> None:
+        """Add all orders since the last step to those of the coming one."""
+        self._parts.end_pass()
+        orders.given_up, self._given_up = self._given_up, {}
+        for source in self._sources:
+            source.hand_over(orders)
+
+    def take_reports(self, reports: StepReports) -> None:
+        """Handle the workers' reports, and free blocks that nothing writes any more."""
+        bad = [self._loads[key][1] for key, report in reports.reports.items() if report.failure is not None]
+        for key, report in reports.reports.items():
+            self._report(key, report, reports.reported.get(key, 1))
+        for load in bad:
+            if not load.given_up:
+                self._give_up_beside(load)
+        for key, workers in reports.released.items():
+            if blocks := self.pins.landed(key, workers):
+                self._pool.free_blocks(reversed(blocks))
+        self._events.late(self.pins.all_late_blocks)
+
+    def _report(self, key: str, report: Report, workers: int) -> None:
+        if report.late:
+            self.pins.late(key)
+        source, load = self._loads[key]
+        if load.hear(report, workers) < self._workers:
+            return
+        del self._loads[key]
+        known, whole = self._known.get(load.request_id), load.whole()
+        wanted = known is not None and load in known.loads
+        in_vain = load.given_up and whole.failure is not None
+        self._events.ended(source, load, whole, wanted=wanted and not in_vain)
+        if known is None or not wanted:
+            return
+        known.loads.remove(load)
+        if whole.failure is not None:
+            known.broken = True
+            self._parts.forget(load.request_id)
+        if not in_vain:
+            source.ended(load, whole)
+        # A late load takes at least so long. A part is not timed: its windows and states outweigh its tokens.
+        if load.loads == 1 and (whole.failure is None or whole.late):
+            self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
+        if known.loads:
+            return
+        if known.broken:
+            known.phase = RequestPhase.FAILED
+            self._headroom.forget(load.request_id)
+            return
+        known.bidding.succeeded()
+        self._brought[load.request_id] = known.bidding
+        self._settle(load.request_id, known)
+        self._events.settled(load.request_id, load.span.total, load.span.prompt)
+
+    def _give_up_beside(self, failed: Load) -> None:
+        """Drop the other loads of a failed attempt, without blame for their sources."""
+        known = self._known.get(failed.request_id)
+        for load in known.loads if known is not None else ():
+            if load is not failed and load.attempt == failed.attempt and not load.given_up:
+                load.given_up |= all(report.failure is None for report in load.reports)
+                self._given_up[load.key] = OTHER_PART
+                self._loads[load.key][0].dropped(load)
+
+    def _best(self, known: _RequestState, request: Request, have: int) -> int | None:
+        """Take the best bid and return its tokens; None while the request waits for it, or for room."""
+        known.crowded = False
+        plans = self._plans(known, request, have)
+        now = time.monotonic()
+        waited = known.waiting.until(now)
+        best = self._choice.of(
+            known.bidding.open((plan.bid for plan in plans), request.num_tokens - have),
+            request.num_tokens - have,
+            waited=waited,
+            before=None if known.taken is None else known.taken[0].bid,
+        )
+        bids = [(plan.last, plan.bid) for plan in plans]
+        self._events.asked(request, known.sources, known.bidding, have, bids, best)
+        if best is None:
+            return 0
+        if not best.looking:
+            known.taken = next(plan for plan in plans if plan.bid is best), have
+            known.crowded = not self._has_room(known.taken[0], request, have)
+            if not known.crowded:
+                return best.tokens
+            if waited >= self._choice.patience_seconds:
+                return 0
+        known.waiting.begin(now)
+        return None
+
+    def _plans(self, known: _RequestState, request: Request, have: int) -> list[LoadPlan]:
+        """Return the plans that may be taken."""
+        found = load_plans(known.sources, request, have, self._alignment_tokens)
+        return [plan for plan in found if not self._in_part(plan, request, have)]
+
+    def _has_room(self, plan: LoadPlan, request: Request, have: int) -> bool:
+        """Return whether a plan's loads leave the blocks that others need, even if they are late."""
+        tokens, total = request.num_tokens, have + plan.bid.tokens
+        return self._headroom.fits(request.request_id, total, tokens) and all(
+            source.room(bid, self._most_written(span))
+            for source, bid, span in plan.parts(have, plan.bid.tokens, tokens)
+        )
+
+    def _begin(self, known: _RequestState, request: Request, blocks: Allocation, external: int) -> None:
+        """Begin the loads of the plan that was taken; `external` tokens of it are not here."""
+        assert known.taken is not None
+        plan, have = known.taken
+        parts = plan.parts(have, external, request.num_tokens)
+        self._count += 1
+        attempt = f"{shown(request.request_id)}#{self._count}"
+        for number, (source, bid, span) in enumerate(parts):
+            load = Load(
+                key=f"{attempt}.{number}",
+                request_id=request.request_id,
+                attempt=attempt,
+                loads=len(parts),
+                bid=bid,
+                span=span,
+                tables=self._tables(blocks, span),
+                began=time.monotonic(),
+            )
+            known.loads.append(load)
+            self._loads[load.key] = source, load
+            self._pin(load, blocks.blocks)
+            source.begin(load, request)
+            self._events.began(source, load)
+        self._parts.begin(request, load.tables, span, source.alignments(load))
+
+    def _in_part(self, plan: LoadPlan, request: Request, have: int) -> bool:
+        """Return whether a plan would fill a block in part where that is not allowed.
+
+        Return False while a source of the plan is still looking: nobody knows yet.
+        """
+        source, bid = plan.legs[-1]
+        span = LoadSpan(have, have + plan.bid.tokens, request.num_tokens)
+        load = Load(
+            key="",
+            request_id=request.request_id,
+            attempt="",
+            loads=1,
+            bid=bid,
+            span=span,
+            tables=(),
+            began=0.0,
+        )
+        return not plan.bid.looking and self._parts.refuses(span, source.alignments(load))
+
+    def _settle(self, request_id: str, known: _RequestState) -> None:
+        known.phase = RequestPhase.SERVED
+        for source in known.sources:
+            source.settled(request_id)
+
+    def _pin(self, load: Load, blocks: Sequence[Sequence[Any]]) -> None:
+        """Take a reference to every block that the load may write."""
+        held = [
+            block
+            for group, of_group in zip(self._groups, blocks, strict=True)
+            for block in of_group[writable_blocks(group.kind, group.block_tokens, load.span)]
+            if not block.is_null
+        ]
+        self._pool.touch(held)
+        self.pins.hold(load.key, load.source, held)
+
+    def _tables(self, blocks: Allocation, span: LoadSpan) -> BlockIds:
+        ids = zip(self._groups, blocks.get_block_ids(), strict=True)
+        return tuple(group.table(of_group, span.total) for group, of_group in ids)
+
+    def _most_written(self, span: LoadSpan) -> int:
+        """Return the most blocks that a load of these tokens writes."""
+        return sum(
+            max_writable_blocks(one.kind, one.attention_span, one.block_tokens, span) for one in self._groups
+        )

@@ -1,0 +1,234 @@
+"""Events for what admission decides.
+
+An error here is logged and changes no decision.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Sequence
+from dataclasses import replace
+
+from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.engine import Request
+from kvferry.connector.events import (
+    Arrived,
+    DecisionReason,
+    Finished,
+    LateBlocks,
+    LoadBegan,
+    LoadEnded,
+    LoadOutcome,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourcesAsked,
+    ValuedBid,
+)
+from kvferry.connector.messages import Report
+from kvferry.connector.policies import Policy
+from kvferry.connector.source import Load, Source
+from kvferry.connector.stream import EventStream, log_errors
+
+OTHER_PART = "another part of the prefix has failed"
+"""The reason for dropping a load whose request goes on."""
+_LONGEST_HEADER = 512
+"""Characters of a trace header that are kept."""
+_OUTCOMES = {"ready": LoadOutcome.READY, "failed": LoadOutcome.FAILED, "expired": LoadOutcome.EXPIRED}
+
+
+class AdmissionEvents:
+    """Makes events of admission's decisions, and leaves out repetitions. Decides nothing."""
+
+    def __init__(self, events: EventStream, policy: Policy) -> None:
+        """Begin.
+
+        Args:
+            events: receives the events.
+            policy: values bids.
+        """
+        self._events, self._policy = events, policy
+        self._asked: dict[str, tuple[object, SourcesAsked]] = {}
+        self._unserved: dict[str, Request] = {}
+        self._late = 0
+
+    @log_errors
+    def arrived(self, request: Request, sources: Sequence[Source], others: Sequence[Source]) -> None:
+        """Tell that a request came in; `sources` may serve it, `others` may not."""
+        declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
+        names = tuple(source.name for source in sources)
+        now, tokens = time.monotonic(), int(request.num_tokens)
+        # W3C: a tracestate of 512 characters must be passed on, a longer one need not.
+        headers = tuple(
+            (name, value) for name, value in request.trace_headers.items() if len(value) <= _LONGEST_HEADER
+        )
+        self._events.emit(
+            Arrived(
+                request.request_id,
+                now,
+                tokens=tokens,
+                sources=names,
+                declined=declined,
+                trace_headers=headers,
+            )
+        )
+
+    @log_errors
+    def asked(
+        self,
+        request: Request,
+        sources: Sequence[Source],
+        bidding: Bidding,
+        have: int,
+        offers: Sequence[tuple[Source, Bid]],
+        best: Bid | None,
+    ) -> None:
+        """Tell what sources bid, unless they bid the same last time."""
+        now = (have, [bid for _, bid in offers], best, bidding.spent)
+        last = self._asked.get(request.request_id)
+        if last is not None and last[0] == now:
+            return
+        rest = request.num_tokens - have
+        bids = tuple(self._valued(source, bid, bidding, rest) for source, bid in offers)
+        silent = [source for source in sources if not any(of is source for of, _ in offers)]
+        event = SourcesAsked(
+            request.request_id,
+            time.monotonic(),
+            local_tokens=have,
+            bids=bids,
+            compute_value=self._policy.value(None, rest),
+            misses=tuple(source.lack(request, have) for source in silent),
+            chosen=best,
+            why=_why(bids, bidding, best),
+        )
+        self._asked[request.request_id] = now, event
+        self._events.emit(event)
+
+    @log_errors
+    def not_asked(
+        self, request: Request, sources: Sequence[Source], have: int, miss: MissReason, detail: str
+    ) -> None:
+        """Tell why nothing may be loaded whatever sources have, unless it was told last time."""
+        last = self._asked.get(request.request_id)
+        if last is not None and last[0] == (have, miss):
+            return
+        event = SourcesAsked(
+            request.request_id,
+            time.monotonic(),
+            local_tokens=have,
+            bids=(),
+            compute_value=self._policy.value(None, request.num_tokens - have),
+            misses=tuple(SourceMiss(source.name, miss, detail=detail) for source in sources),
+            chosen=None,
+            why=DecisionReason.SKIPPED if miss is MissReason.SKIPPED else DecisionReason.NOTHING,
+        )
+        self._asked[request.request_id] = (have, miss), event
+        self._events.emit(event)
+
+    @log_errors
+    def no_room(self, request_id: str, have: int) -> None:
+        """Tell that there was no room for the chosen load, and that the request does not wait for it."""
+        _, last = self._asked[request_id]
+        now = time.monotonic()
+        event = replace(last, at=now, local_tokens=have, chosen=None, why=DecisionReason.NO_ROOM)
+        self._asked[request_id] = None, event
+        self._events.emit(event)
+
+    @log_errors
+    def began(self, source: Source, load: Load) -> None:
+        """Tell that a load was ordered."""
+        bid, span = load.bid, load.span
+        self._unserved.pop(load.request_id, None)
+        self._events.emit(
+            LoadBegan(
+                load.request_id,
+                load.began,
+                load=load.key,
+                source=source.name,
+                peer=bid.source,
+                parts=bid.parts,
+                begin=span.begins,
+                end=span.ends,
+                attempt=load.attempt,
+            )
+        )
+
+    @log_errors
+    def ended(self, source: Source, load: Load, whole: Report, *, wanted: bool) -> None:
+        """Tell how a load ended that all workers have reported; `wanted` if its request still waits."""
+        now, failed = time.monotonic(), whole.failure is not None
+        blame = source.blame(load, whole) if failed and wanted else None
+        moved = source.brought(load, whole)
+        self._events.emit(
+            LoadEnded(
+                load.request_id,
+                now,
+                load=load.key,
+                source=source.name,
+                outcome=_OUTCOMES[whole.outcome] if wanted else LoadOutcome.DROPPED,
+                miss=blame,
+                failure=(whole.failure or "") if wanted else OTHER_PART if load.given_up else "",
+                seconds=now - load.began,
+                moved=() if failed else moved,
+                pages=whole.pages,
+                descriptors=whole.descriptors,
+                plan_seconds=whole.plan_seconds,
+                transfer_seconds=whole.transfer_seconds,
+                check_seconds=whole.check_seconds,
+            )
+        )
+
+    @log_errors
+    def settled(self, request_id: str, at_hand: int, tokens: int) -> None:
+        """Tell that the engine goes on with a request that was loaded."""
+        self._events.emit(Scheduled(request_id, time.monotonic(), at_hand, tokens))
+
+    @log_errors
+    def unserved(self, request: Request) -> None:
+        """Note a request that no source loads; `scheduled` tells what it goes on with.
+
+        Until then another connector may load it without telling anyone.
+        """
+        self._unserved[request.request_id] = request
+
+    @log_errors
+    def scheduled(self, requests: Container[str]) -> None:
+        """Tell that the engine goes on with those of these requests that no source has loaded."""
+        for name in [name for name in self._unserved if name in requests]:
+            request = self._unserved.pop(name)
+            own, last = request.own_hit, self._asked.get(name)
+            if own is None:
+                own = 0 if last is None else last[1].local_tokens
+            at_hand = request.num_computed_tokens
+            self._events.emit(
+                Scheduled(name, time.monotonic(), at_hand, request.num_tokens, max(0, at_hand - own))
+            )
+
+    @log_errors
+    def finished(self, request_id: str) -> None:
+        """Tell that a request has ended."""
+        self._asked.pop(request_id, None)
+        self._unserved.pop(request_id, None)
+        self._events.emit(Finished(request_id, time.monotonic()))
+
+    @log_errors
+    def late(self, blocks: int) -> None:
+        """Tell how many blocks late loads hold, if the number has changed."""
+        if blocks != self._late:
+            self._late = blocks
+            self._events.emit(LateBlocks(time.monotonic(), blocks))
+
+    def _valued(self, source: Source, bid: Bid, bidding: Bidding, rest: int) -> ValuedBid:
+        struck = bidding.why(bid.source) or ""
+        return ValuedBid(source.name, bid, 0.0 if struck else self._policy.value(bid, rest), struck)
+
+
+def _why(bids: Sequence[ValuedBid], bidding: Bidding, best: Bid | None) -> DecisionReason:
+    """Return why `best` was chosen, or why nothing was."""
+    if best is not None:
+        return DecisionReason.LOOKING if best.looking else DecisionReason.BEST
+    if bids and bidding.spent:
+        return DecisionReason.ATTEMPTS
+    if any(not one.excluded and not one.bid.looking for one in bids):
+        return DecisionReason.COMPUTING
+    return DecisionReason.NOTHING

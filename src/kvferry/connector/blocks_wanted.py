@@ -1,0 +1,63 @@
+"""The blocks that requests wait for, and the leases that give way to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvferry.connector.engine import CacheGroup, Request
+from kvferry.planning.select import attends_to_all
+
+
+class BlocksWanted:
+    """Counts the blocks that requests of an engine wait for. Only the engine's thread calls it."""
+
+    def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
+        """Begin without requests.
+
+        Args:
+            groups: the engine's KV cache groups.
+            tokens_in_flight: most tokens of a request that are scheduled and not computed.
+        """
+        self._groups, self._tokens_in_flight = tuple(groups), tokens_in_flight
+        self._requests: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        """Note a request that came in and will need blocks."""
+        self._requests[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(request.request_id, None)
+
+    def blocks(self) -> int:
+        """Return the blocks of the largest request that has none.
+
+        It gets all of them at once, or goes on waiting.
+        """
+        waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)
+        tokens = max(waiting, default=0)
+        return sum(self._of_group(group, tokens) for group in self._groups) if tokens else 0
+
+    def _of_group(self, group: CacheGroup, tokens: int) -> int:
+        if not attends_to_all(group.kind):
+            tokens = min(tokens, group.attention_span + self._tokens_in_flight + group.block_tokens)
+        return 1 + -(-tokens // group.block_tokens)
+
+
+def first_to_go(held: Mapping[str, int], lacking: int) -> list[str]:
+    """Return the first leases that together hold as many blocks as are lacking.
+
+    >>> first_to_go({"a": 2, "b": 3, "c": 1}, 3), first_to_go({"a": 2}, 0)
+    (['a', 'b'], [])
+
+    Args:
+        held: blocks of each lease, in the order in which they are to go.
+        lacking: blocks.
+    """
+    found = []
+    for name, blocks in held.items():
+        if lacking <= 0:
+            break
+        found.append(name)
+        lacking -= blocks
+    return found

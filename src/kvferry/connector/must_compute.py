@@ -1,0 +1,26 @@
+"""Requests that load nothing, whatever sources have, and the reason."""
+
+from __future__ import annotations
+
+from kvferry.connector.bids import leads_on
+from kvferry.connector.engine import Request
+from kvferry.connector.events import MissReason
+
+
+def must_compute(request: Request, have: int) -> tuple[MissReason, str] | None:
+    """Return why a request loads nothing, as a word and a sentence; None if sources may be asked.
+
+    Args:
+        request: the request.
+        have: tokens that the engine's own prefix cache has.
+    """
+    if (why := request.why_no_cache) is not None:
+        return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
+    if leads_on(request.num_tokens - have):
+        return None
+    if have:
+        return (
+            MissReason.LOCAL,
+            f"{have} of {request.num_tokens} tokens are here, and the last is always computed",
+        )
+    return MissReason.SHORT_PROMPT, "its only token is always computed"

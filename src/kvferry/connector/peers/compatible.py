@@ -1,0 +1,45 @@
+"""Checks that this engine can read what a peer keeps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvferry.errors import Incompatible
+from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.planning.template import absent_layer_names, window_mismatches
+from kvferry.transport.messages import RankCard
+
+logger = logging.getLogger(__name__)
+
+
+def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
+    """Check that each of our ranks can read what it needs from a peer's.
+
+    Raises:
+        Incompatible: a rank cannot; names every difference.
+    """
+    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
+    absent = absent_layer_names(peer, here)
+    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
+        raise Incompatible(list(dict.fromkeys(found)))
+    if absent:
+        logger.warning(
+            "the peer does not keep %d layer(s) of our draft model, %s for one: prompts from there are "
+            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
+            "matters", len(absent), absent[0],
+        )  # fmt: skip
+
+
+def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
+    """Return (tokens, bytes) of a block if all layers had the widest attention of the model."""
+    per_layer = [
+        (layer.page.content_bytes / layer.page.block_tokens, layer.page.block_tokens)
+        for rank in ranks
+        for group in rank.groups
+        for layer in group.layers
+        if group.kind is not GroupKind.STATE
+    ]
+    bytes_per_token, tokens = max(per_layer, default=(0.0, 1))
+    layers = sum(len(group.layers) for rank in ranks for group in rank.groups)
+    return tokens, bytes_per_token * tokens * layers

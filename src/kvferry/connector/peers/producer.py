@@ -1,0 +1,253 @@
+"""The scheduler half of an engine that computes prompts for others.
+
+A finished prompt's blocks stay where they are, under a lease, until all consumers that have redeemed its
+ticket release it, or stay silent for too long. A lease that no consumer has claimed gives way to requests
+that wait for blocks (`unclaimed`). Ending a lease goes through the workers: each raises the lease word, then
+says that the request is sent, and only then does the engine give the blocks back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.blocks_wanted import BlocksWanted
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
+from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
+from kvferry.connector.messages import StepOrders
+from kvferry.connector.peers.offer import Offer, wants_prefill, write_nothing, write_offer
+from kvferry.connector.peers.siblings import Siblings
+from kvferry.connector.peers.turn_keeper import TurnKeeper
+from kvferry.connector.peers.turn_names import TurnNames
+from kvferry.connector.peers.unclaimed import UnclaimedLeases
+from kvferry.connector.prompt_content import content_of
+from kvferry.connector.stream import EventStream
+from kvferry.errors import TransferError, Unnameable
+from kvferry.limited_log import LimitedLog
+from kvferry.terminal import shown
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.fair_queue import FairQueue
+from kvferry.transport.handshake import Address
+from kvferry.transport.lease import LeaseBook
+from kvferry.transport.redeem import Grant, new_ticket
+from kvferry.transport.tickets import TicketBook
+
+logger = logging.getLogger(__name__)
+
+LEASE_SLOTS = 8192
+
+
+class Producer:
+    """Grants leases for finished prompts, and ends them."""
+
+    def __init__(
+        self,
+        engine: EngineFacts,
+        config: ConnectorConfig,
+        *,
+        incarnation: int,
+        events: EventStream,
+        names: TurnNames,
+        adapters: Adapters,
+    ) -> None:
+        """Begin without leases.
+
+        Args:
+            engine: facts of the engine.
+            config: the connector's settings.
+            incarnation: of this engine.
+            events: receives an event for each lease.
+            names: names of earlier turns.
+            adapters: the engine's LoRA adapters.
+        """
+        self._engine, self._adapters = engine, adapters
+        # Drafts of several modules combine what was computed of a token with tokens that only the consumer
+        # has. A prefix that ends earlier is whole, but recurrent state has no earlier one.
+        self._unsettled = 0 if engine.has_state else max(engine.draft_lookahead - 1, 0)
+        self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
+        self._host = config.advertise_host or config.host
+        self._events = events
+        self._prompts: dict[str, Request] = {}
+        self._withdrawn: list[str] = []
+        self._log = LimitedLog(logger)
+        self._siblings = Siblings(engine.parent_of)
+        self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
+        self._unclaimed = UnclaimedLeases(self._book, self._wanted)
+        self._stopped = False
+        self._turns: TurnKeeper | None = None
+        if config.turn_seconds:
+            self._turns = TurnKeeper(
+                engine,
+                book=self._book,
+                names=names,
+                wanted=self._wanted,
+                events=events,
+                seconds=config.turn_seconds,
+                share=config.turn_share,
+            )
+        self._tickets = TicketBook(incarnation)
+        self.port = 0
+
+    def start(self, server: ControlServer, pool: BlockPool, workers: int) -> None:
+        """Begin to grant leases and to publish tickets and turns.
+
+        Args:
+            server: the control channel, which answers from them.
+            pool: the engine's block pool.
+            workers: number of workers, which all have lease words.
+        """
+        self.port, self._tickets = server.port, server.tickets
+        self._unclaimed.start(pool)
+        if self._turns is not None:
+            self._turns.start(server.turns, pool, workers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must keep stepping even without requests."""
+        return self._turns is not None and self._turns.busy
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks will become free without preempting a request."""
+        return self._turns is not None and self._turns.holds_blocks
+
+    @property
+    def keeps_turns(self) -> Address | None:
+        """Address at which peers ask for earlier turns; None if none are kept."""
+        return None if self._turns is None else (self._host, self.port)
+
+    def on_new_request(self, request: Request) -> None:
+        """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
+        self._wanted.add(request)
+        if wants_prefill(request.kv_transfer_params) and request.trim_prompt():
+            self._prompts[request.request_id] = request
+            with suppress(Unnameable):
+                self._adapters.name(request.adapter)  # it is read by the time the prompt is computed
+
+    def completed_by(self, scheduled: Mapping[str, int]) -> list[Request]:
+        """Return requests to be offered whose prompt the coming step completes.
+
+        Args:
+            scheduled: tokens per request in that step.
+        """
+        return [
+            request
+            for name, request in self._prompts.items()
+            if name in scheduled
+            and 0 < request.num_prompt_tokens - request.num_computed_tokens <= scheduled[name]
+        ]
+
+    def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """Handle the end of a request; return whether its blocks are kept, and its ``kv_transfer_params``.
+
+        Args:
+            request: the request.
+            block_ids: by position per group, up to what was computed.
+        """
+        self._wanted.remove(request)
+        if not wants_prefill(request.kv_transfer_params):
+            if self._turns is not None and not self._stopped:
+                self._turns.finished(request, block_ids)
+            return False, None
+        if self._prompts.pop(request.request_id, None) is None or not request.is_complete:
+            if (lease := self._siblings.lease_of(request.request_id)) is not None:
+                self._withdrawn.append(lease)  # without this sample there is no response
+            return False, write_nothing()
+        if (made := self._siblings.offer_of(request.request_id)) is not None:
+            return False, made
+        tokens = request.num_prompt_tokens - self._unsettled
+        if tokens < 1 or self._stopped:
+            return False, write_nothing()
+        try:
+            content = content_of(request, tokens, self._adapters)
+            word = self._book.grant(request.request_id)
+        except (TransferError, Unnameable) as error:
+            self._log.say(str(error), f"request {shown(request.request_id)}: not offered: {error}")
+            return False, write_nothing()
+        now = time.monotonic()
+        self._events.emit(LeaseGranted(request.request_id, now, tokens, self._book.seconds))
+        ticket, grant = (
+            new_ticket(),
+            Grant.of(word.slot, word.generation, self._engine.tables(block_ids, tokens)),
+        )
+        self._tickets.publish(ticket, request.request_id, tokens, content, grant)
+        params = write_offer(Offer(self._engine.engine_id, self._host, self.port, ticket.hex(), tokens))
+        self._siblings.offered(request.request_id, params)
+        self._unclaimed.granted(request.request_id, block_ids)
+        return True, params
+
+    def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
+        """Handle what consumers said; add the leases that end now to the orders of workers."""
+        while events:
+            event = events.popleft()
+            if isinstance(event, LeasesClaimed):
+                for name in self._book.extend(event.leases):
+                    self._events.emit(LeaseExtended(name, time.monotonic()))
+            else:
+                orders.ended.update(self._ended(self._book.end(event.leases), expired=False))
+        withdrawn, self._withdrawn = self._withdrawn, []
+        orders.ended.update(self._ended(self._book.end(withdrawn), expired=False, withdrawn=True))
+        self._end_unclaimed(orders)
+        over = self._book.end_expired()
+        if self._turns is not None:
+            turns = {name: over.pop(name) for name in list(over) if name in self._turns}
+            turns.update(self._book.end(self._turns.step()))
+            orders.turns_ended = self._ended(turns, expired=False)
+        expired = self._ended(over, expired=True)
+        for name in expired:
+            self._log.say(
+                "silent",
+                f"request {shown(name)}: its consumer was silent for {self._book.seconds:g} s "
+                "(lease_seconds), its blocks are given back",
+            )
+        orders.ended.update(expired)
+
+    def _end_unclaimed(self, orders: StepOrders) -> None:
+        """End leases that nobody has claimed, as far as requests wait for their blocks."""
+        leases = self._ended(self._book.end(self._unclaimed.leases_to_end()), expired=True)
+        for name in leases:
+            self._log.say(
+                "unclaimed",
+                f"request {shown(name)}: no consumer has claimed its blocks in "
+                f"{self._unclaimed.seconds:g} s, and other requests wait for blocks, so they are given back",
+            )
+        orders.ended.update(leases)
+
+    def _ended(self, leases: dict[str, int], *, expired: bool, withdrawn: bool = False) -> dict[str, int]:
+        self._tickets.withdraw(leases)
+        self._siblings.ended(leases)
+        self._unclaimed.ended(leases)
+        for name in leases:
+            if self._turns is not None:
+                self._turns.ended(name)
+            self._events.emit(LeaseEnded(name, time.monotonic(), expired, withdrawn))
+        return leases
+
+    def reset(self) -> None:
+        """Withdraw all offers and earlier turns: what was computed so far must not be used again."""
+        self._withdrawn = [name for name in self._book.held if self._turns is None or name not in self._turns]
+        self._tickets.withdraw(self._withdrawn)
+        if self._turns is not None:
+            self._turns.give_up()
+
+    def stop_offering(self) -> None:
+        """Withdraw everything, and offer nothing from now on."""
+        self.reset()
+        self._stopped = True
+
+    def sent(self, request_ids: set[str]) -> None:
+        """Note requests whose lease words all workers have raised."""
+        for name in request_ids:
+            self._book.ended(name)
+            self._unclaimed.on_blocks_freed(name)
+
+    def raised(self, turns: Mapping[str, int]) -> None:
+        """Note the number of workers that have raised the words of each of these turns."""
+        for name, workers in turns.items():
+            if self._turns is not None and self._turns.raised(name, workers):
+                self._book.ended(name)

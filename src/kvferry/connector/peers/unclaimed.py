@@ -1,0 +1,62 @@
+"""Ends unclaimed leases early when requests wait for blocks.
+
+A consumer claims the lease of an offer as soon as its request arrives. Some offers are never claimed: the
+decode engine refuses the request, or the client leaves between both engines. Their leases would keep blocks
+until they expire, and prompts would wait that long where no other blocks are left.
+A consumer that claims its lease too late finds the lease word raised, and computes the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvferry.connector.blocks_wanted import BlocksWanted, first_to_go
+from kvferry.connector.engine import BlockIds, BlockPool
+from kvferry.planning.select import NULL_BLOCK
+from kvferry.transport.lease import LeaseBook
+
+
+class UnclaimedLeases:
+    """Chooses the unclaimed leases to end. Only the engine's thread calls it.
+
+    Attributes:
+        seconds: time that a lease waits for its consumer's claim before it gives way.
+    """
+
+    def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
+        """No lease yet.
+
+        Args:
+            book: grants leases.
+            wanted: counts the blocks that requests wait for.
+        """
+        self.seconds = book.seconds / 4
+        self._book, self._wanted = book, wanted
+        self._pool: BlockPool | None = None
+        self._blocks: dict[str, int] = {}
+        self._leaving: dict[str, int] = {}
+
+    def start(self, pool: BlockPool) -> None:
+        """Set the engine's block pool."""
+        self._pool = pool
+
+    def granted(self, lease: str, block_ids: BlockIds) -> None:
+        """Note a lease and the blocks that it holds."""
+        self._blocks[lease] = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
+
+    def ended(self, leases: Collection[str]) -> None:
+        """Note leases that end; their blocks become free when every worker has raised its word."""
+        self._leaving.update({name: self._blocks.pop(name) for name in leases if name in self._blocks})
+
+    def on_blocks_freed(self, lease: str) -> None:
+        """Note that the blocks of a lease are free."""
+        self._leaving.pop(lease, None)
+
+    def leases_to_end(self) -> list[str]:
+        """Return the oldest unclaimed leases whose blocks the waiting requests need."""
+        unclaimed = self._book.unclaimed(self.seconds)
+        held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}
+        if not held or self._pool is None:
+            return []
+        free = self._pool.get_num_free_blocks() + sum(self._leaving.values())
+        return first_to_go(held, self._wanted.blocks() - free)

@@ -1,0 +1,69 @@
+"""Names for the content of a prompt: everything that its KV is computed from, and whose it is.
+
+A ticket is exchanged only for a prompt of the same content (`transport.redeem`), and chunks are kept under
+keys of their content (`keys.chunk`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.engine import Request
+from kvferry.errors import Unnameable
+from kvferry.keys import prompt_digest
+from kvferry.keys.chunk import ChunkKeys, Item
+from kvferry.transport.redeem import MAX_ADAPTER, PromptContent
+
+_NO_TOKENS = "the prompt is not made of token ids"
+
+
+def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptContent:
+    """Return the content of the first `tokens` tokens.
+
+    Raises:
+        NotYetNamed: the adapter's files are being read.
+        Unnameable: the prompt, an adapter or an item has no certain name.
+    """
+    if request.prompt_token_ids is None:
+        raise Unnameable(_NO_TOKENS)
+    adapter = adapters.name(request.adapter)
+    if len(adapter) > MAX_ADAPTER:
+        raise Unnameable(f"the name of its LoRA adapter has {len(adapter)} characters, at most {MAX_ADAPTER}")
+    salt = request.cache_salt
+    items = sorted((one.offset, one.length, one.name()) for one in request.items if one.offset < tokens)
+    return PromptContent(
+        prompt_digest(request.prompt_token_ids[:tokens]),
+        prompt_digest((), [f"{name} at {at}+{length}" for at, length, name in items]) if items else "",
+        adapter,
+        prompt_digest((), [salt]) if salt else "",
+    )
+
+
+def keys_of(
+    request: Request, tokens: Sequence[int], chunk_tokens: int, adapters: Adapters, epoch: str
+) -> ChunkKeys:
+    """Return the keys of a request's chunks.
+
+    Args:
+        request: the request.
+        tokens: its tokens from the first on.
+        chunk_tokens: tokens of a chunk.
+        adapters: the engine's LoRA adapters.
+        epoch: random text that keeps these keys apart from all others; empty otherwise.
+
+    Raises:
+        NotYetNamed: the files of its LoRA adapter are being read.
+        Unnameable: its content has no certain name.
+    """
+    if request.prompt_token_ids is None:
+        raise Unnameable(_NO_TOKENS)
+    if request.arrives_in_parts:
+        raise Unnameable("the prompt comes in parts, and items of later ones are not known yet")
+    return ChunkKeys(
+        chunk_tokens,
+        tokens,
+        items=[Item(one.offset, one.length, one.name()) for one in request.items],
+        lora=adapters.name(request.adapter),
+        salt=f"{epoch}{request.cache_salt or ''}",
+    )

@@ -1,0 +1,30 @@
+"""Requests that a source was to serve and does not: every one is an event, few are log lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kvferry.connector.events import SourceRefused
+from kvferry.connector.stream import EventStream
+from kvferry.limited_log import LimitedLog
+from kvferry.terminal import shown
+
+logger = logging.getLogger(__name__)
+
+_REASON_CHARACTERS = 500
+
+
+class Refusals:
+    """Tells each; logs each source and reason once a minute, and 20 lines a minute at most."""
+
+    def __init__(self, events: EventStream | None = None) -> None:
+        self._events = events or EventStream()
+        self._log = LimitedLog(logger)
+
+    def say(self, request_id: str, source: str, reason: str) -> None:
+        """`source` does not serve a request."""
+        source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
+        self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))
+        text = f"request {shown(request_id)} is not served by {source}: {reason}"
+        self._log.say(f"{source}: {reason}", text)

@@ -1,0 +1,312 @@
+"""The connector's half in the engine's scheduler process: it makes all decisions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import structs
+
+from kvferry.connector.access import check_rank_keys, peers_allowed, scheduler_keys
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.admission import Admission
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
+from kvferry.connector.headroom import Headroom
+from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
+from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.peers.compatible import check_readable, full_attention_block
+from kvferry.connector.peers.producer import Producer
+from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.transfer_log import TransferLog
+from kvferry.connector.peers.turn_finder import TurnFinder
+from kvferry.connector.peers.turn_names import TurnNames
+from kvferry.connector.pins import Pins
+from kvferry.connector.policies import Choice, Cost, First, Policy, Weight
+from kvferry.connector.refusals import Refusals
+from kvferry.connector.source import Source
+from kvferry.connector.speeds import Speeds
+from kvferry.connector.step_times import StepTimes
+from kvferry.connector.stream import EventStream
+from kvferry.connector.tier_config import read_tiers
+from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
+from kvferry.connector.worker.stale import CHANGED
+from kvferry.tiers.names import PEER
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.lease import new_incarnation
+from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.security import Keys
+
+logger = logging.getLogger(__name__)
+
+RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
+
+
+class SchedulerHalf:
+    """Producer, admission and tiers of one engine, and its two ends of the control channel.
+
+    Only the engine's thread calls it. The order is: `start`, then for every step `on_new_request` for what
+    came in, `admission` for what is scheduled, `orders` before the step, `take_reports` after it, `finished`
+    for what ended.
+
+    Attributes:
+        events: receives events about requests.
+        incarnation: random number of this run of the engine.
+        adapters: the engine's LoRA adapters.
+    """
+
+    def __init__(
+        self, engine: EngineFacts, config: ConnectorConfig, adapters: Adapters, events: EventStream
+    ) -> None:
+        """Make what needs no worker.
+
+        Args:
+            engine: facts of the engine.
+            config: the connector's settings.
+            adapters: the engine's LoRA adapters.
+            events: receives events.
+
+        Raises:
+            ConfigError: a setting cannot be used.
+        """
+        self._engine, self._config, self._tiers = engine, config, read_tiers(config.tiers)
+        self._keys = scheduler_keys(config)
+        self.incarnation = new_incarnation()
+        self.events, self.adapters = events, adapters
+        self._turn_names = TurnNames(adapters, prompts_only=engine.names_prompts_only)
+        self._producer = Producer(
+            engine,
+            config,
+            incarnation=self.incarnation,
+            events=events,
+            names=self._turn_names,
+            adapters=adapters,
+        )
+        self._refusals = Refusals(events)
+        self._speeds = Speeds()
+        self._steps = StepTimes(self._speeds)
+        self._server: ControlServer | None = None
+        self._client: ControlClient | None = None
+        self._peers: PeerSource | None = None
+        self._tiering: Tiering | None = None
+        self._parts: PartBlocks | None = None
+        self._admission: Admission | None = None
+        self._epoch, self._changed = 0, False
+
+    def start(
+        self,
+        workers: Sequence[WorkerInfo],
+        pool: BlockPool,
+        *,
+        facts: Facts,
+        namespace: NamespaceOf,
+    ) -> None:
+        """Start the control channel and open the tiers; called when all workers are up.
+
+        Args:
+            workers: all workers, sorted by rank.
+            pool: the engine's block pool.
+            facts: facts that peers compare at the handshake.
+            namespace: returns the namespace of chunks of a form.
+
+        Raises:
+            ConfigError: the control channel cannot listen at its address, the tiers could keep nothing, or a
+                worker has another key.
+        """
+        geometries = [worker.geometry for worker in workers]
+        pins: Pins[Any] = Pins(len(workers))
+        self._parts = PartBlocks(geometries[0].groups, pool, self._config.whole_blocks)
+        sources: list[Source] = []
+        ranks = tuple(worker.card for worker in workers if worker.card is not None)
+        if ranks and self._keys is not None:
+            check_rank_keys(self._keys, workers)
+            sources.append(self._meet_peers(self._keys, ranks, facts, pins, pool))
+        if self._tiers is not None:
+            self._tiering = Tiering(
+                self._tiers,
+                self._config,
+                self._engine,
+                namespace=namespace,
+                adapters=self.adapters,
+                ranks=geometries,
+                parts=self._parts,
+                pool=pool,
+                refusals=self._refusals,
+                events=self.events,
+            )
+            sources.append(self._tiering.source)
+        self._admission = Admission(
+            self._engine.groups,
+            pins=pins,
+            parts=self._parts,
+            headroom=Headroom.of(self._engine.groups, self._engine.step_tokens, pool),
+            pool=pool,
+            workers=len(workers),
+            attempts=self._config.attempts,
+            sources=sources,
+            choice=Choice(self._policy(), self._speeds, self._config.patience_seconds),
+            events=self.events,
+        )
+
+    def _policy(self) -> Policy:
+        """Make the policy that chooses between sources."""
+        if self._config.policy == "first":
+            return First()
+        if self._config.policy == "cost":
+            return Cost(self._speeds)
+        tiers = self._tiering.weights if self._tiering is not None else {}
+        return Weight({PEER: self._config.load_weight, **tiers})
+
+    def _meet_peers(
+        self, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts, pins: Pins[Any], pool: BlockPool
+    ) -> PeerSource:
+        """Start both ends of the control channel; return the source of peers' KV."""
+        config, peers = self._config, peers_allowed(self._config)
+        port = config.port + self._engine.port_offset if config.port else 0
+        self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
+        self._producer.start(server, pool, len(ranks))
+        self._client = ControlClient(
+            structs.replace(facts, keeps_turns=self._producer.keeps_turns),
+            lambda theirs: check_readable(theirs, ranks),
+            keys,
+            peers,
+            config.handshake_seconds,
+            config.lease_seconds / 4,
+        )
+        geometries = [card.geometry for card in ranks]
+        labels = [group.label for group in geometries[0].groups]
+        self._peers = PeerSource(
+            self._client,
+            ranks=geometries,
+            pins=pins,
+            log=TransferLog(config.transfer_log, labels, *full_attention_block(geometries)),
+            refusals=self._refusals,
+            timeout_seconds=config.load_timeout_seconds,
+            most_held=int(config.late_blocks * self._engine.num_blocks),
+            turns=TurnFinder(self._client, lambda: server.keepers, self._turn_names),
+            adapters=self.adapters,
+        )
+        return self._peers
+
+    @property
+    def admission(self) -> Admission:
+        """Chooses sources for requests; set when the workers are up, before the first request."""
+        assert self._admission is not None
+        return self._admission
+
+    @property
+    def parts(self) -> PartBlocks:
+        """Blocks that loads fill in part; set with `admission`."""
+        assert self._parts is not None
+        return self._parts
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must keep stepping even without requests."""
+        return self._producer.busy or (self._tiering is not None and self._tiering.busy)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks will become free without preempting a request."""
+        return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
+
+    def on_new_request(self, request: Request) -> None:
+        """Handle a new request."""
+        if self._config.transfers:
+            self._producer.on_new_request(request)
+        self.admission.on_new_request(request)
+        if self._tiering is not None:
+            self._tiering.on_new_request(request)
+
+    def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """Handle the end of a request; see `Producer.finished`."""
+        self.admission.finished(request.request_id)
+        whole = self.parts.without(request.request_id, block_ids)
+        self.parts.forget(request.request_id)
+        if self._tiering is not None:
+            self._tiering.finished(request, whole)
+        return self._producer.finished(request, whole) if self._config.transfers else (False, None)
+
+    def orders(self, step: Step) -> StepOrders:
+        """Return the workers' orders for the coming step."""
+        computed = sum(step.tokens.values())
+        self._steps.scheduled(computed)
+        orders = StepOrders(epoch=self._epoch, computes=computed > 0)
+        if self._admission is None:
+            return orders
+        if self._server is not None:
+            self._producer.take_events(self._server.events, orders)
+        if self._tiering is not None:
+            self._tiering.schedule(step, orders)
+        self._admission.scheduled(step.tokens)
+        self._admission.hand_over(orders)
+        if self._config.host_buffer:
+            self._save_completed(step, orders)
+        return orders
+
+    def take_reports(self, reports: StepReports) -> None:
+        """Handle the workers' reports of the last step."""
+        if reports.stale is not None:
+            self._weights_changed(reports.stale)
+        if self._tiering is not None:
+            self._tiering.take_reports(reports)
+        self.admission.take_reports(reports)
+        self._producer.raised(reports.raised)
+
+    def sent(self, request_ids: set[str]) -> None:
+        """Note requests whose lease words all workers have raised."""
+        self._producer.sent(request_ids)
+
+    def step_done(self) -> None:
+        """Note that the engine has taken the output of a step; called once per step, in their order."""
+        self._steps.done()
+        if self._tiering is not None:
+            self._tiering.teller.tell()
+
+    def _weights_changed(self, stale: int) -> None:
+        """Exchange nothing any more; use tiers again after a reset.
+
+        Args:
+            stale: the last epoch that has seen other weights.
+        """
+        if not self._changed:
+            self._changed = True
+            logger.warning(
+                "%s: no KV is exchanged with other engines any more, since they compared other weights; "
+                "start this engine anew to exchange again", CHANGED,
+            )  # fmt: skip
+            self._producer.stop_offering()
+            if self._peers is not None:
+                self._peers.stop_reading(CHANGED)
+        if self._tiering is not None and stale >= self._epoch:
+            logger.warning("%s, and its cache was not reset: %s", CHANGED, RESET)
+            self._tiering.suspend(f"{CHANGED}, and its cache was not reset: {RESET}")
+
+    def reset(self) -> None:
+        """Make everything that was kept so far unusable."""
+        self._epoch += 1
+        self._turn_names.start_anew()
+        self._producer.reset()
+        if self._peers is not None:
+            self._peers.start_anew()
+        if self._tiering is not None:
+            self._tiering.start_anew()
+
+    def shutdown(self) -> None:
+        """End all threads."""
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.close()
+        if self._tiering is not None:
+            self._tiering.shutdown()
+        self._client = self._server = self._tiering = None
+
+    def _save_completed(self, step: Step, orders: StepOrders) -> None:
+        """Order copies of prompts that the coming step completes to the host buffer, before their offer."""
+        for request in self._producer.completed_by(step.tokens):
+            tokens, name = request.num_prompt_tokens, request.request_id
+            whole = self.parts.without(name, step.block_ids(name))
+            orders.saves.append((self._engine.tables(whole, tokens), tokens))

@@ -1,0 +1,66 @@
+"""The stream of events: code that decides something emits an event, listeners receive it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeAlias
+
+from kvferry.connector.events import Event, with_short_id
+from kvferry.terminal import shown
+
+logger = logging.getLogger(__name__)
+_SHOWN = 1000
+
+_P = ParamSpec("_P")
+
+Listener: TypeAlias = Callable[[Event], None]
+
+
+def log_errors(emit: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorate a function that emits events: it logs its first exception, and never raises one.
+
+    Nothing that observes a request may change what becomes of it.
+    """
+    logged = False
+
+    @wraps(emit)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        nonlocal logged
+        try:
+            emit(*args, **kwargs)
+        except Exception:
+            if not logged:
+                logger.exception("%s emitted no event; tell kvferry's authors", emit.__qualname__)
+            logged = True
+
+    return guarded
+
+
+class EventStream:
+    """Pass the events of one engine to its listeners, in the thread that emits them. Not thread-safe."""
+
+    def __init__(self, *listeners: Listener) -> None:
+        self._listeners = list(listeners)
+
+    def subscribe(self, listener: Listener) -> None:
+        """Call `listener` with every event from now on."""
+        self._listeners.append(listener)
+
+    def emit(self, event: Event) -> None:
+        """Call every listener with the event, its request id cut to `MAX_ID_CHARACTERS`.
+
+        Removes and logs a listener that raises.
+        """
+        event = with_short_id(event)
+        for listener in tuple(self._listeners):
+            try:
+                listener(event)
+            except Exception:
+                self._listeners.remove(listener)
+                logger.exception(
+                    "%r failed at %s and receives no more events: what it shows stands still, requests are "
+                    "served as before; tell kvferry's authors",
+                    listener, shown(repr(event), _SHOWN),
+                )  # fmt: skip

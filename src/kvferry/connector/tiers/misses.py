@@ -1,0 +1,50 @@
+"""Why tiers have nothing of a prompt, as far as that can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.connector.events import MissReason, SourceMiss
+from kvferry.planning.coverage import Coverage
+from kvferry.tiers.host.counters import HostMissReason
+from kvferry.tiers.names import TIERS
+
+_REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLING: MissReason.STORING}
+
+
+def lack_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
+    """What the boundary lacks that was closest to being usable.
+
+    Evicted, if all that it lacks was at hand lately: with more room it still were. Local, if the engine has
+    the beginning itself, and there is nothing beyond that of any group.
+
+    Args:
+        chunks: of the request.
+        found: what a look-up came to that brought nothing.
+        labels: of the canonical groups, with their numbers.
+        cache: that was looked in.
+    """
+    cut, lacking = found.cut, found.missing
+    short = SourceMiss(
+        TIERS, MissReason.SHORT_PROMPT, detail=f"{cut.prompt} tokens, chunks of {cut.chunk_tokens}"
+    )
+    here = SourceMiss(
+        TIERS, MissReason.LOCAL, detail=f"{cut.have} of {cut.prompt} tokens are here, no tier has more"
+    )
+    if not lacking:
+        return short if cut.prompt <= cut.chunk_tokens else here
+    whys = {cache.why_missed(chunks.key_of(cut, one.group, one.chunk)) for one in lacking}
+    group = labels[lacking[0].group] if len(lacking) == 1 else "several"
+    detail = ", ".join(f"chunk {one.chunk} of group {labels[one.group]}" for one in lacking)
+    if len(whys) == 1 and (miss := _REMEMBERED.get(next(iter(whys)))) is not None:
+        return SourceMiss(TIERS, miss, group, detail)
+    if cut.prompt < cut.chunk_tokens:
+        return short
+    if 0 < cut.have >= max(found.alone):
+        return here
+    if stranger := cache.stranger:
+        detail = f"there is nothing of this model, but of one of its name: namespace {stranger}"
+        return SourceMiss(TIERS, MissReason.OTHER_NAMESPACE, detail=detail)
+    return SourceMiss(TIERS, MissReason.NOT_STORED, group, detail)

@@ -1,0 +1,112 @@
+"""The chunks of every request that the tiers may keep or serve."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.engine import Request
+from kvferry.connector.prompt_content import keys_of
+from kvferry.errors import NotYetNamed, Unnameable
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import Canonical
+from kvferry.keys.chunk import ChunkKeys
+from kvferry.terminal import shown
+
+logger = logging.getLogger(__name__)
+
+
+class Prompts:
+    """Chunks of requests, by request id. A prompt without a certain name is neither stored nor looked up."""
+
+    def __init__(self, canonical: Canonical, adapters: Adapters, *, prompts_only: bool = False) -> None:
+        """Begin.
+
+        Args:
+            canonical: the form of chunks.
+            adapters: the engine's LoRA adapters.
+            prompts_only: name no generated tokens, whose KV differs from that of the same prompt.
+        """
+        self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
+        self._known: dict[str, PromptChunks] = {}
+        self._unnamed: dict[str, Unnameable] = {}
+        self._epoch, self._suspended = "", ""
+
+    @property
+    def widest(self) -> int:
+        """Number of the group that needs most chunks of a prefix: attention to all tokens, or the longest."""
+        groups = self._canonical.groups
+        kinds = [
+            (one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span) for one in groups
+        ]
+        return kinds.index(max(kinds))
+
+    def add(self, request: Request) -> PromptChunks | None:
+        """Return the chunks of a new request; None if they have no certain names, or none yet."""
+        self._unnamed.pop(request.request_id, None)
+        try:
+            keys = self._keys(request)
+        except Unnameable as error:
+            logger.debug("request %s: not cached: %s", shown(request.request_id), error)
+            self._unnamed[request.request_id] = error
+            return None
+        chunks = self._known[request.request_id] = PromptChunks(self._canonical.groups, keys)
+        return chunks
+
+    def get(self, request: Request) -> PromptChunks | None:
+        """Return the chunks of a request with all tokens known by now; None if they have no names."""
+        if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
+            self.remove(request.request_id)
+        if self.are_pending(request.request_id):
+            self.add(request)
+        if request.request_id in self._known and not self._adapters.is_current(request.adapter):
+            self.remove(request.request_id)
+            self._unnamed[request.request_id] = Unnameable("its LoRA was replaced in place since it came in")
+        if request.request_id in self._known and any(one.is_ambiguous for one in request.items):
+            self.remove(request.request_id)
+            self._unnamed[request.request_id] = Unnameable("an identifier of its items has stood for another")
+        chunks = self._known.get(request.request_id)
+        if chunks is not None and len(chunks.keys) < request.num_tokens:
+            try:
+                chunks.keys.extend(request.all_token_ids[len(chunks.keys) : request.num_tokens])
+            except Unnameable as error:
+                self.remove(request.request_id)
+                self._unnamed[request.request_id] = error
+                return None
+        return chunks
+
+    def are_pending(self, request_id: str) -> bool:
+        """Return whether the chunks of a request have no names yet but may have later."""
+        return isinstance(self._unnamed.get(request_id), NotYetNamed)
+
+    def why_unnamed(self, request_id: str) -> str:
+        """Return why the chunks of a request have no names."""
+        return str(self._unnamed.get(request_id, self._suspended or "the cache was reset since it came in"))
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request."""
+        self._known.pop(request_id, None)
+        self._unnamed.pop(request_id, None)
+
+    def start_anew(self) -> None:
+        """Rename everything: what was stored before is not found, and nobody else finds what is stored now.
+
+        Running requests are neither stored nor looked up any more, because their blocks mix old and new.
+        """
+        self._known.clear()
+        self._unnamed.clear()
+        self._epoch, self._suspended = f"{secrets.token_hex(16)} ", ""
+
+    def suspend(self, why: str) -> None:
+        """Name nothing until `start_anew`, nor any more what was named before."""
+        self._known.clear()
+        self._unnamed.clear()
+        self._suspended = why
+
+    def _keys(self, request: Request) -> ChunkKeys:
+        if self._suspended:
+            raise Unnameable(self._suspended)
+        tokens = list(request.all_token_ids)
+        return keys_of(request, tokens, self._canonical.chunk_tokens, self._adapters, self._epoch)

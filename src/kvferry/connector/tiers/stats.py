@@ -1,0 +1,128 @@
+"""What the tiers have done since it was last told, as events: of chunks, not of requests."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.writing import Writing
+from kvferry.connector.events import TierChanged
+from kvferry.connector.stream import EventStream, log_errors
+from kvferry.connector.tiers.source import TierSource
+from kvferry.connector.tiers.store_orders import StoreOrders
+from kvferry.tiers.host.counters import HostDropReason
+from kvferry.tiers.names import HOST
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Of one tier, since the start."""
+
+    fetched: int
+    stored: int
+    stored_bytes: int
+    evicted: int
+    missed: Mapping[str, int]
+    dropped: Mapping[str, int]
+
+
+_NOTHING = _Totals(0, 0, 0, 0, {}, {})
+
+
+@dataclass(slots=True)
+class TierTeller:
+    """Tells a events, once per step, of every tier of which something has changed."""
+
+    cache: ChunkCache
+    source: TierSource
+    stores: StoreOrders
+    events: EventStream
+    _seen: dict[str, _Totals] = field(default_factory=dict)
+    _looked: tuple[object, ...] = ()
+
+    @log_errors
+    def tell(self) -> None:
+        """Look, and say what is new."""
+        looked = self._signs()  # before counting: what a thread adds meanwhile is seen next time
+        if looked == self._looked and not self.source.copy_seconds:
+            return
+        self._looked = looked
+        for event in self._changes():
+            self.events.emit(event)
+
+    def _signs(self) -> tuple[object, ...]:
+        """Something that is another whenever something is to be told; taken in a microsecond."""
+        around = [one.behind.queue.around for one in self.cache.writing]
+        return self.cache.events, self.stores.dropped.total(), *around
+
+    def _changes(self) -> Iterator[TierChanged]:
+        host, counts = self.cache.host, self.cache.counts
+        copies, self.source.copy_seconds = self.source.copy_seconds, []
+        used, capacity = host.used_bytes, host.capacity_bytes
+        yield self._more(HOST, self._of_host(), used, capacity, fetch_seconds=tuple(copies))
+        for writing in self.cache.writing:
+            queue = writing.behind.queue
+            yield self._more(
+                queue.name,
+                self._behind(writing),
+                queue.around.used,
+                queue.around.capacity,
+                len(writing),
+                tuple(counts.read_seconds.pop(queue.name, ())),
+                tuple(counts.write_seconds.pop(queue.name, ())),
+            )
+
+    def _more(
+        self,
+        tier: str,
+        now: _Totals,
+        used: int | None,
+        capacity: int | None,
+        owed: int | None = None,
+        fetch_seconds: tuple[float, ...] = (),
+        store_seconds: tuple[float, ...] = (),
+    ) -> TierChanged:
+        last, self._seen[tier] = self._seen.get(tier, _NOTHING), now
+        return TierChanged(
+            time.monotonic(),
+            tier,
+            used=used,
+            capacity=capacity,
+            owed=owed,
+            fetched=now.fetched - last.fetched,
+            stored=now.stored - last.stored,
+            stored_bytes=now.stored_bytes - last.stored_bytes,
+            evicted=now.evicted - last.evicted,
+            missed=tuple((Counter(now.missed) - Counter(last.missed)).items()),
+            dropped=tuple((Counter(now.dropped) - Counter(last.dropped)).items()),
+            fetch_seconds=fetch_seconds,
+            store_seconds=store_seconds,
+        )
+
+    def _of_host(self) -> _Totals:
+        did = self.cache.host.counters
+        dropped = {str(why): n for why, n in did.dropped.items() if why is not HostDropReason.PRESENT}
+        return _Totals(
+            self.cache.counts.fetched[HOST],
+            did.stored,
+            did.stored_bytes,
+            did.evicted,
+            {},
+            {**dropped, **self.stores.dropped},
+        )
+
+    def _behind(self, writing: Writing) -> _Totals:
+        queue, counts = writing.behind.queue, self.cache.counts
+        did = queue.tier.stats
+        dropped = {str(put): n for put, n in did.dropped.items()}
+        return _Totals(
+            counts.fetched[queue.name],
+            sum(n for put, n in did.puts.items() if not put.dropped),
+            did.stored_bytes,
+            did.evicted,
+            {str(miss): n for (tier, miss), n in counts.missed.items() if tier == queue.name},
+            {**dropped, "left host memory before its turn": writing.lost},
+        )

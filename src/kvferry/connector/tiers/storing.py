@@ -1,0 +1,232 @@
+"""What of running requests goes to the tiers, and when.
+
+A chunk is complete in the step that computes its last token, and is ordered in that step (`store_orders`):
+its blocks are pinned, and ranks copy them after the forward. What is at hand already, what has left its
+window, and what finds no room is not stored. Of what is computed although a slow tier has it, host memory
+gets a copy, and that tier nothing (`Writing.owe`).
+
+Snapshots of recurrent state exist where the engine leaves them, which it says step by step
+(``boundary_state_offloads``): the block of every state group at a position. One that ends a chunk is stored.
+
+Windows and snapshots are only of use where a prefix ends. With `snapshot_tokens` that is at its multiples and
+where a prompt ends; only what is needed there is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import lcm
+
+import numpy as np
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.connector.engine import BlockIds, Request, Step
+from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.tiers.progress import Progress
+from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.tiers.store_orders import StoreOrders
+from kvferry.geometry import Group, GroupKind
+from kvferry.geometry.canonical import Canonical
+from kvferry.geometry.canonical.length import content_alignment, snapshots_apart
+from kvferry.planning.chunk_cells import TableSlice, slice_table
+from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
+from kvferry.planning.select import NULL_BLOCK, first_attended
+
+_TOGETHER = 16
+"""Chunks of one order at most."""
+
+Resolve = Callable[[str], BlockIds]
+
+
+class Storing:
+    """See the module. The engine's thread calls it."""
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        prompts: Prompts,
+        canonical: Canonical,
+        groups: Sequence[Group],
+        parts: PartBlocks,
+        orders: StoreOrders,
+        snapshot_tokens: int,
+    ) -> None:
+        """Begin.
+
+        Args:
+            cache: of this engine.
+            prompts: where requests are named.
+            canonical: what chunks are.
+            groups: the engine's, as a rank has them.
+            parts: blocks that loads fill in part; they are not stored.
+            orders: to the ranks.
+            snapshot_tokens: distance of positions at which windows and snapshots are kept, a multiple of a
+                chunk's tokens.
+        """
+        self._orders = orders
+        self._cache, self._prompts, self._part_blocks = cache, prompts, parts
+        self._groups, self._chunk, self._every = tuple(groups), canonical.chunk_tokens, snapshot_tokens
+        self._parts = [
+            [number for number, group in enumerate(groups) if group.label == one.label]
+            for one in canonical.groups
+        ]
+        self._canonical = canonical.groups
+        self._alignments = [
+            content_alignment(one.kind, one.attention_span, self._chunk) for one in canonical.groups
+        ]
+        self._state = next((n for n, g in enumerate(canonical.groups) if g.kind is GroupKind.STATE), None)
+        states = [] if self._state is None else self._parts[self._state]
+        self._block = snapshots_apart(*(groups[number].block_tokens for number in states)) if states else 0
+        self._progress: dict[str, Progress] = {}
+
+    def on_new_request(self, request: Request) -> None:
+        """A request whose chunks have names has come in."""
+        self._progress[request.request_id] = Progress(request, tail=self._state is not None)
+
+    def schedule(self, step: Step) -> None:
+        """Order what the coming step completes."""
+        for request_id, tokens in step.tokens.items():
+            progress = self._progress.get(request_id)
+            if progress is not None and progress.step(tokens):
+                self._look_at(progress, step.block_ids)
+        for request_id, snapshots in step.snapshots.items():
+            progress = self._progress.get(request_id)
+            if progress is not None:
+                self._snapshots(progress.request, snapshots)
+
+    def finished(self, request: Request, block_ids: BlockIds) -> None:
+        """A request has ended; what it completed last is stored, its blocks being pinned."""
+        progress = self._progress.pop(request.request_id, None)
+        if progress is None:
+            return
+        if progress.end():
+            self._look_at(progress, lambda _: block_ids)
+        if (chunks := self._prompts.get(request)) is not None:
+            self._orders.ended(request.request_id, chunks.every(request.num_prompt_tokens))
+
+    def start_anew(self) -> None:
+        """Store nothing more of the requests that are running."""
+        self._progress.clear()
+        self._orders.start_anew()
+
+    def _look_at(self, progress: Progress, resolve: Resolve) -> None:
+        """Store what is complete now."""
+        request, prompt = progress.request, progress.request.num_prompt_tokens
+        chunks = self._prompts.get(request)
+        if chunks is None and self._prompts.are_pending(request.request_id):
+            return
+        numbers, with_tail = progress.take(self._chunk)
+        if not (numbers or with_tail):
+            return
+        if chunks is None:
+            self._progress.pop(request.request_id, None)
+            return
+        tables = self._part_blocks.without(request.request_id, resolve(request.request_id))
+        ends = last_prefix_ends(prompt, self._chunk, self._block)
+        for group, one in enumerate(self._canonical):
+            if one.kind is not GroupKind.STATE:
+                kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
+                keys = [chunks.key(group, number) for number in kept]
+                wanted = dict(zip(kept, keys, strict=True))
+                self._store(progress, group, wanted, tables, numbers.stop * self._chunk)
+                if with_tail:
+                    tail = {prompt // self._chunk: chunks.tail(group, prompt)}
+                    self._store(progress, group, tail, tables, prompt)
+
+    def _store(
+        self, progress: Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
+    ) -> None:
+        """Order the chunks of one group that are to be stored, as far as their blocks are there."""
+        names, ends = list(keys.values()), np.minimum((np.array(list(keys)) + 1) * self._chunk, until)
+        kept = self._cache.host.contains(names)
+        kept |= (ends <= progress.found + 1) & self._cache.at_hand(names)  # the last token is always computed
+        whole: list[int] = []
+        for number, here in zip(keys, kept.tolist(), strict=True):
+            since = None if here else self._since(group, number, tables, until, progress.found)
+            if since == number * self._chunk:
+                whole.append(number)
+            elif since is not None:
+                self._blocks_of(progress, group, [number], keys, tables, range(since, until))
+        together = self._together(group)
+        for first in range(0, len(whole), together):
+            some = whole[first : first + together]
+            self._blocks_of(progress, group, some, keys, tables, range(some[0] * self._chunk, until))
+
+    def _together(self, group: int) -> int:
+        """Chunks of one order: a prompt that is stored at once finds room in part, if not in whole."""
+        blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
+        return max(1, min(_TOGETHER, self._orders.most_pinned // blocks))
+
+    def _blocks_of(
+        self,
+        progress: Progress,
+        group: int,
+        numbers: list[int],
+        keys: dict[int, bytes],
+        tables: BlockIds,
+        at_hand: range,
+    ) -> None:
+        """Order chunks whose tokens at hand are these."""
+        low, high = at_hand.start, min((numbers[-1] + 1) * self._chunk, at_hand.stop)
+        stretches = [
+            slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
+            for number, one in enumerate(self._groups)
+        ]
+        wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
+        self._orders.order(progress.request.request_id, group, wanted, stretches, at_hand)
+
+    def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
+        """The first token of a chunk from which on the engine still has it; None if that is not enough.
+
+        What a window has left behind is not needed of a chunk either: whoever goes on from its end, or from
+        later, looks no farther back. Of what was found and not computed, blocks are believed from that on in
+        which the window began that went on from it: no load brings more.
+        """
+        one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
+        needed = max(
+            low,
+            first_attended(one.kind, one.attention_span, high - 1)
+            // self._alignments[group]
+            * self._alignments[group],
+        )
+        looked = first_attended(one.kind, one.attention_span, found) if one.attention_span and found else 0
+        since = low
+        for part in self._parts[group]:
+            size = self._groups[part].block_tokens
+            ids = slice_table(tables[part], low, high, size).ids
+            gone = next((at for at, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
+            if NULL_BLOCK in ids[gone:] or len(ids) < -(-high // size) - low // size:
+                return None
+            since = max(since, (low // size + gone) * size if gone else low, looked // size * size)
+        if since > low:  # where blocks of all parts begin
+            size = lcm(*(self._groups[part].block_tokens for part in self._parts[group]))
+            since = -(-since // size) * size
+        return since if since <= needed else None
+
+    def _snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
+        """Store the states that a step leaves at the end of a chunk.
+
+        Args:
+            request: the request.
+            snapshots: (group, block id, tokens) of each.
+        """
+        assert self._state is not None
+        chunks = self._prompts.get(request)
+        at: dict[int, dict[int, int]] = {}
+        ends = last_prefix_ends(request.num_prompt_tokens, self._chunk, self._block)
+        for group, block, tokens in snapshots:
+            if keeps_snapshot(tokens, self._chunk, self._every, ends):
+                at.setdefault(tokens, {})[group] = block
+        for tokens, blocks in at.items():
+            number = tokens // self._chunk - 1
+            if chunks is None or len(chunks.keys) < tokens:
+                continue
+            if set(blocks) != set(self._parts[self._state]):
+                continue
+            key = chunks.key(self._state, number)
+            if self._cache.host.contains([key])[0]:
+                continue
+            stretches = [
+                TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))
+            ]
+            self._orders.order(request.request_id, self._state, [(number, key, 0)], stretches, range(tokens))

@@ -1,0 +1,307 @@
+"""The tiers of one engine, in its scheduler's process: set up, told of every step, and closed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from math import lcm
+from pathlib import Path
+from typing import TypeAlias
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.cache.writing import Behind
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
+from kvferry.connector.messages import StepOrders, StepReports
+from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.refusals import Refusals
+from kvferry.connector.stream import EventStream
+from kvferry.connector.tier_config import FileSettings, SlowSettings, Tiers
+from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.tiers.source import TierSource
+from kvferry.connector.tiers.stats import TierTeller
+from kvferry.connector.tiers.store_orders import StoreOrders
+from kvferry.connector.tiers.storing import Storing
+from kvferry.connector.worker.chunk_routes import check_storable
+from kvferry.connector.worker.orders import ArenaCard, MovedByAll
+from kvferry.errors import ConfigError, GeometryError, Incompatible, Unnameable
+from kvferry.geometry import RankGeometry
+from kvferry.geometry.canonical import Canonical, canonical_of
+from kvferry.geometry.canonical.length import (
+    check_prompt_length,
+    check_windows,
+    chunk_length,
+    snapshots_apart,
+)
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.opening import unusable_directory
+from kvferry.tiers.files.tier import FileTier
+from kvferry.tiers.host.arena import Arena, available_bytes
+from kvferry.tiers.host.tier import HostTier
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.names import HOST, tier_name
+from kvferry.tiers.objects.tier import ObjectTier
+from kvferry.tiers.paths import default_directory, find_same_directory
+from kvferry.tiers.sizes import parse_size
+from kvferry.tiers.storage_tier import StorageTier
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_SHARE = 10
+"""Of the memory that is available, what host memory takes if nobody says."""
+
+_CLOSING_SECONDS = 10.0
+
+NamespaceOf: TypeAlias = Callable[[Canonical], Namespace]
+
+
+class Tiering:
+    """See the module. The engine's thread calls it.
+
+    Attributes:
+        source: what bids for requests.
+        weights: of what comes from each tier, by its name.
+        teller: of what was done.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        config: ConnectorConfig,
+        engine: EngineFacts,
+        *,
+        namespace: NamespaceOf,
+        adapters: Adapters,
+        ranks: Sequence[RankGeometry],
+        parts: PartBlocks,
+        pool: BlockPool,
+        refusals: Refusals,
+        events: EventStream,
+    ) -> None:
+        """All workers are up: make the arena, open the tiers.
+
+        Args:
+            tiers: what is configured.
+            config: the other settings.
+            engine: facts of the engine.
+            namespace: returns the namespace of chunks of a form.
+            adapters: the engine's LoRA adapters.
+            ranks: geometry of all workers.
+            parts: blocks that loads fill in part.
+            pool: the engine's block pool.
+            refusals: where what is not served is said.
+            events: told of what is stored.
+
+        Raises:
+            ConfigError: nothing could ever be stored, or the memory cannot be had.
+        """
+        canonical = _canonical(config, engine, ranks)
+        self._workers = len(ranks)
+        self._arena = Arena.create(_host_bytes(tiers))
+        host = HostTier(
+            self._arena.region.length,
+            [group.chunk_bytes for group in canonical.groups],
+            EVICTION_POLICIES[tiers.host.policy],
+            table := KeyTable(),
+        )
+        opened = _open_all(tiers.slow, lambda: namespace(canonical), table)
+        behind = [one for one, _ in opened]
+        self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
+        self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
+        self._prompts = Prompts(canonical, adapters, prompts_only=engine.names_prompts_only)
+        groups = ranks[0].groups
+        self.source = TierSource(
+            self._cache,
+            self._prompts,
+            groups,
+            canonical,
+            refusals,
+            config.load_timeout_seconds,
+            apart=config.policy == "cost",
+        )
+        self._stores = StoreOrders(self._cache, pool, canonical.labels, events)
+        every = _snapshot_tokens(config, canonical)
+        self._storing = Storing(self._cache, self._prompts, canonical, groups, parts, self._stores, every)
+        self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
+        self.teller = TierTeller(self._cache, self.source, self._stores, events)
+        self._moved: dict[str, MovedByAll] = {}
+        self._failures: Counter[str] = Counter()
+        logger.info(
+            "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
+            canonical.chunk_tokens, self._arena.region.length / 2**30,
+            "".join(f", {one.queue.name}" for one in behind),
+        )  # fmt: skip
+
+    @property
+    def busy(self) -> bool:
+        """Coming steps have something to do, requests or not."""
+        return self._stores.busy or self.source.busy or self._cache.busy
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Stores hold blocks that will come free."""
+        return self._stores.busy
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come in; its chunks are named by now, if they can be."""
+        if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
+            self._storing.on_new_request(request)
+
+    def schedule(self, step: Step, orders: StepOrders) -> None:
+        """Take what threads have done, and order the stores of the coming step.
+
+        Args:
+            step: the coming step.
+            orders: mutated; the orders of `source` are added by `admission`.
+        """
+        self._cache.poll()
+        orders.chunks.arena, self._card = self._card, None
+        self._storing.schedule(step)
+        orders.chunks.stores = self._stores.take()
+
+    def take_reports(self, reports: StepReports) -> None:
+        """Take the orders that ranks have carried out."""
+        for key, moved in reports.moved.items():
+            whole = self._moved[key].with_other(moved) if key in self._moved else moved
+            self._moved[key] = whole
+            if whole.ranks == self._workers:
+                del self._moved[key]
+                if whole.failure is not None:
+                    self._say(whole.failure)
+                if not self._stores.moved(whole):
+                    self.source.moved(whole)
+
+    def _say(self, failure: str) -> None:
+        """Why ranks could not do an order; the first of each kind is logged."""
+        self._failures[failure] += 1
+        if self._failures[failure] == 1:
+            logger.warning("tiers: ranks could not copy chunks: %s", failure)
+
+    def finished(self, request: Request, block_ids: BlockIds) -> None:
+        """A request has ended."""
+        self._storing.finished(request, block_ids)
+        self._prompts.remove(request.request_id)
+
+    def start_anew(self) -> None:
+        """What the engine computes has changed, or shall be forgotten: nothing kept so far is used again."""
+        self._prompts.start_anew()
+        self._storing.start_anew()
+        self.source.start_anew()
+        self._cache.clear()
+
+    def suspend(self, why: str) -> None:
+        """Store and load nothing until `start_anew`; what is kept stays right for whoever finds it."""
+        self._prompts.suspend(why)
+        self._storing.start_anew()
+        self.source.start_anew()
+
+    def shutdown(self) -> None:
+        """Write what is to be written, and end all threads."""
+        self._cache.shutdown(_CLOSING_SECONDS)
+        self._arena.close()
+
+
+def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> Canonical:
+    """Return the form of this engine's chunks.
+
+    Raises:
+        ConfigError: none could ever be stored.
+    """
+    blocks = [group.snapshot_tokens for group in engine.groups]
+    if engine.has_rings:
+        raise ConfigError(
+            "tiers: layers of this model keep a ring per request that is right at one position only, so no "
+            "chunk of theirs can ever be stored; configure no tiers (transfers between engines work)"
+        )
+    if 0 in blocks:
+        raise ConfigError(
+            "tiers: this engine keeps a running state per request and no snapshots, so no chunk of its "
+            "recurrent layers can ever be stored; enable prefix caching (--enable-prefix-caching "
+            "--mamba-cache-mode align), or configure no tiers"
+        )
+    apart = snapshots_apart(*(block for block in blocks if block))
+    block = lcm(*(group.block_tokens for group in engine.groups if group.attention_span))
+    tokens = chunk_length(config.chunk_tokens, apart, block)
+    check_windows(tokens, block)
+    check_prompt_length(tokens, apart, engine.longest_request)
+    try:
+        canonical = canonical_of(ranks, tokens)
+        check_storable(canonical, ranks)
+    except (GeometryError, Incompatible) as error:
+        raise ConfigError(
+            f"tiers: {error}; configure no tiers, or choose an attention backend, layout and KV cache dtype "
+            "whose pages docs/backends.md lists by fields"
+        ) from error
+    return canonical
+
+
+def _snapshot_tokens(config: ConnectorConfig, canonical: Canonical) -> int:
+    tokens = canonical.chunk_tokens
+    every = config.snapshot_tokens or tokens
+    if every % tokens:
+        raise ConfigError(
+            f"snapshot_tokens is {every}; it must be a multiple of a chunk's {tokens} tokens"
+            f"{f', {every - every % tokens} for instance' if every > tokens else ''}"
+        )
+    return every
+
+
+def _host_bytes(tiers: Tiers) -> int:
+    given = tiers.host.capacity
+    return available_bytes() // _DEFAULT_SHARE if given is None else parse_size(given)
+
+
+def _open_all(
+    tiers: Iterable[SlowSettings], named: Callable[[], Namespace], table: KeyTable
+) -> list[tuple[Behind, float]]:
+    """The slow tiers that can be used, with their weights; of others it is said why."""
+    found: list[tuple[Behind, float]] = []
+    directories: list[str] = []
+    namespace = None
+    for settings in tiers:
+        try:
+            namespace = namespace or named()
+            tier = _open(settings, namespace, table, directories)
+            alike = sum(one.queue.tier.name == tier.name for one, _ in found)
+            behind = Behind(TierQueue(tier, name=tier_name(tier.name, alike)), settings.write == "back")
+            found.append((behind, settings.load_weight))
+        except (ConfigError, Unnameable) as error:
+            logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
+    return found
+
+
+def _open(
+    settings: SlowSettings, namespace: Namespace, table: KeyTable, directories: list[str]
+) -> StorageTier:
+    """A slow tier; a directory that is taken is added to `directories`."""
+    if isinstance(settings, FileSettings):
+        capacity = None if settings.capacity is None else parse_size(settings.capacity)
+        path = settings.path or _default_directory()
+        if twin := find_same_directory(path, directories):
+            raise ConfigError(
+                f"file tier: {path} and {twin}, which is a tier already, are one directory; name another, or "
+                "leave out one of the two"
+            )
+        directories.append(path)
+        return FileTier(path, namespace, capacity=capacity, durable=settings.durable, table=table)
+    return ObjectTier(
+        settings.url, namespace, settings.options, timeout_seconds=settings.timeout_seconds, table=table
+    )
+
+
+def _default_directory() -> str:
+    """The directory in the user's cache directory; made if it is not there, for this user alone.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    path = default_directory()
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable_directory(path, error) from error
+    return path

@@ -1,0 +1,278 @@
+"""The connector's half on each rank.
+
+The engine's hooks call it between two steps. It exchanges values with the lanes that read and with the thread
+that copies chunks; it never waits for either and never calls NIXL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvferry.connector.access import peers_allowed
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.engine import BlockIds
+from kvferry.connector.messages import EndedRequests, LoadOrder, Report, StepOrders, StepReports, WorkerInfo
+from kvferry.connector.peers.producer import LEASE_SLOTS
+from kvferry.connector.worker.loads import Joined, Loads
+from kvferry.connector.worker.mover import ChunkMover
+from kvferry.connector.worker.orders import LoadBegin, MovedByAll
+from kvferry.connector.worker.stale import CHANGED, StaleEpochs
+from kvferry.errors import KVFerryError
+from kvferry.geometry import Group, RankGeometry
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan, blocks_needed
+from kvferry.planning.strategy import Strategy
+from kvferry.transport.costs_file import load_costs
+from kvferry.transport.key_file import read_keys
+from kvferry.transport.lane import ReadResult
+from kvferry.transport.lease import LeaseWords, new_incarnation
+from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.settings import TransferSettings
+from kvferry.transport.transfers import Transfers
+
+
+class CacheMirror(Protocol):
+    """Host memory that stands in for a cache that cannot be registered with the transport."""
+
+    def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
+        """Copy blocks, given per group, from the cache to host memory."""
+
+    def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
+        """Copy blocks, given per group, from host memory to the cache."""
+
+
+class WorkerHalf:
+    """One rank's transfers and loads. Only the thread that calls the engine's hooks uses it."""
+
+    def __init__(self) -> None:
+        """Begin before the cache is described; `start` comes next."""
+        self._geometry: RankGeometry | None = None
+        self._mirror: CacheMirror | None = None
+        self._transfers: Transfers | None = None
+        self._mover: ChunkMover | None = None
+        self._loads, self._joined = Loads(time.monotonic), Joined()
+        self._orders: dict[str, LoadOrder | LoadBegin] = {}
+        self._results: dict[str, ReadResult] = {}
+        self._sent: set[str] = set()
+        self._stale, self._void = StaleEpochs(), set[str]()
+        self._reports = StepReports()
+
+    def start(
+        self,
+        engine_id: str,
+        geometry: RankGeometry,
+        config: ConnectorConfig,
+        *,
+        mirror: CacheMirror | None = None,
+        reads: bool = True,
+    ) -> WorkerInfo:
+        """Register the cache and start the transfers.
+
+        Args:
+            engine_id: name of the engine.
+            geometry: where this rank's pages lie.
+            config: the connector's settings.
+            mirror: stands in for the cache, if `geometry` describes it.
+            reads: this engine reads from peers, so connect the transport now rather than at the first read.
+
+        Returns:
+            What the scheduler needs to know of this rank.
+
+        Raises:
+            ConfigError: NIXL cannot be used.
+        """
+        self._geometry, self._mirror = geometry, mirror
+        place = geometry.pp_rank, geometry.tp_rank
+        if config.tiers:
+            self._mover = ChunkMover(place)
+        if not config.transfers:
+            return WorkerInfo(geometry=geometry, card=None, settings=config.anywhere)
+        words = LeaseWords(new_incarnation(), LEASE_SLOTS)
+        name = f"{engine_id}/{place[0]}.{place[1]}/{words.incarnation:x}"
+        settings = _transfer_settings(config)
+        self._transfers = Transfers(name, geometry, words, settings)
+        if reads:
+            self._transfers.warm_up()
+        return WorkerInfo(
+            geometry=geometry,
+            card=self._transfers.card,
+            settings=config.anywhere,
+            key=settings.keys.fingerprint,
+        )
+
+    def on_weights_changed(self) -> None:
+        """Fail what was ordered so far, and let no peer believe what it reads here."""
+        self._stale.on_weights_changed()
+        self._reports.stale = self._stale.last
+        self._void.update(self._orders)
+        for key in self._orders:
+            self._loads.give_up(key, CHANGED)
+        if self._transfers is not None:
+            self._transfers.words.void()
+
+    def begin(self, orders: StepOrders) -> None:
+        """Begin a step: take all orders but those to store."""
+        if orders.writes_cache:
+            self._stale.on_step(orders.epoch)
+        if self._transfers is not None:
+            self._begin_transfers(self._transfers, orders)
+        for begin in orders.chunks.begins:
+            self._loads.begin(begin.key, begin.timeout_seconds)
+            self._orders[begin.key] = begin
+            if orders.epoch in self._stale:
+                self._loads.give_up(begin.key, CHANGED)
+        for key, why in orders.given_up.items():
+            self._loads.give_up(key, why)
+        if self._mover is not None:
+            self._mover.load(orders.chunks)
+
+    def _begin_transfers(self, transfers: Transfers, orders: StepOrders) -> None:
+        for peer, cards in orders.connects.items():
+            transfers.connect(peer, cards)
+        for peer in orders.disconnects:
+            transfers.disconnect(peer)
+        if orders.ended:
+            transfers.words.end(orders.ended.values())
+            self._sent.update(orders.ended)
+        if orders.turns_ended:
+            transfers.words.end(orders.turns_ended.values())
+            self._reports.raised.update(dict.fromkeys(orders.turns_ended, 1))
+        for order in orders.orders:
+            self._loads.begin(order.key, order.timeout_seconds)
+            self._orders[order.key] = order
+            if self._stale.last is not None:
+                self._loads.landed(order.key, CHANGED)
+                continue
+            transfers.submit(
+                ReadOrder(
+                    order.key,
+                    order.peer,
+                    order.span,
+                    _arrays(order.src_tables),
+                    _arrays(order.dst_tables),
+                    order.lease,
+                )
+            )
+
+    def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
+        """Keep what the step has computed.
+
+        Args:
+            orders: of the step.
+            mark: marks what the device has been given so far, and returns a function that waits, in any
+                thread, until that is computed.
+        """
+        for tables, tokens in orders.saves:
+            if self._mirror is not None:
+                span = LoadSpan(0, tokens, tokens + 1)
+                self._mirror.save(self._described().groups, self._needed(span, tables))
+        if self._mover is not None and orders.chunks.stores:
+            if orders.epoch in self._stale:
+                self._mover.refuse(orders.chunks, CHANGED)
+            else:
+                self._mover.store(orders.chunks, mark())
+
+    def ended(self) -> EndedRequests:
+        """Return the requests whose transfers have ended since the last call."""
+        self._take_results()
+        if not (self._orders or self._sent):
+            return EndedRequests()
+        settled = self._loads.settle()
+        received, failed = set(), set()
+        for key, outcome in settled.reported.items():
+            order, failure = self._orders[key], outcome or (CHANGED if key in self._void else None)
+            if failure is None and self._mirror is not None and isinstance(order, LoadOrder):
+                self._mirror.load(self._described().groups, self._needed(order.span, order.dst_tables))
+            whole = self._joined.reported(order.attempt, order.loads, failure)
+            if whole is not None:
+                received.add(order.request_id)
+            if whole is False:
+                failed.add(order.request_id)
+            self._reports.reports[key] = _report(failure, key not in settled.released, self._results.get(key))
+            self._reports.reported[key] = 1
+        for key in settled.released:
+            self._reports.released[key] = 1
+            self._orders.pop(key, None)
+            self._results.pop(key, None)
+            self._void.discard(key)
+        sent, self._sent = self._sent, set()
+        return EndedRequests(frozenset(sent), frozenset(received), frozenset(failed))
+
+    def _take_results(self) -> None:
+        """Take what the threads have done."""
+        for result in self._transfers.results() if self._transfers is not None else ():
+            self._results[result.key] = result
+            self._loads.landed(result.key, result.failure)
+        if self._mover is not None:
+            for moved in self._mover.moved():
+                self._reports.moved[moved.key] = MovedByAll.of(moved)
+            for end in self._mover.ended():
+                self._loads.landed(end.key, end.failure)
+
+    def take_reports(self) -> StepReports | None:
+        """Return the reports for the scheduler half since the last call; None if there are none."""
+        if not self._reports:
+            return None
+        reports, self._reports = self._reports, StepReports()
+        return reports
+
+    def shutdown(self) -> None:
+        """End all threads."""
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+
+    def _described(self) -> RankGeometry:
+        if self._geometry is None:
+            raise KVFerryError("a worker half was used before `start`")
+        return self._geometry
+
+    def _needed(self, span: LoadSpan, tables: BlockIds) -> list[Int64s]:
+        groups = self._described().groups
+        return [
+            blocks_needed(group.kind, group.attention_span, group.block_tokens, span, table)
+            for group, table in zip(groups, _arrays(tables), strict=True)
+        ]
+
+
+def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
+    return TransferSettings(
+        None if config.strategy == "auto" else Strategy(config.strategy),
+        load_costs(config.costs),
+        config.staging_mib << 20,
+        config.host,
+        config.advertise_host or config.host,
+        read_keys(config.secret_file),
+        peers_allowed(config),
+        config.lanes,
+    )
+
+
+def _arrays(tables: BlockIds) -> tuple[Int64s, ...]:
+    return tuple(np.array(table, np.int64) for table in tables)
+
+
+def _report(failure: str | None, late: bool, result: ReadResult | None) -> Report:
+    if result is None or result.plan is None:
+        return Report(failure, late, peer_lost=result is not None and result.peer_lost)
+    plan = result.plan
+    return Report(
+        failure,
+        late=late,
+        bytes_by_group=plan.bytes_by_group,
+        pages=plan.tally.pages,
+        descriptors=plan.tally.descriptors,
+        run_bytes=plan.tally.largest_run,
+        plan_seconds=plan.seconds,
+        transfer_seconds=result.transfer_seconds,
+        check_seconds=result.check_seconds,
+        strategy_by_group=plan.strategy_by_group,
+        peer_lost=result.peer_lost,
+    )

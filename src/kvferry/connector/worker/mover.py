@@ -1,0 +1,146 @@
+"""A rank's thread that copies chunks between its blocks and the arena.
+
+The engine's hooks hand it orders and take what it has done; they never wait. Parts of loads go before stores:
+a request waits for the first, nobody for the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import TypeAlias, TypeVar
+
+from kvferry.connector.worker.chunk_routes import ChunkRoutes
+from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Moved, StoreOrder
+from kvferry.errors import KVFerryError, TransferError
+from kvferry.geometry.canonical import canonical_of
+from kvferry.tiers.host.arena import Arena
+
+logger = logging.getLogger(__name__)
+
+_FIRST, _LOAD, _STORE, _LAST = range(4)
+"""What goes before what."""
+
+_Job: TypeAlias = Callable[[], None]
+_Item = TypeVar("_Item")
+
+
+class ChunkMover:
+    """See the module. Its methods are for the engine's thread."""
+
+    def __init__(self, place: tuple[int, int]) -> None:
+        """Start the thread.
+
+        Args:
+            place: (pp_rank, tp_rank) of this rank.
+        """
+        self._place = place
+        self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self._numbers = count()
+        self._moved: deque[Moved] = deque()
+        self._ended: deque[LoadEnd] = deque()
+        self._routes: ChunkRoutes | None = None
+        self._arena: Arena | None = None
+        self._unusable = "no arena yet"
+        self._failed: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._run, name="kvferry-chunks", daemon=True)
+        self._thread.start()
+
+    def load(self, orders: ChunkOrders) -> None:
+        """Take what an engine step says about loads."""
+        if orders.arena is not None:
+            self._put(_FIRST, partial(self._attach, orders.arena))
+        for part in orders.parts:
+            self._put(_LOAD, partial(self._part, part))
+        for end in orders.ends:
+            self._put(_LOAD, partial(self._end, end))
+
+    def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
+        """Take what an engine step is to store.
+
+        Args:
+            orders: of the step.
+            computed: waits until the step's forward has written its blocks.
+        """
+        for order in orders.stores:
+            self._put(_STORE, partial(self._store, order, computed))
+
+    def refuse(self, orders: ChunkOrders, why: str) -> None:
+        """Say of all that a step is to store that it was not."""
+        self._moved.extend(Moved(order.key, why, (), 0.0) for order in orders.stores)
+
+    def moved(self) -> list[Moved]:
+        """What has been done since the last call."""
+        return _taken(self._moved)
+
+    def ended(self) -> list[LoadEnd]:
+        """Loads of which all parts have been done and no more will come."""
+        return _taken(self._ended)
+
+    def close(self) -> None:
+        """End the thread, once it has done what it was told."""
+        self._put(_LAST, None)
+        self._thread.join()
+        self._routes = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _put(self, rank: int, job: _Job | None) -> None:
+        self._jobs.put((rank, next(self._numbers), job))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()[2]) is not None:
+            job()
+
+    def _attach(self, card: ArenaCard) -> None:
+        try:
+            canonical = canonical_of(card.ranks, card.chunk_tokens)
+            self._arena = Arena.attach(card.name)
+            self._routes = ChunkRoutes(canonical, card.ranks, self._place, self._arena.memory)
+        except KVFerryError as error:
+            self._unusable = str(error)
+            logger.error("tiers: rank %s can neither store nor load: %s", self._place, error)  # noqa: TRY400 - said in full
+
+    def _store(self, order: StoreOrder, computed: Callable[[], None]) -> None:
+        computed()
+        self._do(order.key, lambda routes: routes.store(order))
+
+    def _part(self, part: LoadPart) -> None:
+        failure = self._do(part.key, lambda routes: routes.load(part))
+        if failure is not None:
+            self._failed.setdefault(part.load, failure)
+
+    def _end(self, end: LoadEnd) -> None:
+        failure = self._failed.pop(end.key, None)
+        self._ended.append(LoadEnd(end.key, end.failure or failure))
+
+    def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
+        """Carry an order out and say so; why it could not be."""
+        began = time.perf_counter()
+        moved: tuple[int, ...] = ()
+        failure = None
+        try:
+            if self._routes is None:
+                raise TransferError(self._unusable)
+            moved = what(self._routes)
+        except KVFerryError as error:
+            failure = str(error)
+        except Exception as error:
+            logger.exception("tiers: order %s", key)
+            failure = f"{type(error).__name__}: {error}"
+        self._moved.append(Moved(key, failure, moved, time.perf_counter() - began))
+        return failure
+
+
+def _taken(of: deque[_Item]) -> list[_Item]:
+    found = []
+    while of:
+        found.append(of.popleft())
+    return found

@@ -1,0 +1,62 @@
+"""Facts of a vLLM engine for the connector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.connector.engine import CacheGroup, EngineFacts
+from kvferry.engines.vllm.compat.drafts import reads_ahead
+from kvferry.engines.vllm.compat.request_ids import parent_of
+from kvferry.engines.vllm.compat.specs import (
+    attention_span_of,
+    has_rings,
+    names_prompts_only,
+    snapshot_tokens,
+    state_block_tokens,
+)
+from kvferry.engines.vllm.geometry import kind_of_group
+
+
+def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
+    """Return the facts of an engine.
+
+    Raises:
+        ConfigError: kvferry cannot move one of its KV cache groups.
+    """
+    return EngineFacts(
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        groups=tuple(map(cache_group, kv_cache_config.kv_cache_groups)),
+        num_blocks=int(kv_cache_config.num_blocks),
+        longest_request=int(vllm_config.model_config.max_model_len),
+        steps_in_flight=int(vllm_config.max_concurrent_batches),
+        tokens_in_flight=int(vllm_config.max_in_flight_tokens),
+        step_tokens=step_tokens(vllm_config),
+        draft_lookahead=reads_ahead(vllm_config),
+        speculates=vllm_config.speculative_config is not None,
+        names_prompts_only=names_prompts_only(kv_cache_config),
+        has_rings=has_rings(kv_cache_config),
+        port_offset=int(vllm_config.parallel_config.data_parallel_index),
+        parent_of=parent_of,
+    )
+
+
+def step_tokens(vllm_config: Any) -> int:
+    """Return the most tokens of a request that one step computes, drafts included."""
+    batched = vllm_config.scheduler_config.max_num_batched_tokens
+    return int(batched + vllm_config.num_speculative_tokens)
+
+
+def cache_group(group: Any) -> CacheGroup:
+    """Return a KV cache group as the connector sees it; `group` is vLLM's.
+
+    Raises:
+        ConfigError: kvferry cannot move it; names a layer.
+    """
+    spec = group.kv_cache_spec
+    return CacheGroup(
+        kind=kind_of_group(group),
+        attention_span=attention_span_of(spec),
+        block_tokens=int(spec.block_size),
+        state_block_tokens=state_block_tokens(spec),
+        snapshot_tokens=snapshot_tokens(spec),
+    )

@@ -1,0 +1,60 @@
+"""An engine's memory of its last requests, and the socket on which `kvferry explain` asks for them."""
+
+from __future__ import annotations
+
+import os
+
+import kvferry
+from kvferry.connector.stream import EventStream
+from kvferry.observe.trace_server import TraceServer
+from kvferry.observe.traces import TraceBuffer
+from kvferry.observe.wire import EngineInfo
+
+
+class Explaining:
+    """Remembers the last requests and answers questions about them; with `requests` 0, it does nothing."""
+
+    def __init__(
+        self,
+        events: EventStream,
+        requests: int,
+        *,
+        engine_id: str,
+        model: str,
+        role: str,
+        connector: str = "",
+    ) -> None:
+        """Begin to remember.
+
+        Args:
+            events: the events to remember.
+            requests: number of requests to remember.
+            engine_id: name of the engine.
+            model: name of its model.
+            role: ``prefill``, ``decode`` or ``both``.
+            connector: name of the connector, if the engine has several.
+        """
+        self._traces = TraceBuffer(requests) if requests else None
+        self._most = requests
+        self._server: TraceServer | None = None
+        self._engine = EngineInfo(
+            kvferry=kvferry.__version__,
+            engine_id=engine_id,
+            model=model,
+            pid=os.getpid(),
+            role=role,
+            connector=connector,
+        )
+        if self._traces is not None:
+            events.subscribe(self._traces)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        if self._traces is not None:
+            self._server = TraceServer(self._traces, self._engine, self._most)
+
+    def close(self) -> None:
+        """Stop answering."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None

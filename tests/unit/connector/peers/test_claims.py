@@ -1,0 +1,101 @@
+"""Leases claimed at producers: one redemption and one release, however many requests have the ticket."""
+
+from __future__ import annotations
+
+from kvferry.connector.peers.claims import Claims
+from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.redeem import Grant, PromptContent, Redeemed
+from transport.cards import ticket
+
+AT = ("127.0.0.1", 5600)
+MINE, OTHER = PromptContent("mine"), PromptContent("other")
+GRANTED, REFUSED = Redeemed(0, 1, Grant.of(1, 2, [[1]])), Unusable("other tokens")
+
+
+class Client:
+    """A control client whose producer takes the prompt `MINE`, once it answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[PromptContent] = []
+        self.released: list[bytes] = []
+        self.answers = True
+
+    def redeem(self, address, ticket, tokens, content) -> int:
+        self.asked.append(content)
+        return len(self.asked) - 1
+
+    def redemption(self, number, wait_seconds):
+        if not self.answers:
+            return Pending()
+        return GRANTED if self.asked[number] == MINE else REFUSED
+
+    def end_redemption(self, number) -> bool:
+        return self.redemption(number, 0.0) is not REFUSED
+
+    def release(self, address, ticket) -> None:
+        self.released.append(ticket)
+
+
+def begin(claims: Claims, content=MINE, name="a"):
+    return claims.begin(AT, ticket(name), 4, content)
+
+
+def test_samples_of_a_prompt_redeem_and_release_once():
+    claims = Claims(client := Client())
+    samples = [begin(claims) for _ in range(3)]
+    assert len(client.asked) == 1
+    assert [claims.answer(one) for one in samples] == [GRANTED] * 3
+    for one in samples:
+        assert client.released == []
+        claims.end(one)
+    assert client.released == [ticket("a")]
+    assert len(claims) == 0
+
+
+def test_a_ticket_that_was_refused_is_not_released():
+    claims = Claims(client := Client())
+    one = begin(claims, OTHER)
+    assert claims.answer(one) is REFUSED
+    claims.end(one)
+    assert (client.released, len(claims)) == ([], 0)
+
+
+def test_a_redemption_that_nobody_has_answered_is_released_since_it_may_be_granted():
+    claims = Claims(client := Client())
+    client.answers = False
+    one = begin(claims)
+    assert isinstance(claims.answer(one), Pending)
+    claims.end(one)
+    assert client.released == [ticket("a")]
+
+
+def test_whoever_comes_with_the_same_ticket_and_another_prompt_ends_nobody_elses_claim():
+    claims = Claims(client := Client())
+    mine, other = begin(claims), begin(claims, OTHER)
+    assert client.asked == [MINE, OTHER]
+    client.answers = False  # gone before the producer has said no
+    claims.end(other)
+    assert client.released == []
+    client.answers = True
+    claims.end(mine)
+    assert client.released == [ticket("a")]
+
+
+def test_a_claim_is_released_also_where_a_refused_one_ends_last():
+    claims = Claims(client := Client())
+    mine, other = begin(claims), begin(claims, OTHER)
+    claims.end(mine)
+    assert client.released == []
+    claims.end(other)
+    assert client.released == [ticket("a")]
+
+
+def test_a_prompt_whose_requests_have_ended_is_redeemed_anew_with_the_ticket():
+    claims = Claims(client := Client())
+    mine, other = begin(claims), begin(claims, OTHER)
+    claims.end(mine)
+    again = begin(claims)
+    assert client.asked == [MINE, OTHER, MINE]
+    claims.end(other)
+    claims.end(again)
+    assert client.released == [ticket("a")]

@@ -1,0 +1,613 @@
+"""Another engine as a source: leases held and released once, failures struck out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.events import MissReason, SourceMiss, SourceRefused
+from kvferry.connector.messages import Report, StepOrders
+from kvferry.connector.peers import claims, source as peer_source
+from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
+from kvferry.connector.peers.offer import Offer, write_offer
+from kvferry.connector.peers.source import UNUSED_SECONDS, PeerSource
+from kvferry.connector.peers.turn_finder import FoundTurn
+from kvferry.connector.pins import Pins
+from kvferry.connector.prompt_content import content_of
+from kvferry.connector.refusals import Refusals
+from kvferry.connector.source import Load
+from kvferry.connector.stream import EventStream
+from kvferry.geometry import GroupKind
+from kvferry.planning.select import LoadSpan
+from kvferry.planning.template import build_templates, window_mismatches
+from kvferry.tiers.names import TIERS
+from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.messages import KeptTurn, RankCard
+from kvferry.transport.redeem import Grant, Redeemed
+from support.block_pool import request
+from support.engines import ranks
+from support.lora import adapter, settled, slow_files
+from transport.cards import ATTENTION, cards, facts, spec, ticket
+
+TOKENS = list(range(40))
+ADDRESS = ("127.0.0.1", 5600)
+
+
+class Client:
+    """A control client that answers what a test says."""
+
+    def __init__(self, answer, redeemed=None):
+        self.answer, self.redeemed, self.asked, self.claimed, self.waits = answer, redeemed, [], [], []
+        self.held, self.released, self.forgotten = [], [], []
+
+    def look_up(self, address, incarnation=None):
+        return self.answer
+
+    def redeem(self, address, ticket, tokens, content):
+        self.claimed.append(name_of(ticket))
+        self.asked.append((tokens, content))
+        return len(self.asked) - 1
+
+    def redemption(self, number, wait_seconds):
+        self.waits.append(wait_seconds)
+        return self.redeemed
+
+    def end_redemption(self, number):
+        return not isinstance(self.redeemed, Unusable)
+
+    def hold(self, address, ticket):
+        self.held.append(name_of(ticket))
+
+    def release(self, address, ticket):
+        self.released.append(name_of(ticket))
+
+    def forget(self, address):
+        self.forgotten.append(address)
+
+
+NOBODY = Unusable("nobody answers")
+RANKS = [card.geometry for card in cards()]
+KNOWN = PeerInfo(facts("engine", 11), cards())
+UNREDEEMED = "engine@127.0.0.1:5600"
+PEER = f"{UNREDEEMED}#b"
+GRANTED = Redeemed(0, 11, Grant.of(3, 7, [[1, 2, 3]]))
+
+
+def name_of(ticket):
+    return ticket.decode().rstrip(".")
+
+
+class Turns:
+    """Earlier turns that peers have, once they have answered."""
+
+    def __init__(self, answer=None):
+        self.answer, self.asked = answer, set()
+
+    def __contains__(self, name):
+        return name in self.asked
+
+    def ask(self, one):
+        if self.answer is not None:
+            self.asked.add(one.request_id)
+        return self.answer is not None
+
+    def found(self, one):
+        if not isinstance(self.answer, Pending):
+            self.asked.discard(one.request_id)
+        return self.answer or None
+
+    def drop(self, name):
+        self.asked.discard(name)
+
+
+class Log:
+    """A transfer log that nobody reads."""
+
+    labels = ("full",)
+
+    def write(self, *_):
+        pass
+
+
+def offered(name="a", of="theirs", **changes):
+    """A request that came with an offer."""
+    one = request(name, [*TOKENS, 99])
+    one.kv_transfer_params = {**write_offer(Offer("engine", *ADDRESS, ticket(of).hex(), 40)), **changes}
+    return one
+
+
+class Engine:
+    def __init__(self, answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED):
+        self.client, self.pins, self.told = Client(answer, redeemed), Pins(1), list[SourceRefused]()
+        self.turns, self.adapters = Turns(turns), Adapters()
+        refusals = Refusals(EventStream(self.told.append))
+        self.source = PeerSource(
+            self.client,
+            ranks=ranks,
+            pins=self.pins,
+            log=Log(),
+            refusals=refusals,
+            timeout_seconds=30.0,
+            most_held=most_held,
+            turns=self.turns,
+            adapters=self.adapters,
+        )
+        self.bidding = Bidding(2)
+
+    def arrive(self, one):
+        assert self.source.arrived(one, self.bidding)
+        return one
+
+    def begin(self, one, have=0):
+        (bid,) = self.source.bids(one, have)
+        name = one.request_id
+        span = LoadSpan(have, have + bid.tokens, 41)
+        load = Load(f"{name}#1", name, f"{name}#1", 1, bid, span, ([4, 5, 6],), 0.0)
+        self.source.begin(load, one)
+        return load
+
+    def step(self):
+        meta = StepOrders()
+        self.source.hand_over(meta)
+        return meta
+
+    def refused(self):
+        return [event.reason for event in self.told]
+
+
+def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
+    engine = Engine()
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 8)
+    assert engine.source.head(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
+    assert engine.source.tail(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
+    assert engine.source.tail(one, 8, 40) is None
+    assert engine.source.bids(one, 32)
+    assert engine.source.head(one, 32, 16) is None
+    engine.client.answer = Pending()
+    assert engine.source.bids(one, 8)
+    assert engine.source.head(one, 8, 16).looking
+    assert engine.source.tail(one, 8, 16).looking
+
+
+def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer_known():
+    engine = Engine(Pending(), redeemed=Pending())
+    one = engine.arrive(offered())
+    assert engine.client.claimed == ["theirs"]
+    assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
+    looking = (Bid(UNREDEEMED, (Part("peer", 32),), looking=True),)
+    assert engine.source.bids(one, 8) == looking
+    assert engine.client.waits == [], "nobody waits for a peer that is being met"
+    engine.client.answer = KNOWN
+    assert engine.source.bids(one, 8) == looking
+    engine.client.redeemed = GRANTED
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert not engine.source.bids(one, 40)
+    assert engine.client.released == []
+
+
+def test_a_load_is_ordered_with_the_peer_met_before():
+    engine = Engine()
+    one = engine.arrive(offered())
+    load = engine.begin(one, 8)
+    meta = engine.step()
+    assert meta.connects == {PEER: KNOWN.ranks}
+    (order,) = meta.orders
+    assert (order.key, order.request_id, order.peer, order.span) == ("a#1", "a", PEER, LoadSpan(8, 40, 41))
+    assert (order.src_tables, order.dst_tables, order.timeout_seconds) == (([1, 2, 3],), ([4, 5, 6],), 30.0)
+    assert (order.lease.slot, order.lease.generation, order.lease.incarnation) == (3, 7, 11)
+    assert engine.source.origin(load) == "peer"
+    engine.begin(engine.arrive(offered("b")))
+    assert engine.step().connects == {}, "workers know it"
+    assert engine.step().orders == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kv": 42}, "42 tokens are offered for a prompt of 41"),
+        (
+            {"prompt_token_ids": None},
+            "the content of this prompt has no certain name: the prompt is not made",
+        ),
+    ],
+)
+def test_a_ticket_that_cannot_be_of_the_prompt_is_not_redeemed_and_changes_nothing(change, says):
+    engine = Engine()
+    one = offered(remote_num_tokens=change.pop("kv", 40))
+    vars(one).update(change)
+    engine.arrive(one)
+    assert (engine.source.bids(one, 0), engine.client.claimed, engine.client.released) == ((), [], [])
+    (reason,) = engine.refused()
+    assert reason.startswith(says)
+
+
+@pytest.mark.parametrize("kind", [GroupKind.FULL, GroupKind.STATE])
+def test_state_that_has_seen_the_whole_prompt_is_not_read(kind):
+    """The engine computes the last token of a prompt in any case, and state would see it twice."""
+    engine = Engine(ranks=[replace(rank, groups=(replace(rank.groups[0], kind=kind),)) for rank in RANKS])
+    whole, longer = request("a", TOKENS), offered("b")
+    whole.kv_transfer_params = longer.kv_transfer_params
+    engine.arrive(whole)
+    of_state = kind is GroupKind.STATE
+    assert bool(engine.source.bids(whole, 0)) != of_state
+    assert [text[:44] for text in engine.refused()] == [
+        "40 tokens are offered for a prompt of 40, wh"
+    ] * of_state
+    engine.bidding = Bidding(2)
+    assert engine.source.bids(engine.arrive(longer), 0)
+
+
+def test_a_ticket_that_its_producer_refuses_is_struck_out_and_not_released():
+    """It may be somebody else's, who redeems it with the right prompt."""
+    engine = Engine(redeemed=Unusable("other tokens"))
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 0) == ()
+    assert (engine.refused(), engine.client.released) == (["other tokens"], [])
+    engine.client.redeemed = GRANTED
+    assert engine.source.bids(one, 0) == ()
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert (engine.client.released, len(engine.source), len(engine.source._claims)) == ([], 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (PeerInfo(facts("other", 11), cards()), "engine other answers at the address of engine"),
+        (PeerInfo(facts("engine", 12), cards()), "the engine has been restarted since it granted the lease"),
+    ],
+)
+def test_a_peer_that_cannot_be_used_is_struck_out_and_released(answer, says):
+    engine = Engine(answer)
+    one = engine.arrive(offered())
+    assert not engine.source.bids(one, 0)
+    assert (engine.refused(), engine.client.released) == ([says], ["theirs"])
+    engine.client.answer = KNOWN
+    assert not engine.source.bids(one, 0), "its lease has been released"
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert (engine.client.released, len(engine.source)) == (["theirs"], 0)
+
+
+def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
+    engine = Engine(NOBODY)
+    one = engine.arrive(offered())
+    assert not engine.source.bids(one, 0)
+    engine.client.answer = KNOWN
+    assert not engine.source.bids(one, 0), "a claim of its ticket would never end"
+    assert (engine.refused(), engine.client.claimed, engine.client.released) == (["nobody answers"], [], [])
+
+
+def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew(monkeypatch):
+    def look_up(self, address, incarnation=None):
+        return self.answer if incarnation in (None, self.answer.facts.incarnation) else Pending()
+
+    monkeypatch.setattr(Client, "look_up", look_up)
+    engine = Engine(PeerInfo(facts("engine", 10), cards()))
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),), looking=True),)
+    engine.client.answer = KNOWN
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert (engine.refused(), engine.client.claimed) == ([], ["theirs"])
+
+
+def test_a_grant_has_a_block_table_for_each_group_of_the_peer():
+    engine = Engine(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]])))
+    one = engine.arrive(offered())
+    assert engine.source.bids(one, 0) == ()
+    assert engine.refused() == ["block tables for 3 groups, the peer has 1"]
+    assert engine.client.released == ["theirs"]
+
+
+def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets(monkeypatch):
+    engine, now = Engine(redeemed=Pending()), [100.0]
+    monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
+    ones = [engine.arrive(offered(name, of=name)) for name in "abcd"]
+
+    def redemption(self, number, wait_seconds):
+        waits_said.append(wait_seconds)
+        now[0] += min(wait_seconds, STEP_WAIT_SECONDS * 0.4)
+        return self.redeemed
+
+    waits_said = []
+    monkeypatch.setattr(Client, "redemption", redemption)
+    for one in ones:
+        engine.source.bids(one, 0)
+    assert waits_said == pytest.approx(
+        [STEP_WAIT_SECONDS * share for share in (1.0, 0.6, 0.2, 0.0)], abs=1e-9
+    )
+    engine.step()
+    engine.source.bids(ones[0], 0)
+    assert waits_said[-1] == STEP_WAIT_SECONDS
+
+
+@pytest.mark.parametrize(("theirs", "alignment_tokens"), [(4, 4), (16, 16), (24, 8), (64, 16)])
+def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, alignment_tokens):
+    peer = RankCard(ranks(spec(block_tokens=theirs), [ATTENTION] * 2)[0], b"metadata", 4096, 64, 1)
+    engine = Engine(PeerInfo(facts("engine", 11), (peer,)))
+    load = engine.begin(engine.arrive(offered()))
+    assert engine.source.alignments(load) == (alignment_tokens,)
+    engine.client.answer = NOBODY
+    assert engine.source.alignments(load) == (1,), "nothing is known of it"
+
+
+def as_kind(rank, kind, attention_span):
+    return replace(
+        rank, groups=tuple(replace(group, kind=kind, attention_span=attention_span) for group in rank.groups)
+    )
+
+
+SLIDING, CHUNKED, FULL = GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.FULL
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [((SLIDING, 64), (FULL, 0)), ((CHUNKED, 64), (FULL, 0)), ((SLIDING, 64), (SLIDING, 66))],
+    ids=["hybrid manager off there", "the same, chunked", "draft modules there"],
+)
+def test_groups_are_told_by_their_layers_whatever_they_are_called(ours, theirs):
+    mine = as_kind(ranks(spec(block_tokens=128), [ATTENTION] * 2)[0], *ours)
+    peer = as_kind(ranks(spec(block_tokens=32, address=1 << 41), [ATTENTION] * 2)[0], *theirs)
+    assert not window_mismatches([peer], mine), "the handshake lets them through"
+    (template,) = build_templates([peer], mine)
+    assert {route.cell_tokens for route in template.routes} == {32}
+    engine = Engine(PeerInfo(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
+    assert engine.source.alignments(engine.begin(engine.arrive(offered()))) == (32,)
+
+
+def test_a_peer_whose_late_reads_hold_too_much_is_refused():
+    engine = Engine()
+    one = engine.arrive(offered())
+    engine.pins.hold("old", PEER, [1, 2, 3])
+    engine.pins.late("old")
+    assert not engine.source.bids(one, 0)
+    assert engine.refused() == [
+        "reads past their deadline still hold 3 blocks, and those of a peer may hold half of 2 (late_blocks)"
+    ]
+
+
+def test_reads_in_flight_count_for_what_late_ones_may_hold():
+    """Any of them may be late a moment later, so there is no time to begin to count then."""
+    engine = Engine(most_held=8)
+    (bid,) = engine.source.bids(engine.arrive(offered()), 0)
+    assert engine.source.room(bid, 100), "a load that is alone may be larger"
+    engine.pins.hold("from tiers", TIERS, [1] * 50)
+    assert engine.source.room(bid, 100), "of those late ones hold nothing"
+    engine.pins.hold("one", PEER, [1])
+    assert [engine.source.room(bid, blocks) for blocks in (3, 4)] == [True, False]
+    engine.pins.hold("of another", "another peer", [2, 3, 4, 5])
+    assert [engine.source.room(bid, blocks) for blocks in (1, 2)] == [True, False]
+    engine.pins.late("one")
+    assert [engine.source.room(bid, blocks) for blocks in (1, 2)] == [True, False]
+    engine.pins.landed("one")
+    assert [engine.source.room(bid, blocks) for blocks in (2, 3)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("how", "anew"),
+    [({}, False), ({"peer_lost": True}, True), ({"late": True}, True)],
+    ids=["another lease may hold", "it has gone", "it may have gone"],
+)
+def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, anew):
+    engine = Engine()
+    one = engine.arrive(offered())
+    load = engine.begin(one)
+    engine.source.ended(load, Report("the lease was broken", **how))
+    assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
+    assert engine.bidding.why(PEER) == "the lease was broken"
+    assert not engine.source.bids(one, 0)
+    assert engine.source.lack(one, 0) == SourceMiss("peer", MissReason.REFUSED, detail="the lease was broken")
+
+
+def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settled():
+    engine = Engine()
+    one = engine.arrive(offered())
+    load = engine.begin(one)
+    engine.source.ended(load, Report(None))
+    assert engine.client.released == []
+    for _ in range(2):
+        engine.source.settled("a")
+    assert engine.client.released == ["theirs"]
+    assert not engine.source.bids(one, 0), "preempted, it has no lease any more"
+
+
+def test_samples_that_share_a_prompt_release_it_once_with_the_last():
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.arrive(offered(name))
+    engine.source.settled("a")
+    engine.source.settled("a")
+    assert engine.client.released == []
+    engine.source.settled("b")
+    assert engine.client.released == ["theirs"]
+
+
+def test_a_ticket_with_another_prompt_does_not_release_what_a_request_here_reads():
+    """The second request may be a thief's, and ends before the producer has answered."""
+    engine = Engine()
+    engine.arrive(offered("a"))
+    thief = request("b", [*TOKENS[:-1], 7, 99])
+    thief.kv_transfer_params = offered().kv_transfer_params
+    engine.arrive(thief)
+    assert engine.client.claimed == ["theirs", "theirs"], "each with its own prompt"
+    engine.source.settled("b")
+    assert engine.client.released == []
+    engine.source.settled("a")
+    assert engine.client.released == ["theirs"]
+
+
+def test_a_request_that_was_rejected_ends_no_lease():
+    """vLLM names its offer with a request of one made-up token; its ticket may be a stolen one."""
+    engine = Engine()
+    engine.arrive(offered("a"))
+    for name, of in (("b", "theirs"), ("c", "another")):
+        one = request(name, [0], abort_immediately=True)
+        one.kv_transfer_params = offered(of=of).kv_transfer_params
+        assert not engine.source.arrived(one, engine.bidding)
+        engine.source.finished(name)
+    assert engine.refused() == [], "nothing is wrong with its offer"
+    assert (engine.client.claimed, engine.client.released) == (["theirs"], [])
+
+
+@pytest.mark.parametrize(
+    ("params", "refused"),
+    [(None, 0), ({"do_remote_decode": True}, 0), ({"do_remote_prefill": True}, 1)],
+)
+def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, refused):
+    engine = Engine()
+    one = request("a", TOKENS, kv_transfer_params=params)
+    assert not engine.source.arrived(one, engine.bidding)
+    assert (len(engine.refused()), engine.client.claimed, len(engine.source)) == (refused, [], 0)
+
+
+def test_workers_forget_a_peer_that_nothing_was_read_from_for_long(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(peer_source.time, "monotonic", lambda: now[0])
+    engine = Engine()
+    engine.begin(engine.arrive(offered()))
+    now[0] += UNUSED_SECONDS
+    assert engine.step().disconnects == []
+    now[0] += 1
+    assert engine.step().disconnects == [PEER]
+    assert engine.step().disconnects == []
+    engine.begin(engine.arrive(offered("b")))
+    assert engine.step().connects == {PEER: KNOWN.ranks}
+
+
+TURN = FoundTurn(
+    40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant.of(3, 7, [[1, 2, 3]]), 50, 1, 1, [])
+)
+
+
+def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have_answered():
+    engine = Engine(turns=Pending())
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    (bid,) = engine.source.bids(one, 8)
+    assert (bid.looking, bid.tokens) == (True, 32)
+    engine.turns.answer = TURN
+    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert engine.client.held == ["earlier"]
+    assert engine.source.head(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert (engine.client.released, len(engine.source)) == (["earlier"], 0)
+
+
+def test_while_peers_are_asked_they_may_have_the_rest_of_what_another_source_begins():
+    engine = Engine(turns=Pending())
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    engine.source.bids(one, 8)
+    for bid, tokens in (
+        (engine.source.head(one, 8, 16), 24),
+        (engine.source.tail(one, 8, 16), 24),
+        (engine.source.tail(one, 8, 39), 1),
+    ):
+        assert (bid.looking, bid.tokens) == (True, tokens)
+    assert engine.source.tail(one, 8, 40) is None, "the last token is computed"
+    engine.turns.answer = False
+    assert engine.source.bids(one, 8) == ()
+    assert (engine.source.head(one, 8, 16), engine.source.tail(one, 8, 16)) == (None, None)
+
+
+def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
+    engine = Engine(turns=False)
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    assert engine.source.bids(one, 0) == ()
+    assert (engine.source.head(one, 0, 16), engine.source.tail(one, 0, 16)) == (None, None)
+    assert engine.source.lack(one, 0).reason is MissReason.NOT_STORED
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert engine.client.held == engine.client.released == []
+
+
+def test_a_request_that_ends_while_peers_are_asked_leaves_nothing():
+    engine = Engine(turns=Pending())
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    engine.source.bids(one, 0)
+    engine.source.settled("a")
+    engine.source.finished("a")
+    assert engine.turns.asked == set()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_after_a_reset_an_earlier_turn_that_was_found_before_is_not_bid(answered):
+    engine = Engine(turns=TURN if answered else Pending())
+    one = engine.arrive(request("a", [*TOKENS, 99]))
+    assert engine.source.bids(one, 0)
+    engine.source.start_anew()
+    engine.turns.answer = TURN
+    assert engine.source.bids(one, 0) == ()
+    assert engine.client.released == (["earlier"] if answered else [])
+
+
+def test_after_a_reset_no_offer_that_came_before_is_bid():
+    engine = Engine()
+    waiting, loading, _ = (engine.arrive(offered(name, of=name)) for name in "abc")
+    load = engine.begin(loading)
+    engine.source.settled("c")
+    engine.source.start_anew()
+    assert engine.client.released == ["c", "a", "b"], "what is being read is not believed either"
+    assert engine.source.bids(waiting, 0) == engine.source.bids(loading, 0) == ()
+    assert engine.refused() == ["the cache was reset"] * 2, "before and after its ticket was redeemed"
+    engine.source.ended(load, Report("the producer gave the blocks back"))
+    assert engine.source.bids(engine.arrive(offered("d")), 0), "what comes is"
+
+
+def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
+    engine = Engine(turns=Pending())
+    before = engine.arrive(offered("a", "before"))
+    engine.source.stop_reading("weights have changed")
+    assert not engine.source.bids(before, 0)
+    after = offered("b", "after")
+    assert engine.source.arrived(after, Bidding(2))
+    assert not engine.source.bids(after, 0)
+    assert engine.source.lack(after, 0) == SourceMiss(
+        "peer", MissReason.REFUSED, detail="weights have changed"
+    )
+    assert engine.refused() == ["the cache was reset", "weights have changed"]
+    assert engine.client.claimed == engine.client.released == ["before", "after"], "no lease waits to run out"
+    assert not engine.source.arrived(request("c", [*TOKENS, 99]), Bidding(2))
+    assert not engine.turns.asked
+
+
+def test_peers_are_not_waited_for_when_all_but_the_last_token_is_here():
+    engine = Engine(turns=Pending())
+    assert engine.source.bids(engine.arrive(request("a", [*TOKENS, 99])), 40) == ()
+
+
+def test_without_peers_that_keep_turns_a_request_is_not_ours():
+    assert not Engine().source.arrived(request("a", [*TOKENS, 99]), Bidding(2))
+
+
+def test_a_ticket_is_redeemed_once_the_adapter_of_its_prompt_was_read(tmp_path):
+    engine, one = Engine(), offered()
+    one.lora_request = adapter(tmp_path)
+    with slow_files() as go_on:
+        engine.arrive(one)
+        (bid,) = engine.source.bids(one, 0)
+        assert bid.looking
+        assert (engine.client.claimed, engine.refused()) == ([], [])
+        go_on.set()
+        settled(lambda: engine.adapters.name(one.lora_request))
+    (bid,) = engine.source.bids(one, 0)
+    assert (bid.tokens, bid.looking) == (40, False)
+    ((_, content),) = engine.client.asked
+    assert content.adapter == engine.adapters.name(one.lora_request)
+
+
+def test_an_adapter_that_is_never_read_does_not_delay_a_request_for_ever(tmp_path, monkeypatch):
+    engine, one = Engine(), offered()
+    one.lora_request = adapter(tmp_path)
+    with slow_files() as go_on:
+        engine.arrive(one)
+        monkeypatch.setattr(peer_source.time, "monotonic", lambda: now)
+        now = time.monotonic_ns() / 1e9 + 30.0
+        assert engine.source.bids(one, 0) == ()
+        (why,) = engine.refused()
+        assert why.endswith("are still being read for their digest, after 30 s")
+        go_on.set()

@@ -1,0 +1,90 @@
+"""Peers are asked for earlier turns, and the one that brings most is taken."""
+
+from __future__ import annotations
+
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.peers.turn_finder import FoundTurn, TurnFinder
+from kvferry.connector.peers.turn_names import CHUNK_TOKENS, TurnNames
+from kvferry.transport.handshake import Pending
+from kvferry.transport.messages import KeptTurn
+from kvferry.transport.redeem import Grant
+from support.block_pool import request
+from transport.cards import ticket
+
+A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
+
+
+class Client:
+    def __init__(self, asks=True) -> None:
+        self.asks, self.asked, self.answers, self.dropped = asks, [], None, []
+
+    def ask_turn(self, peers, content):
+        self.asked.append((list(peers), content))
+        return len(self.asked) if self.asks else None
+
+    def turns(self, number):
+        return self.answers
+
+    def drop_question(self, number):
+        self.dropped.append(number)
+
+
+GRANT = Grant.of(1, 2, [[5], [6]])
+
+
+def kept(tokens=300, least=1, name="r") -> KeptTurn:
+    chunks = min(tokens, 400) // CHUNK_TOKENS
+    after = list(range(chunks * 256, tokens))
+    return KeptTurn("D", 3, ticket(name), GRANT, tokens, least, chunks, after)
+
+
+def asked(answers, tokens=400, client=None):
+    client = client or Client()
+    finder, one = (
+        TurnFinder(client, lambda: {A: 1, B: 1}, TurnNames(Adapters())),
+        request("a", list(range(tokens))),
+    )
+    assert finder.ask(one)
+    assert finder.found(one) == Pending()
+    client.answers = answers
+    found = finder.found(one)
+    assert "a" not in finder
+    return found
+
+
+def test_what_brings_most_is_taken():
+    longer = kept(320, name="longer")
+    assert asked([(A, kept(300)), (B, longer)]) == FoundTurn(320, B, longer)
+
+
+def test_what_cannot_be_continued_from_is_left():
+    assert asked([(A, kept(300)), (B, kept(500, least=410))]).address == A
+    assert asked([(B, kept(300, least=301))]) is None
+    assert asked([]) is None
+
+
+def test_the_last_token_of_a_prompt_is_computed():
+    assert asked([(A, kept(400))]).tokens == 399
+    assert asked([(A, kept(400, least=400))]) is None
+
+
+def test_nobody_is_asked_for_a_short_prompt_or_one_without_a_name_or_where_nobody_keeps_any():
+    client = Client()
+    finder = TurnFinder(client, lambda: {A: 1}, TurnNames(Adapters()))
+    assert not finder.ask(request("a", list(range(CHUNK_TOKENS))))
+    assert not finder.ask(request("b", list(range(400)), prompt_embeds=object()))
+    assert not TurnFinder(client, dict, TurnNames(Adapters())).ask(request("c", list(range(400))))
+    assert client.asked == []
+    assert not TurnFinder(Client(asks=False), lambda: {A: 1}, TurnNames(Adapters())).ask(
+        request("d", list(range(400)))
+    )
+
+
+def test_a_request_that_ends_is_asked_for_no_more():
+    client = Client()
+    finder = TurnFinder(client, lambda: {A: 1}, TurnNames(Adapters()))
+    finder.ask(request("a", list(range(400))))
+    finder.drop("a")
+    finder.drop("never asked")
+    assert client.dropped == [1]
+    assert "a" not in finder

@@ -1,0 +1,72 @@
+"""Who may exchange KV with an engine: its key."""
+
+import logging
+
+import pytest
+
+from kvferry.connector.access import check_rank_keys, peers_allowed, scheduler_keys
+from kvferry.connector.config import ConnectorConfig, parse_config
+from kvferry.connector.messages import WorkerInfo
+from kvferry.errors import ConfigError
+from kvferry.geometry import RankGeometry
+from kvferry.transport.allowed_peers import ANY_PEER
+from kvferry.transport.key_creation import write_secret
+from kvferry.transport.key_file import read_keys
+from support.keys import KEYS, OTHER_KEYS
+
+FAR = {"host": "10.0.0.7"}
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_engine_on_loopback_makes_the_machines_key_and_says_no_more(state, caplog):
+    assert scheduler_keys(parse_config({})) == read_keys(None)
+    assert warnings(caplog) == []
+
+
+def test_an_engine_that_others_reach_says_once_that_they_need_the_key(state, caplog):
+    scheduler_keys(parse_config(FAR))
+    (said,) = warnings(caplog)
+    assert f"copy {state}/kvferry/key to their machines, or make a file with kvferry keygen FILE" in said
+
+
+def test_with_a_secret_file_nothing_is_said_and_no_key_is_made(state, caplog, tmp_path):
+    write_secret(tmp_path / "secret")
+    config = parse_config({**FAR, "secret_file": str(tmp_path / "secret")})
+    assert scheduler_keys(config) == read_keys(config.secret_file)
+    assert (warnings(caplog), state.exists()) == ([], False)
+
+
+def test_an_engine_of_tiers_alone_needs_no_key(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "state"))
+    assert scheduler_keys(parse_config({"tiers": "default"})) is None
+    with pytest.raises(ConfigError, match="set secret_file"):
+        scheduler_keys(parse_config({"tiers": "default", "transfer": True}))
+
+
+def test_who_may_be_a_peer_follows_the_host_unless_it_is_set():
+    assert peers_allowed(parse_config({})).only_here
+    assert peers_allowed(parse_config(FAR)) == ANY_PEER
+    assert peers_allowed(parse_config({**FAR, "advertise_host": "n7"})).names == ("n7",)
+    listed = peers_allowed(parse_config({"peers": ["10.0.0.0/8", "svc"]}))
+    assert (str(listed.networks[0]), listed.names) == ("10.0.0.0/8", ("svc",))
+
+
+def card(rank: int, key: str | None) -> WorkerInfo:
+    geometry = RankGeometry(rank, 2, 0, 1, 1, (), ())
+    return WorkerInfo(geometry=geometry, card=None, settings=ConnectorConfig().anywhere, key=key)
+
+
+def test_all_ranks_must_have_the_engines_key():
+    check_rank_keys(KEYS, [card(0, KEYS.fingerprint), card(1, KEYS.fingerprint)])
+    with pytest.raises(ConfigError, match=r"rank TP1 PP0 has a key with fingerprint .* set secret_file"):
+        check_rank_keys(KEYS, [card(0, KEYS.fingerprint), card(1, OTHER_KEYS.fingerprint)])

@@ -1,0 +1,152 @@
+"""Adapters are named by content; their files are read by a thread."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.executor import Executor
+
+from kvferry.connector import adapters as module
+from kvferry.connector.adapters import AGAIN_SECONDS, Adapters
+from kvferry.engines.vllm.compat.loras import hook_adapter_loads
+from kvferry.errors import ConfigError, NotYetNamed, Unnameable
+from support.clock import Clock
+from support.lora import adapter, settled, slow_files
+
+LORA = {"lora_name": "a", "lora_int_id": ord("a"), "load_inplace": False}
+
+
+def name(one, adapters=None):
+    adapters = adapters or Adapters()
+    return settled(lambda: adapters.name(one))
+
+
+def test_no_adapter_has_an_empty_name():
+    assert Adapters("in float32").name(None) == ""
+
+
+def test_one_name_of_other_content_is_another_adapter(tmp_path):
+    names = {
+        name(adapter(tmp_path / "one")),
+        name(adapter(tmp_path / "other", weight=2.0)),
+        name(adapter(tmp_path / "third", rank=16)),
+    }
+    assert len(names) == 3
+    assert name(adapter(tmp_path / "copy", name="b")) in names
+
+
+def test_how_the_engine_applies_adapters_is_part_of_their_names(tmp_path):
+    one = adapter(tmp_path)
+    assert name(one, Adapters("in float32")) != name(one, Adapters("in bfloat16"))
+
+
+def test_whoever_asks_does_not_wait_for_the_files(tmp_path):
+    one, other, adapters = adapter(tmp_path / "one"), adapter(tmp_path / "other", weight=2.0), Adapters()
+    with slow_files() as go_on:
+        for each in (one, other, one):
+            began = time.perf_counter()
+            with pytest.raises(NotYetNamed, match="LoRA a are still being read"):
+                adapters.name(each)
+            assert time.perf_counter() - began < 1.0
+        go_on.set()
+        assert name(one, adapters) != name(other, adapters)
+
+
+def test_what_can_never_be_named_is_told_apart_from_what_is_not_named_yet(tmp_path):
+    one = adapter(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(Unnameable, match="not on this machine's disk") as raised:
+        name(one)
+    assert not isinstance(raised.value, NotYetNamed)
+
+
+def test_an_adapter_that_cannot_be_read_is_read_again_after_a_while(tmp_path):
+    one, clock = adapter(tmp_path), Clock()
+    adapters, config = Adapters(clock=clock), tmp_path / "adapter_config.json"
+    with (
+        mock.patch.object(module, "weights_of", side_effect=ConfigError("weights cannot be read: I/O error")),
+        pytest.raises(Unnameable, match="or cannot be read"),
+    ):
+        name(one, adapters)
+    with pytest.raises(Unnameable, match="or cannot be read"):
+        name(one, adapters)
+    clock.now += AGAIN_SECONDS
+    assert name(one, adapters) == name(one)
+    config.write_text("{}")
+    with pytest.raises(Unnameable, match="have changed since"):
+        name(one, adapters)
+
+
+def test_files_that_changed_after_a_read_that_failed_have_no_name(tmp_path):
+    """The engine may have read what was there before."""
+    one, clock = adapter(tmp_path), Clock()
+    adapters = Adapters(clock=clock)
+    with (
+        mock.patch.object(module, "weights_of", side_effect=ConfigError("weights cannot be read: I/O error")),
+        pytest.raises(Unnameable),
+    ):
+        name(one, adapters)
+    adapter(tmp_path, weight=2.0)
+    clock.now += AGAIN_SECONDS
+    with pytest.raises(Unnameable):
+        name(one, adapters)
+
+
+def test_an_adapter_that_was_not_there_yet_is_named_once_it_is(tmp_path):
+    clock = Clock()
+    one, adapters = SimpleNamespace(**LORA, lora_path=str(tmp_path / "later")), Adapters(clock=clock)
+    with pytest.raises(Unnameable, match="not on this machine's disk"):
+        name(one, adapters)
+    there = adapter(tmp_path / "later")
+    clock.now += AGAIN_SECONDS
+    assert name(one, adapters) == name(there)
+
+
+def test_what_the_engine_loaded_before_its_files_changed_has_no_name(tmp_path):
+    """It loads an adapter when it is told to, which may be long before the first request."""
+    one, adapters = adapter(tmp_path), Adapters()
+    adapters.on_load(one)
+    adapter(tmp_path, weight=2.0)
+    with pytest.raises(Unnameable, match="have changed since"):
+        name(one, adapters)
+
+
+def test_an_adapter_that_was_replaced_in_place_has_no_name_any_more(tmp_path):
+    one, other, adapters = adapter(tmp_path / "1"), adapter(tmp_path / "2", name="b"), Adapters()
+    assert name(one, adapters)
+    assert adapters.is_current(one)
+    assert adapters.is_current(None)
+    adapters.on_load(SimpleNamespace(**LORA | {"load_inplace": True}, lora_path=str(tmp_path / "3")))
+    with pytest.raises(Unnameable, match="loaded in place"):
+        name(one, adapters)
+    assert not adapters.is_current(one)
+    assert name(other, adapters)
+    again = SimpleNamespace(**LORA | {"lora_int_id": 7}, lora_path=str(tmp_path / "1"))
+    assert name(again, adapters), "it was unloaded, and loaded under another number"
+
+
+def test_vllm_tells_of_an_adapter_before_the_workers_load_it(tmp_path):
+    told = []
+
+    class Workers:
+        def collective_rpc(self, method, args):
+            assert told == [args[0]]
+            return [method == "add_lora"]
+
+    class Listener:
+        def on_load(self, lora):
+            told.append(lora)
+
+    listener = Listener()
+    hook_adapter_loads(listener)
+    hook_adapter_loads(listener)
+    asked = LoRARequest("a", 1, str(tmp_path))
+    assert Executor.add_lora(Workers(), asked)
+    assert told == [asked]
+    del listener
+    assert Executor.add_lora(Workers(), asked)
+    assert told == [asked], "a listener that is gone hears nothing"

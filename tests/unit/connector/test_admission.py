@@ -1,0 +1,1245 @@
+"""Admission: the best bid is taken, failures lead to the next, and pins are always given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.connector import admission
+from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.engine import CacheGroup
+from kvferry.connector.events import (
+    DecisionReason,
+    GroupBytes,
+    LateBlocks,
+    LoadEnded,
+    LoadOutcome,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourcesAsked,
+)
+from kvferry.connector.headroom import Headroom
+from kvferry.connector.messages import Report, StepOrders, StepReports
+from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.pins import Pins
+from kvferry.connector.policies import Choice, First, Weight
+from kvferry.connector.speeds import Speeds
+from kvferry.connector.stream import EventStream
+from kvferry.geometry import Group, GroupKind
+from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.observe.metrics_listener import MetricsListener
+from kvferry.planning.select import LoadSpan
+from support.block_pool import BlockPool, request
+from support.clock import Clock
+
+BLOCK, PROMPT = 4, 40
+CACHE_GROUPS = (
+    CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=BLOCK),
+    CacheGroup(kind=GroupKind.SLIDING, attention_span=6, block_tokens=BLOCK),
+)
+GROUPS = Group(GroupKind.FULL, BLOCK, 0, ()), Group(GroupKind.SLIDING, BLOCK, 6, ())
+
+
+def offer(name, tokens, looking=False):
+    return Bid(name, (Part(name, tokens),), looking)
+
+
+@dataclass
+class Stand:
+    """A source that offers what a test says, and notes what it hears."""
+
+    name: str
+    total: int = 0
+    looking: bool = False
+    serves: bool = True
+    strikes: bool = True
+    alignment_tokens: int = BLOCK
+    miss: MissReason | None = None
+    head_until: int = 0
+    has_room: bool = True
+    heard: list = field(default_factory=list)
+
+    def arrived(self, request, bidding):
+        self.bidding = bidding
+        return self.serves
+
+    def declined(self, request):
+        return None if self.miss is None else SourceMiss(self.name, self.miss)
+
+    def lack(self, request, have):
+        return SourceMiss(self.name, self.miss or MissReason.NOT_STORED, "0 full_attention")
+
+    def brought(self, load, report):
+        return (GroupBytes("0 full_attention", "copied", 100),)
+
+    def blame(self, load, report):
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
+
+    def bids(self, request, have):
+        return [offer(self.name, self.total - have, self.looking)] if self.total > have else []
+
+    def head(self, request, have, alignment_tokens):
+        tokens = self.head_until // alignment_tokens * alignment_tokens - have
+        return offer(self.name, tokens) if tokens > 0 else None
+
+    def tail(self, request, have, first):
+        return offer(self.name, self.total - first, self.looking) if self.total > first else None
+
+    def room(self, bid, blocks):
+        self.heard_of = bid.source, blocks
+        return self.has_room
+
+    def begin(self, load, request):
+        self.load = load
+        self.heard.append(("begin", load.span.begins, load.span.ends))
+
+    def origin(self, load):
+        return f"{self.name} of {load.request_id}"
+
+    def alignments(self, load):
+        return self.alignment_tokens, self.alignment_tokens
+
+    def ended(self, load, report):
+        self.heard.append(("ended", report.failure))
+        if report.failure is not None and self.strikes:
+            self.bidding.strike(self.name, report.failure)
+
+    def dropped(self, load):
+        self.heard.append(("dropped", load.key))
+
+    def settled(self, request_id):
+        self.heard.append(("settled", request_id))
+
+    def finished(self, request_id):
+        self.heard.append(("finished", request_id))
+
+    def hand_over(self, orders):
+        orders.disconnects.append(self.name)
+
+
+class Engine:
+    def __init__(self, *sources, workers=2, attempts=2, policy=None, patience=10.0, whole=False, windows=()):
+        self.pool, self.workers = BlockPool(60), workers
+        self.fold, self.told = MetricsListener(), []
+        self.parts = PartBlocks(GROUPS, self.pool)
+        self.parts = PartBlocks(GROUPS, self.pool, whole)
+        self.headroom = Headroom(windows, 8, self.pool)
+        self.admission = Admission(
+            CACHE_GROUPS,
+            pins=Pins(workers),
+            parts=self.parts,
+            headroom=self.headroom,
+            pool=self.pool,
+            workers=workers,
+            attempts=attempts,
+            sources=sources,
+            choice=Choice(policy or Weight({}), Speeds(), patience),
+            events=EventStream(self.fold, self.told.append),
+        )
+        self.held = {}
+
+    def arrive(self, name="a"):
+        one = request(name, range(PROMPT))
+        self.admission.on_new_request(one)
+        return one
+
+    def admit(self, one, have=0):
+        """As the engine does; what it would load."""
+        tokens = self.admission.matched(one, have)
+        if tokens is not None:
+            self.allocate(one, tokens)
+        return tokens
+
+    def admit_anew(self, one):
+        """After a load that failed: others go first once."""
+        assert self.admission.matched(one, 0) is None
+        return self.admit(one)
+
+    def allocate(self, one, tokens):
+        if one.request_id not in self.held:
+            table = self.pool.allocate(PROMPT // BLOCK)
+            window = [self.pool.blocks[0], *self.pool.allocate(PROMPT // BLOCK - 1)]
+            self.held[one.request_id] = (table, window)
+        blocks = SimpleNamespace(
+            blocks=self.held[one.request_id],
+            get_block_ids=lambda: tuple(
+                [block.block_id for block in table] for table in self.held[one.request_id]
+            ),
+        )
+        self.admission.allocated(one, blocks, tokens)
+
+    def compute(self, one, cached_tokens=0):
+        """A step computes what comes after these tokens."""
+        one.num_computed_tokens = cached_tokens
+        self.admission.scheduled({one.request_id: 1})
+
+    def free(self, one):
+        for table in self.held.pop(one.request_id):
+            self.pool.free_blocks(block for block in table if not block.is_null)
+
+    def report(self, load, *failures, late=False, workers=1, released=None):
+        """Workers say how a load ended; unless it is late, nothing of it is in flight."""
+        for failure in failures:
+            meta = StepReports(reports={load.key: Report(failure, late)}, reported={load.key: workers})
+            if not late if released is None else released:
+                meta.released = {load.key: workers}
+            self.admission.take_reports(meta)
+
+    def landed(self, load, workers):
+        self.admission.take_reports(StepReports(released={load.key: workers}))
+
+
+def test_the_most_tokens_win_and_the_first_of_equals():
+    few, many, same = Stand("few", 8), Stand("many", 16), Stand("same", 16)
+    engine = Engine(few, many, same)
+    assert engine.admit(engine.arrive()) == 16
+    assert (few.heard, many.heard, same.heard) == ([], [("begin", 0, 16)], [])
+
+
+def test_a_source_that_might_bring_most_is_waited_for_while_it_looks():
+    ready, looking = Stand("ready", 8), Stand("looking", 16, looking=True)
+    engine = Engine(ready, looking)
+    one = engine.arrive()
+    assert engine.admit(one) is None
+    looking.total = 0
+    assert engine.admit(one) == 8
+    assert ready.heard == [("begin", 0, 8)]
+
+
+def test_a_source_that_looks_for_too_long_is_waited_for_no_more(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    ready, looking = Stand("ready", 8), Stand("looking", 16, looking=True)
+    engine = Engine(ready, looking, patience=5.0)
+    one = engine.arrive()
+    assert engine.admit(one) is None
+    now[0] += 4.9
+    assert engine.admit(one) is None
+    now[0] += 0.2
+    assert engine.admit(one) == 8
+    ready.total = 0
+    other = engine.arrive("b")
+    assert engine.admit(other) is None, "everyone has patience of their own"
+    now[0] += 5.0
+    assert engine.admit(other) == 0, "it is computed"
+
+
+def test_a_load_waits_for_those_that_it_would_leave_no_room_and_not_for_long(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    source = Stand("one", 24)
+    engine = Engine(source, workers=1, patience=5.0, windows=CACHE_GROUPS)
+    waiting, second, third = (engine.arrive(name) for name in "abc")
+    assert engine.admit(waiting) == 24
+    spare = engine.pool.allocate(len(engine.pool.free) - 13)
+    assert engine.admission.matched(second, 0) is None, "8 blocks are taken, and 6 needed for the rest"
+    now[0] += 4.9
+    assert engine.admission.matched(second, 0) is None
+    now[0] += 0.2
+    assert engine.admission.matched(second, 0) == 0, "it is computed"
+    engine.pool.free_blocks(spare)
+    engine.allocate(second, 0)
+    engine.compute(second)
+    assert said(engine)[1]["misses one no_room "] == 1
+    spare = engine.pool.allocate(len(engine.pool.free) - 13)
+    engine.report(source.load, None)
+    assert engine.admission.matched(third, 0) is None, "it has not gone on yet"
+    engine.compute(waiting, 24)
+    assert engine.admission.matched(third, 0) == 24, "nobody waits"
+    engine.pool.free_blocks(spare)
+
+
+def test_a_load_that_has_failed_or_whose_request_is_gone_needs_no_room():
+    source = Stand("one", 24)
+    engine = Engine(source, workers=1, windows=CACHE_GROUPS)
+    for name in "ab":
+        one = engine.arrive(name)
+        engine.admit(one)
+        assert len(engine.headroom) == 1
+        if name == "a":
+            engine.report(source.load, "torn")
+        else:
+            engine.admission.finished(name)
+        assert len(engine.headroom) == 0
+
+
+def test_weights_decide_which_source_serves():
+    far, near = Stand("far", 24), Stand("near", 16)
+    engine = Engine(far, near, policy=Weight({"near": 2.0}))
+    assert engine.admit(engine.arrive()) == 16
+    assert near.heard == [("begin", 0, 16)]
+
+
+def test_the_first_source_serves_where_the_first_is_to():
+    engine = Engine(Stand("few", 8), Stand("many", 24), policy=First())
+    assert engine.admit(engine.arrive()) == 8
+
+
+def test_a_request_that_waits_for_room_is_not_sent_to_and_fro():
+    one, other = Stand("one", 20), Stand("other", 19)
+    engine = Engine(one, other)
+    waiting = engine.arrive()
+    assert engine.admission.matched(waiting, 0) == 20
+    one.total, other.total = 19, 20
+    assert engine.admission.matched(waiting, 0) == 19
+    other.total = 32
+    assert engine.admission.matched(waiting, 0) == 32
+
+
+@pytest.mark.parametrize(
+    ("reports", "late", "known"),
+    [((None, None), False, True), (("slow", "slow"), True, True), (("torn", "torn"), False, False)],
+    ids=["whole", "late", "failed"],
+)
+def test_a_load_tells_how_fast_its_place_is(monkeypatch, reports, late, known):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    source = Stand("one", 24)
+    engine = Engine(source)
+    engine.admit(engine.arrive())
+    now[0] += 2.0
+    engine.report(source.load, *reports, late=late)
+    seconds = engine.admission._choice.speeds.load_seconds("one", 12)
+    assert seconds == pytest.approx(1.0 if known else 0.0)
+
+
+def test_nothing_to_load_settles_with_all_sources():
+    source, other = Stand("one"), Stand("other")
+    engine = Engine(source, other)
+    assert engine.admit(engine.arrive()) == 0
+    assert source.heard == other.heard == [("settled", "a")]
+
+
+def test_a_request_that_no_source_serves_is_none_of_ours():
+    source = Stand("one", 8, serves=False)
+    engine = Engine(source)
+    one = engine.arrive()
+    assert (engine.admit(one), len(engine.admission)) == (0, 0)
+    engine.admission.finished("a")
+    assert source.heard == []
+
+
+def test_a_load_is_described_whole():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    assert engine.admit(one, have=8) == 16
+    load = source.load
+    assert (load.request_id, load.source, load.span) == ("a", "one", LoadSpan(8, 24, PROMPT))
+    assert load.tables == tuple([b.block_id for b in table] for table in engine.held["a"])
+    assert engine.admission.origins("a") == {"one of a": 16}
+
+
+def test_an_engine_that_takes_less_loads_the_end_of_what_was_offered():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 24
+    engine.allocate(one, 16)
+    assert source.heard == [("begin", 8, 24)]
+
+
+def test_being_told_twice_of_blocks_begins_one_load():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.allocate(one, 24)
+    engine.allocate(one, 0)
+    assert source.heard == [("begin", 0, 24)]
+    assert engine.admission.matched(one, 0) == 0, "it is loading"
+
+
+def test_what_a_load_writes_is_pinned_until_every_worker_has_landed():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one, have=8)
+    table, window = engine.held["a"]
+    assert [block.ref_cnt for block in table] == [1, 1] + [2] * 8
+    assert [block.ref_cnt for block in window] == [0, 1] + [2] * 8, "the null block is nobody's"
+    engine.report(source.load, None)
+    assert source.heard == [("begin", 8, 24)], "one worker of two"
+    assert table[2].ref_cnt == 2
+    engine.report(source.load, None)
+    assert source.heard[1:] == [("ended", None), ("settled", "a")]
+    assert {block.ref_cnt for block in table} == {1}
+    engine.free(one)
+    assert engine.pool.references == 0
+
+
+def test_reports_of_several_workers_may_come_as_one():
+    source = Stand("one", 24)
+    engine = Engine(source, workers=3)
+    engine.admit(engine.arrive())
+    engine.report(source.load, None, workers=3)
+    assert source.heard[1:] == [("ended", None), ("settled", "a")]
+    assert engine.pool.references == 2 * PROMPT // BLOCK - 1
+
+
+def test_a_failure_of_one_worker_is_one_of_the_load_and_the_next_bid_is_taken():
+    best, second = Stand("best", 24), Stand("second", 16)
+    engine = Engine(best, second)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(best.load, None, "torn")
+    assert best.heard[1:] == [("ended", "torn")], "what is settled is not wanted any more"
+    engine.free(one)
+    assert engine.pool.references == 0
+    assert engine.admit_anew(one) == 16
+    engine.report(second.load, None, None)
+    assert second.heard[1:] == [("ended", None), ("settled", "a")]
+
+
+def test_when_all_bids_are_struck_out_the_request_is_computed():
+    source = Stand("one", 24)
+    engine = Engine(source, attempts=9)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(source.load, "torn", "torn")
+    assert engine.admit_anew(one) == 0
+    assert source.heard[-1] == ("settled", "a")
+
+
+def test_attempts_are_capped_though_a_source_goes_on_bidding():
+    source = Stand("one", 24, strikes=False)
+    engine = Engine(source, attempts=3)
+    one = engine.arrive()
+    assert engine.admit(one) == 24
+    for left in (24, 24, 0):
+        engine.report(source.load, "torn", "torn")
+        assert engine.admit_anew(one) == left
+
+
+def test_an_offer_after_a_failure_that_finds_no_room_at_once_is_withdrawn():
+    source = Stand("one", 24, strikes=False)
+    engine = Engine(source, attempts=9)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(source.load, "torn", "torn")
+    engine.free(one)
+    assert engine.admission.matched(one, 0) is None, "others go first"
+    assert engine.admission.matched(one, 0) == 24
+    assert engine.admission.matched(one, 0) == 0, "the engine had no blocks for it, or it would not ask again"
+    engine.allocate(one, 0)
+    engine.free(one)
+    assert engine.admission.matched(one, 0) == 24, "preempted, it is a request like any other"
+
+
+def test_loads_that_bring_something_do_not_use_up_attempts():
+    source = Stand("one", 24)
+    engine = Engine(source, attempts=1)
+    one = engine.arrive()
+    for _ in range(3):
+        assert engine.admit(one) == 24
+        engine.report(source.load, None, None)
+        engine.compute(one)
+        engine.free(one)  # preempted
+    assert engine.pool.references == 0
+
+
+def test_a_request_that_asks_again_before_it_computes_anything_uses_up_attempts():
+    """Whatever makes the engine forget what it was brought, it does not load for ever."""
+    source = Stand("one", 24)
+    engine = Engine(source, attempts=3)
+    one = engine.arrive()
+    for _ in range(3):
+        assert engine.admit(one) == 24
+        engine.report(source.load, None, None)
+        engine.free(one)
+    assert engine.admit(one) == 0
+
+
+def test_nothing_is_loaded_where_only_the_last_token_is_left():
+    source = Stand("tiers", PROMPT)
+    engine = Engine(source, workers=1)
+    one = engine.arrive()
+    assert engine.admit(one, have=PROMPT - 1) == 0
+    engine.compute(one)
+    only = request("b", [7])
+    engine.admission.on_new_request(only)
+    assert engine.admit(only) == 0
+    engine.compute(only)
+    assert said(engine)[1] == {
+        "queries tiers": 2, "misses tiers local ": 1, "misses tiers short_prompt ": 1,
+    }  # fmt: skip
+    assert source.heard == [("settled", "a"), ("settled", "b")]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "why"),
+    [
+        (
+            SimpleNamespace(prompt_logprobs=1, prompt_logprob_token_ids=None),
+            "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)",
+        ),
+        (
+            SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=[5]),
+            "logprobs of its prompt are asked for (prompt_logprobs, or echo with logprobs)",
+        ),
+        (
+            SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=None),
+            "it asks to read no cache (skip_reading_prefix_cache)",
+        ),
+        (None, "it asks to read no cache (skip_reading_prefix_cache)"),
+    ],
+)
+def test_a_request_that_reads_no_cache_is_told_so(sampling, why):
+    """vLLM loads nothing for it, whatever a connector says."""
+    source = Stand("peer", PROMPT - 1)
+    engine = Engine(source, workers=1)
+    one = request("a", range(PROMPT), skip_reading_prefix_cache=True, sampling_params=sampling)
+    engine.admission.on_new_request(one)
+    assert engine.admission.matched(one, 0) == engine.admission.matched(one, 0) == 0
+    engine.allocate(one, 0)
+    engine.compute(one)
+    assert source.heard == [("settled", "a")], "a peer need not keep it"
+    (asked,) = [event for event in engine.told if isinstance(event, SourcesAsked)]
+    assert (asked.bids, asked.chosen, asked.why) == ((), None, DecisionReason.SKIPPED)
+    (lack,) = asked.misses
+    assert lack == SourceMiss(
+        "peer", MissReason.SKIPPED, detail=f"{why}, so the engine computes the whole prompt"
+    )
+    assert said(engine)[1] == {"queries peer": 1, "misses peer skipped ": 1}
+
+
+def test_a_late_load_is_a_failure_and_keeps_its_blocks_until_it_has_landed():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    load = source.load
+    engine.report(load, "its deadline passed", "its deadline passed", late=True)
+    engine.free(one)
+    pinned = 2 * PROMPT // BLOCK - 1
+    assert engine.pool.references == pinned == engine.admission.pins.late_blocks("one")
+    assert source.heard[-1] == ("ended", "its deadline passed")
+    engine.landed(load, 1)
+    assert engine.pool.references == pinned
+    engine.landed(load, 1)
+    assert engine.pool.references == 0
+    assert engine.admission.pins.late_blocks("one") == 0
+
+
+def test_a_load_that_one_worker_has_late_and_another_in_time_is_late():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(source.load, None)
+    engine.report(source.load, "its deadline passed", late=True)
+    assert source.heard[-1] == ("ended", "its deadline passed")
+    engine.free(one)
+    engine.landed(source.load, 1)
+    assert engine.pool.references == 0
+
+
+def test_a_request_aborted_while_loading_is_settled_once_and_its_load_still_reported():
+    source, other = Stand("one", 24), Stand("other", 8)
+    engine = Engine(source, other)
+    one = engine.arrive()
+    engine.admit(one)
+    load = source.load
+    engine.admission.finished("a")
+    engine.free(one)
+    assert source.heard[1:] == [("dropped", load.key), ("settled", "a"), ("finished", "a")]
+    assert other.heard == [("settled", "a"), ("finished", "a")]
+    assert engine.admission.pins.late_blocks("one") > 0
+    engine.report(load, None, None)
+    assert source.heard[4:] == [], "nobody waits for it"
+    assert (engine.pool.references, len(engine.admission), len(engine.admission.pins)) == (0, 0, 0)
+    assert not engine.admission._loads
+
+
+def test_a_request_of_the_same_name_does_not_hear_of_the_load_before():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    load = source.load
+    engine.admission.finished("a")
+    engine.free(one)
+    again = engine.arrive()
+    engine.admit(again)
+    heard = list(source.heard)
+    engine.report(load, "torn", "torn")
+    assert source.heard == heard
+    engine.report(source.load, None, None)
+    assert source.heard[len(heard) :] == [("ended", None), ("settled", "a")]
+    engine.free(again)
+    assert engine.pool.references == 0
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_preempted_request_is_served_again(served):
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    if served:
+        engine.admit(one)
+        engine.report(source.load, None, None)
+    else:
+        source.total = 0
+        engine.admit(one)
+        source.total = 24
+    engine.free(one)
+    assert engine.admit(one, have=4) == 20
+    assert source.heard[-1] == ("begin", 4, 24)
+
+
+def test_an_offer_that_has_gone_by_the_time_blocks_are_there_loads_nothing():
+    source = Stand("one", 24)
+    engine = Engine(source)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 24
+    source.total = 0
+    assert engine.admission.matched(one, 0) == 0
+    engine.allocate(one, 0)
+    assert source.heard == [("settled", "a")]
+    assert engine.admission.pins.late_blocks("one") == len(engine.admission.pins) == 0
+
+
+def test_every_source_hands_over_in_order():
+    meta = StepOrders()
+    Engine(Stand("one"), Stand("other")).admission.hand_over(meta)
+    assert meta.disconnects == ["one", "other"]
+
+
+def cached(blocks):
+    """The engine puts blocks into its prefix cache."""
+    for block in blocks:
+        if not block.is_null:
+            block.block_hash = b"content"
+
+
+def loaded_in_part(source):
+    """An engine that has cached what a load filled, and the block that holds only [18, 20)."""
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)  # 23 sees tokens from 18 on
+    engine.report(source.load, None, None)
+    table, window = engine.held["a"]
+    cached(table)
+    cached(window)
+    return engine, one, window[4]
+
+
+def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_when_its_request_goes_on():
+    engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
+    engine.allocate(one, 0)
+    assert part.block_hash is None
+    assert all(
+        block.block_hash for table in engine.held["a"] for block in table if block not in (part, table[0])
+    )
+
+
+def test_a_block_that_was_loaded_in_part_leaves_the_prefix_cache_with_the_step():
+    engine, _, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
+    engine.admission.hand_over(StepOrders())
+    assert part.block_hash is None
+
+
+def test_a_request_that_may_have_found_it_before_is_looked_up_again():
+    source = Stand("one", 24, alignment_tokens=2)
+    engine, _, part = loaded_in_part(source)
+    other = request("b", range(PROMPT))
+    assert engine.admission.matched(other, 20) is None
+    assert part.block_hash is None
+    assert engine.admission.matched(other, 0) == 0
+
+
+def test_being_told_twice_of_blocks_is_no_sign_that_they_are_cached():
+    source, other = Stand("one", 24, alignment_tokens=2), request("b", range(PROMPT))
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.allocate(one, 24)
+    engine.report(source.load, None, None)
+    assert engine.admission.matched(other, 0) == 0
+    _, window = engine.held["a"]
+    cached(window)
+    assert engine.admission.matched(other, 20) is None
+
+
+def test_blocks_that_are_loaded_whole_stay_in_the_prefix_cache():
+    engine, one, block = loaded_in_part(Stand("one", 24))
+    assert engine.admission.matched(request("b", range(PROMPT)), 20) == 0
+    engine.allocate(one, 0)
+    assert block.block_hash is not None
+
+
+def test_blocks_of_another_request_are_not_those_that_were_given_back():
+    engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
+    tables = tuple([block.block_id for block in table] for table in engine.held["a"])
+    engine.allocate(one, 0)
+    assert part.block_id not in engine.parts.without("a", tables)[1]
+    assert engine.parts.without("b", tables) == tables
+    elsewhere = tables[0], [*tables[1][5:], *tables[1][:5]]
+    assert engine.parts.without("a", elsewhere) == elsewhere, "given back, and given out to it again"
+    engine.parts.forget("a")
+    assert engine.parts.without("a", tables) == tables
+    cached([part])
+    assert not engine.parts.evict()
+
+
+def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
+    source = Stand("one", 24, alignment_tokens=2)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    _, window = engine.held["a"]
+    engine.report(source.load, "torn", "torn")
+    engine.free(one)
+    cached(window)  # somebody else's, whole
+    assert not engine.parts.evict()
+
+
+def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
+    source = Stand("one", 24, alignment_tokens=2)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(source.load, None, None)
+    _, window = engine.held["a"]
+    tables = tuple([block.block_id for block in table] for table in engine.held["a"])
+    engine.free(one)
+    one.num_preemptions += 1
+    cached(window)
+    assert not engine.parts.evict()
+    source.total = 0
+    assert engine.admit(one) == 0
+    assert engine.parts.without("a", tables) == tables, "they are computed anew"
+
+
+def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
+    near, far = Stand("near", 0, head_until=18), Stand("far", 39)
+    engine = Engine(near, far, policy=Weight({"near": 2.0}))
+    one = engine.arrive()
+    assert engine.admit(one, have=4) == 35
+    assert (near.heard, far.heard) == ([("begin", 4, 16)], [("begin", 16, 39)]), "16: where a block ends"
+    assert (near.load.span, far.load.span) == (
+        LoadSpan(4, 39, PROMPT, (4, 16)),
+        LoadSpan(4, 39, PROMPT, (16, 39)),
+    )
+    assert near.load.attempt == far.load.attempt
+    assert (near.load.loads, far.load.loads) == (2, 2)
+    assert near.load.key != far.load.key
+    table, window = engine.held["a"]
+    assert [block.ref_cnt for block in table] == [1] + [2] * 9
+    assert [block.ref_cnt for block in window] == [0] + [2] * 9, "windows come with the end"
+    assert engine.admission.origins("a") == {"near of a": 12, "far of a": 23}
+
+
+def composed(**options):
+    near, far = Stand("near", 0, head_until=16), Stand("far", 39)
+    engine = Engine(near, far, policy=Weight({"near": 2.0}), **options)
+    one = engine.arrive()
+    assert engine.admit(one) == 39
+    return engine, one, near, far
+
+
+@pytest.mark.parametrize("first", ["near", "far"])
+def test_a_request_goes_on_when_both_parts_are_there(first):
+    engine, one, near, far = composed()
+    earlier, later = (near, far) if first == "near" else (far, near)
+    engine.report(earlier.load, None, None)
+    assert earlier.heard[1:] == [("ended", None)]
+    assert engine.admission.matched(one, 0) == 0, "it is loading"
+    engine.report(later.load, None, None)
+    assert later.heard[1:] == [("ended", None), ("settled", "a")]
+    assert earlier.heard[1:] == [("ended", None), ("settled", "a")]
+    engine.free(one)
+    assert engine.pool.references == 0
+
+
+@pytest.mark.parametrize("first", ["near", "far"])
+@pytest.mark.parametrize("fails", ["near", "far"])
+def test_the_source_of_the_part_that_failed_is_struck_out_and_the_other_is_not(first, fails):
+    engine, one, near, far = composed()
+    for source in (near, far) if first == "near" else (far, near):
+        engine.report(source.load, "torn" if source.name == fails else None, None)
+    engine.free(one)
+    assert engine.pool.references == 0
+    if fails == "near":
+        assert engine.admit_anew(one) == 39
+        assert far.load.span == LoadSpan(0, 39, PROMPT)
+    else:
+        assert engine.admit_anew(one) == 0, "a beginning alone is of no use"
+        assert near.heard[-1] == ("settled", "a")
+
+
+def handed_over(engine):
+    meta = StepOrders()
+    engine.admission.hand_over(meta)
+    return meta.given_up
+
+
+@pytest.mark.parametrize("lands", [True, False], ids=["it lands", "it hangs"])
+@pytest.mark.parametrize("fails", ["near", "far"])
+def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, lands):
+    engine, one, near, far = composed()
+    bad, good = (near, far) if fails == "near" else (far, near)
+    load = good.load
+    engine.report(bad.load, "torn")
+    assert handed_over(engine) == {load.key: "another part of the prefix has failed"}
+    assert good.heard[1:] == [("dropped", load.key)]
+    engine.report(bad.load, None)
+    assert handed_over(engine) == {}, "it is said once"
+    assert engine.admission.matched(one, 0) == 0, "not every worker has said so"
+    why = "another part of the prefix has failed"
+    engine.report(load, why, None if lands else why, late=not lands)
+    assert good.heard[1:] == [("dropped", load.key)], "it is not struck out"
+    engine.free(one)
+    held = 0 if lands else sum(block.ref_cnt for block in engine.pool.blocks)
+    assert bool(held) == (not lands), "what is in flight may still be written"
+    dropped = [e for e in engine.told if isinstance(e, LoadEnded) and e.source == good.name]
+    assert [(e.outcome, e.failure) for e in dropped] == [(LoadOutcome.DROPPED, why)]
+    good.head_until = 0
+    assert engine.admit_anew(one) == (39 if good is far else 0)
+    if not lands:
+        engine.landed(load, 2)
+    engine.admission.finished("a")
+    if good is far:
+        engine.report(far.load, None, None)
+    engine.free(one)
+    assert engine.pool.references == 0
+
+
+def test_two_parts_that_fail_at_once_are_both_to_blame():
+    engine, one, near, far = composed(workers=1)
+    reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
+    engine.admission.take_reports(
+        StepReports(reports=reports, reported=dict.fromkeys(reports, 1), released=dict.fromkeys(reports, 1))
+    )
+    assert near.heard[1:] == far.heard[1:] == [("ended", "torn")]
+    assert handed_over(engine) == {}
+    assert engine.admit_anew(one) == 0
+
+
+def test_two_parts_that_fail_on_one_worker_at_once_are_both_to_blame_and_the_others_need_not_go_on():
+    engine, one, near, far = composed()
+    reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
+    engine.admission.take_reports(
+        StepReports(reports=reports, reported=dict.fromkeys(reports, 1), released=dict.fromkeys(reports, 1))
+    )
+    why = "another part of the prefix has failed"
+    assert handed_over(engine) == dict.fromkeys(reports, why)
+    for source in (near, far):
+        engine.report(source.load, why)
+        assert source.heard[-1] in (("ended", "torn"), ("settled", "a"))
+    assert engine.admit_anew(one) == 0
+
+
+def test_a_part_tells_nothing_of_how_fast_its_place_is():
+    engine, _, near, far = composed()
+    for source in (near, far):
+        engine.report(source.load, None, None)
+    speeds = engine.admission._choice.speeds
+    assert [speeds.load_seconds(place, 100) for place in ("near", "far")] == [0, 0]
+
+
+def test_an_attempt_of_two_parts_is_one():
+    engine, one, near, far = composed(attempts=1)
+    engine.report(near.load, None, None)
+    engine.report(far.load, None, None)
+    engine.compute(one)
+    assert engine.admit(one) == 39, "it was served, and is admitted anew after it was preempted"
+    engine.report(near.load, "torn", "torn")
+    engine.report(far.load, "torn", "torn")
+    assert engine.admit_anew(one) == 0
+
+
+def test_a_request_aborted_while_two_parts_are_loading_holds_blocks_until_both_have_landed():
+    engine, one, near, far = composed()
+    engine.admission.finished("a")
+    assert [("dropped", near.load.key)] == [heard for heard in near.heard if heard[0] == "dropped"]
+    assert [("dropped", far.load.key)] == [heard for heard in far.heard if heard[0] == "dropped"]
+    engine.free(one)
+    engine.report(near.load, "the request has ended", None)
+    assert engine.pool.references == 9 + 6
+    engine.report(far.load, None, None)
+    assert engine.pool.references == 0
+
+
+def test_an_engine_that_takes_less_may_need_the_second_part_alone():
+    near, far = Stand("near", 0, head_until=16), Stand("far", 39)
+    engine = Engine(near, far, policy=Weight({"near": 2.0}))
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 39
+    engine.allocate(one, 19)
+    assert (near.heard, far.load.span) == ([], LoadSpan(20, 39, PROMPT, (16, 39)))
+    assert far.load.loads == 1
+    engine.report(far.load, None, None)
+    assert far.heard[-1] == ("settled", "a")
+
+
+def test_one_source_that_has_all_is_preferred_to_two():
+    both, far = Stand("both", 39, head_until=16), Stand("far", 39)
+    engine = Engine(both, far)
+    assert engine.admit(engine.arrive()) == 39
+    assert (both.load.span, far.heard) == (LoadSpan(0, 39, PROMPT), [])
+
+
+def test_an_end_that_is_looked_for_is_waited_for(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    near, far = Stand("near", 12, head_until=16), Stand("far", 39, looking=True)
+    engine = Engine(near, far, patience=5.0)
+    one = engine.arrive()
+    assert engine.admit(one) is None
+    now[0] += 5.1
+    assert engine.admit(one) == 12
+    far.looking = False
+    assert engine.admit(engine.arrive("b")) == 39
+
+
+@pytest.mark.parametrize("total", [16, 12])
+def test_nothing_is_composed_with_what_has_no_end(total):
+    near, far = Stand("near", 8, head_until=16), Stand("far", total)
+    engine = Engine(near, far, policy=Weight({"near": 2.0, "far": 0.1}))
+    assert engine.admit(engine.arrive()) == 8
+    assert (near.load.span, far.heard) == (LoadSpan(0, 8, PROMPT), [])
+
+
+def said(engine):
+    """Names of events, and what was counted of them."""
+    counted = {" ".join([name, *of]): n for (name, of), n in engine.fold.take().counters.items()}
+    return [type(event).__name__ for event in engine.told], counted
+
+
+def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():
+    peer, tiers = Stand("peer", 16), Stand("tiers", 8)
+    engine = Engine(peer, tiers)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 16
+    assert engine.admission.matched(one, 0) == 16, "it waits for room"
+    engine.allocate(one, 16)
+    engine.report(peer.load, None, None)
+    engine.allocate(one, 0)
+    engine.admission.finished("a")
+    names, counted = said(engine)
+    assert names == ["Arrived", "SourcesAsked", "LoadBegan", "LoadEnded", "Scheduled", "Finished"]
+    (asked,) = (event for event in engine.told if isinstance(event, SourcesAsked))
+    assert [(one.source, one.value, one.excluded) for one in asked.bids] == [
+        ("peer", 16, ""),
+        ("tiers", 8, ""),
+    ]
+    assert (asked.chosen, asked.why, asked.misses) == (asked.bids[0].bid, DecisionReason.BEST, ())
+    assert counted == {
+        "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 16, "loads peer ready": 1,
+        "queries tiers": 1, "misses tiers lost_bid ": 1, "load_bytes peer 0 full_attention copied": 100,
+    }  # fmt: skip
+    assert all(first.at <= then.at for first, then in pairwise(engine.told))
+
+
+def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed():
+    peer = Stand("peer", 16)
+    engine = Engine(peer, workers=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(peer.load, "gone")
+    assert engine.admit_anew(one) == 0
+    engine.compute(one)
+    names, counted = said(engine)
+    assert names == ["Arrived", "SourcesAsked", "LoadBegan", "LoadEnded", "SourcesAsked", "Scheduled"]
+    assert (engine.told[-2].bids[0].excluded, engine.told[-2].why) == ("gone", DecisionReason.NOTHING)
+    assert counted == {
+        "loads peer failed": 1, "queries peer": 1, "misses peer failed ": 1, "recomputed_tokens peer": 16,
+    }  # fmt: skip
+
+
+def settled(engine):
+    return [
+        (event.cached_tokens, event.other_connector_tokens)
+        for event in engine.told
+        if isinstance(event, Scheduled)
+    ]
+
+
+@pytest.mark.parametrize(("local", "at_hand"), [(8, 39), (None, 39), (0, 24)])
+def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_own(local, at_hand):
+    """As a parent of several connectors has it: 0 tokens are ours to load, and the engine has more later."""
+    ours = Stand("tiers", 32)
+    engine = Engine(ours)
+    one = engine.arrive()
+    one.prefill_stats = None if local is None else SimpleNamespace(num_local_cached_tokens=local)
+    assert engine.admission.matched(one, local or 0) == 32 - (local or 0)
+    engine.allocate(one, 0)
+    assert settled(engine) == [], "the other one is loading"
+    engine.allocate(one, 0)
+    engine.admission.scheduled({"b": 1})
+    engine.compute(one, at_hand)
+    engine.compute(one, at_hand + 1)
+    assert settled(engine) == [(at_hand, at_hand - (local or 0))]
+    assert said(engine)[1] == {"queries tiers": 1, "misses tiers lost_bid ": 1}
+
+
+def test_what_another_connector_brings_after_our_load_failed_is_not_recomputed():
+    ours = Stand("tiers", 32)
+    engine = Engine(ours, workers=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(ours.load, "gone")
+    assert engine.admit_anew(one) == 0
+    engine.compute(one, 20)
+    assert said(engine)[1]["recomputed_tokens tiers"] == 12
+
+
+def test_a_request_is_not_said_to_go_on_when_the_other_connectors_load_has_failed():
+    ours = Stand("tiers", 32)
+    engine = Engine(ours, workers=1)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) == 32
+    engine.allocate(one, 0)
+    assert engine.admit(one) == 32, "the other has failed: ours is taken"
+    engine.compute(one, 16)
+    assert settled(engine) == []
+    engine.report(ours.load, None)
+    assert settled(engine) == [(32, 0)]
+    counted = said(engine)[1]
+    assert (counted["queries tiers"], counted["hits tiers"]) == (1, 1)
+
+
+def test_why_nothing_is_loaded_is_told(monkeypatch):
+    monkeypatch.setattr(admission.time, "monotonic", clock := Clock())
+    looking, ready = Stand("peer", 16, looking=True), Stand("tiers", 0, miss=MissReason.EVICTED)
+    engine = Engine(looking, ready, patience=1.0)
+    one = engine.arrive()
+    assert engine.admission.matched(one, 0) is None
+    clock.now += 2
+    assert engine.admit(one) == 0
+    engine.compute(one)
+    assert [event.why for event in engine.told if isinstance(event, SourcesAsked)] == [
+        DecisionReason.LOOKING,
+        DecisionReason.NOTHING,
+    ]
+    assert {name: n for name, n in said(engine)[1].items() if name.startswith("misses")} == {
+        "misses peer looking ": 1, "misses tiers evicted 0 full_attention": 1,
+    }  # fmt: skip
+
+
+def test_an_offer_that_is_withdrawn_for_want_of_room_is_a_miss_of_that_name():
+    few, many = Stand("few", 8), Stand("many", 16)
+    engine = Engine(few, many, workers=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(many.load, "gone")
+    assert engine.admission.matched(one, 0) is None
+    assert engine.admission.matched(one, 0) == 8
+    assert engine.admission.matched(one, 0) == 0, "there was no room"
+    engine.allocate(one, 0)
+    engine.compute(one)
+    counted = said(engine)[1]
+    assert (counted["misses few no_room "], counted["misses many failed "]) == (1, 1)
+    assert counted["recomputed_tokens many"] == 16
+
+
+def test_attempts_that_are_used_up_are_a_miss_of_that_name():
+    bad, good = Stand("bad", 16, strikes=False), Stand("good", 8)
+    engine = Engine(bad, good, workers=1, attempts=1)
+    one = engine.arrive()
+    engine.admit(one)
+    engine.report(bad.load, "gone")
+    assert engine.admit_anew(one) == 0
+    engine.compute(one)
+    counted = said(engine)[1]
+    assert (counted["misses bad failed "], counted["misses good attempts "]) == (1, 1)
+
+
+def test_a_request_that_ends_while_it_is_loaded_is_no_query_and_its_load_is_dropped():
+    source = Stand("peer", 16)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    assert engine.fold.take().gauges == {("pending_loads", ("peer",)): 1}
+    engine.admission.finished("a")
+    (late,) = (event.blocks for event in engine.told if isinstance(event, LateBlocks))
+    assert late == engine.fold.take().gauges["late_blocks", ()] > 0
+    engine.report(source.load, None, None)
+    counted = engine.fold.take()
+    assert counted.counters == {("loads", ("peer", "dropped")): 1}
+    assert counted.gauges == {("pending_loads", ("peer",)): 0, ("late_blocks", ()): 0}
+
+
+def test_a_source_that_cannot_serve_is_told_with_its_reason_and_one_that_was_not_asked_is_not():
+    engine = Engine(
+        Stand("peer", 16, serves=False), Stand("tiers", 16, serves=False, miss=MissReason.UNNAMED)
+    )
+    engine.arrive()
+    assert said(engine) == (["Arrived"], {"queries tiers": 1, "misses tiers unnamed ": 1})
+
+
+def test_a_preempted_request_is_counted_once_however_often_it_is_served():
+    source = Stand("peer", 16)
+    engine = Engine(source, workers=1)
+    one = engine.arrive()
+    for _ in range(3):
+        assert engine.admit(one) == 16
+        engine.report(source.load, None)
+        engine.compute(one)
+        engine.free(one)
+    assert said(engine)[1] == {
+        "loads peer ready": 3, "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 16,
+        "load_bytes peer 0 full_attention copied": 300,
+    }  # fmt: skip
+
+
+def test_what_cannot_be_told_is_logged_once_and_changes_nothing(caplog, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no")
+
+    source, silent = Stand("peer", 16), Stand("tiers")
+    monkeypatch.setattr(silent, "lack", broken)
+    monkeypatch.setattr(source, "brought", broken)
+    engine = Engine(source, silent, workers=1)
+    for name in "ab":
+        assert engine.admit(engine.arrive(name)) == 16
+        engine.report(source.load, None)
+        engine.admission.finished(name)
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
+        "AdmissionEvents.asked",
+        "AdmissionEvents.ended",
+    ]
+
+
+class Counting(RuleBasedStateMachine):
+    """Requests that come, load, fail, are preempted and end in any order: what is counted stays sound."""
+
+    @initialize(
+        tokens=st.tuples(st.integers(0, 5), st.integers(0, 5)), head=st.integers(0, 4), strikes=st.booleans()
+    )
+    def start(self, tokens, head, strikes):
+        sources = [
+            Stand(name, number * BLOCK, strikes=strikes, miss=MissReason.EVICTED)
+            for name, number in zip(("peer", "tiers"), tokens, strict=True)
+        ]
+        sources[1].head_until = head * BLOCK
+        self.engine = Engine(*sources, workers=1, policy=Weight({"tiers": 2.0}))
+        self.whole, self.count = MetricsDelta(), 0
+        self.waiting, self.loading, self.running, self.late = [], {}, [], []
+        self.served, self.settled, self.failed = 0, set(), set()
+
+    @rule()
+    def arrive(self):
+        self.count += 1
+        self.waiting.append(self.engine.arrive(str(self.count)))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), room=st.booleans())
+    def admit(self, data, room):
+        one = data.draw(st.sampled_from(self.waiting))
+        tokens = self.engine.admission.matched(one, 0)
+        crowd = len(self.engine.held) + len(self.late)  # the pool has blocks for three
+        if tokens is None or not room or crowd > 2:
+            return
+        self.engine.allocate(one, tokens)
+        self.waiting.remove(one)
+        if tokens:
+            loads = list(self.engine.admission._known[one.request_id].loads)
+            self.loading[one.request_id] = one, loads
+        else:
+            self.engine.compute(one)
+            self.runs(one)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), how=st.sampled_from(["ready", "failed", "late"]))
+    def report(self, data, how):
+        one, loads = self.loading[data.draw(st.sampled_from(sorted(self.loading)))]
+        load = loads.pop(data.draw(st.integers(0, len(loads) - 1)))
+        self.engine.report(load, None if how == "ready" else how, late=how == "late")
+        if how == "late":
+            self.late.append(load)
+        if how != "ready":
+            self.failed.add(load.attempt)
+        if loads:
+            return
+        del self.loading[one.request_id]
+        if load.attempt not in self.failed:
+            self.served += load.span.total
+            self.runs(one)
+        else:
+            self.engine.free(one)
+            self.waiting.append(one)
+
+    def runs(self, one):
+        self.settled.add(one.request_id)
+        self.running.append(one)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        one = data.draw(st.sampled_from(self.running))
+        self.running.remove(one)
+        self.engine.free(one)
+        self.waiting.append(one)
+
+    @precondition(lambda self: self.waiting or self.loading or self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        everybody = [*self.waiting, *self.running, *(one for one, _ in self.loading.values())]
+        one = data.draw(st.sampled_from(everybody))
+        self.engine.admission.finished(one.request_id)
+        if one.request_id in self.engine.held:
+            self.engine.free(one)
+        for those in (self.waiting, self.running):
+            if one in those:
+                those.remove(one)
+        if one.request_id in self.loading:
+            for load in self.loading.pop(one.request_id)[1]:
+                self.engine.report(load, None)
+
+    @precondition(lambda self: self.late)
+    @rule()
+    def land(self):
+        self.engine.landed(self.late.pop(), 1)
+
+    @invariant()
+    def what_is_counted_is_sound(self):
+        if not hasattr(self, "engine"):
+            return
+        step = self.engine.fold.take()
+        assert all(n > 0 for n in step.counters.values())
+        self.whole.add(step)
+        counters, gauges = self.whole.counters, self.whole.gauges
+        for source in ("peer", "tiers"):
+            missed = sum(n for (name, of), n in counters.items() if name == "misses" and of[0] == source)
+            assert counters["queries", (source,)] == len(self.settled)
+            assert counters["hits", (source,)] + missed == len(self.settled)
+        loads = sum(len(under_way) for _, under_way in self.loading.values())
+        assert sum(n for (name, _), n in gauges.items() if name == "pending_loads") == loads
+        assert sum(n for (name, _), n in counters.items() if name == "hit_tokens") <= self.served
+        assert (gauges.get(("late_blocks", ()), 0) > 0) == bool(self.late)
+        assert len(self.engine.fold) == len(self.engine.admission)
+
+
+TestCounting = Counting.TestCase
+TestCounting.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_beside_others_a_bid_that_would_fill_a_block_in_part_is_not_taken():
+    fine, coarse = Stand("fine", 24, alignment_tokens=2), Stand("coarse", 16)
+    alone = Engine(fine, coarse)
+    assert alone.admit(alone.arrive()) == 24
+    engine = Engine(fine, coarse, whole=True)
+    assert engine.admit(engine.arrive()) == 16
+    fine.looking = True
+    assert engine.admit(engine.arrive("c")) is None, "what it will turn out to be is not known"
+    fine.looking, fine.alignment_tokens = False, BLOCK
+    assert engine.admit(engine.arrive("d")) == 24
+
+
+def test_a_request_that_no_source_can_serve_is_told_with_its_trace_and_its_end():
+    engine = Engine(Stand("peer", serves=False))
+    one = request("a", range(PROMPT), trace_headers={"traceparent": "00-1-2-01"})
+    engine.admission.on_new_request(one)
+    engine.admission.finished("a")
+    assert said(engine) == (["Arrived", "Finished"], {})
+    came = engine.told[0]
+    assert (came.tokens, came.sources, came.trace_headers) == (PROMPT, (), (("traceparent", "00-1-2-01"),))

@@ -1,0 +1,74 @@
+"""What sources have, alone and two together, and what each is then to bring."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.load_plans import LoadPlan, load_plans
+from kvferry.planning.select import LoadSpan
+
+
+def bid(of, tokens):
+    return Bid(of, (Part(of, tokens),))
+
+
+class Source:
+    """Has so many tokens from the first on, and may bring those up to an end."""
+
+    def __init__(self, name, tokens, ends=0):
+        self.name, self.tokens, self.ends = name, tokens, ends
+        self.asked = []
+
+    def bids(self, request, have):
+        return [bid(self.name, self.tokens - have)] if self.tokens > have else []
+
+    def head(self, request, have, alignment_tokens):
+        end = self.tokens // alignment_tokens * alignment_tokens
+        return bid(self.name, end - have) if end > have else None
+
+    def tail(self, request, have, first):
+        self.asked.append(first)
+        return bid(self.name, self.ends - first) if self.ends > first else None
+
+
+NEAR, FAR = Source("near", 50), Source("far", 20, ends=90)
+
+
+def names(offers):
+    return [([source.name for source, _ in offer.legs], offer.bid.tokens) for offer in offers]
+
+
+def test_each_has_something_alone_and_one_the_beginning_of_what_the_other_has_the_end_of():
+    found = load_plans([NEAR, FAR], None, 0, 16)
+    assert names(found) == [(["near"], 50), (["far"], 20), (["near", "far"], 90)]
+    assert [part.tokens for part in found[-1].bid.parts] == [48, 42]
+    assert found[-1].last is FAR
+
+
+@pytest.mark.parametrize(
+    ("sources", "alignment_tokens"), [([FAR], 16), ([NEAR, FAR], 0), ([FAR, Source("no", 9)], 16)]
+)
+def test_nothing_is_composed_of_one_source_or_without_a_beginning_that_layers_need(sources, alignment_tokens):
+    assert all(len(offer.legs) == 1 for offer in load_plans(sources, None, 0, alignment_tokens))
+
+
+def test_what_one_source_has_is_all_of_a_load():
+    (offer,) = load_plans([NEAR], None, 8, 16)
+    assert offer.parts(8, 42, 100) == [(NEAR, bid("near", 42), LoadSpan(8, 50, 100))]
+    assert offer.parts(8, 30, 100) == [(NEAR, bid("near", 42), LoadSpan(20, 50, 100))], "some has come since"
+
+
+@pytest.mark.parametrize(
+    ("external", "spans"),
+    [
+        (90, [LoadSpan(0, 90, 100, (0, 48)), LoadSpan(0, 90, 100, (48, 90))]),
+        (60, [LoadSpan(30, 90, 100, (0, 48)), LoadSpan(30, 90, 100, (48, 90))]),
+        (42, [LoadSpan(48, 90, 100, (48, 90))]),
+    ],
+    ids=["nothing is here", "some of the first", "all of the first"],
+)
+def test_of_two_each_brings_its_part_as_far_as_that_is_not_here(external, spans):
+    head, tail = bid("near", 48), bid("far", 42)
+    plan = LoadPlan(Bid.composed(head, tail), ((NEAR, head), (FAR, tail)))
+    assert [span for _, _, span in plan.parts(0, external, 100)] == spans

@@ -1,0 +1,85 @@
+"""Reports of several workers become one."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.connector.messages import Report, StepReports
+from kvferry.connector.worker.half import _report
+from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_plan import ReadPlan, Tally
+from kvferry.transport.transfers import _joined
+
+
+def report(bytes_by_group, pages, descriptors, run_bytes, plan, transfer, check):
+    return Report(
+        None,
+        bytes_by_group=bytes_by_group,
+        pages=pages,
+        descriptors=descriptors,
+        run_bytes=run_bytes,
+        plan_seconds=plan,
+        transfer_seconds=transfer,
+        check_seconds=check,
+    )
+
+
+def test_amounts_add_up_and_the_slowest_counts():
+    one = report((10, 0), 2, 1, 512, 0.1, 0.5, 0.01)
+    other = report((5, 7), 4, 3, 256, 0.3, 0.2, 0.02)
+    assert one.with_other(other) == report((15, 7), 6, 4, 512, 0.3, 0.5, 0.02)
+    assert one.with_other(other) == other.with_other(one)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("lost", [False, True])
+def test_one_failure_is_a_failure_of_all(late, lost):
+    good, bad = Report(None, bytes_by_group=(1, 2)), Report("it broke", late=late, peer_lost=lost)
+    for whole in (good.with_other(bad), bad.with_other(good)):
+        assert whole.failure == "it broke"
+        assert (whole.late, whole.peer_lost) == (late, lost)
+        assert whole.bytes_by_group == (1, 2)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_that_the_peer_is_lost_comes_from_any_lane_with_or_without_a_plan(lost):
+    plan = ReadPlan((), (), (), (), Tally(0, 0, 0, 0), 0.0)
+    whole = _joined(
+        [ReadResult("a", None, plan, 1.0, 0.1), ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)]
+    )
+    assert _report(whole.failure, late=False, result=whole).peer_lost is lost
+    assert _report("it broke", late=False, result=replace(whole, plan=None)).peer_lost is lost
+    assert not _report("its deadline passed", late=True, result=None).peer_lost
+
+
+def test_two_failures_without_bytes_are_one():
+    assert Report("a").with_other(Report("b")) == Report("a")
+
+
+def test_workers_that_speak_of_the_same_load_are_merged():
+    whole = StepReports(
+        reports={"a": Report(None, bytes_by_group=(1,))}, reported={"a": 1}, released={"a": 1}
+    )
+    whole.add(
+        StepReports(
+            reports={"a": Report("late", late=True, bytes_by_group=(2,)), "b": Report(None)},
+            reported={"a": 1, "b": 1},
+            released={"c": 1},
+        )
+    )
+    assert whole.reports == {"a": Report("late", late=True, bytes_by_group=(3,)), "b": Report(None)}
+    assert whole.reported == {"a": 2, "b": 1}
+    assert whole.released == {"a": 1, "c": 1}
+
+
+def test_many_workers_count_to_their_number():
+    whole = StepReports()
+    for _ in range(4):
+        whole.add(StepReports(reports={"a": Report(None)}, reported={"a": 1}, released={"a": 1}))
+    assert whole.reported == whole.released == {"a": 4}
+
+
+def test_nothing_to_say_is_false():
+    assert not StepReports()
+    assert StepReports(reports={"a": Report(None)})
+    assert StepReports(released={"a": 1})

@@ -1,0 +1,205 @@
+"""The choice between bids: nothing better is left lying, nobody waits too long, nothing goes to and fro."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvferry.connector.bids import Bid, Part
+from kvferry.connector.policies import MARGIN, Choice, Cost, First, Weight, choose
+from kvferry.connector.speeds import LATELY_SECONDS, Speeds
+from support.clock import Clock
+
+PLACES = ("peer", "host", "file", "object")
+PROMPT = 400
+PARTS = st.lists(
+    st.builds(Part, st.sampled_from(PLACES), st.integers(1, 100)),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda part: part.place,
+).map(tuple)
+BIDS = st.lists(st.builds(Bid, st.sampled_from("abc"), PARTS, st.booleans()), max_size=5)
+RATES = st.dictionaries(st.sampled_from([*PLACES, "computed"]), st.floats(1, 1e6))
+WEIGHTS = st.dictionaries(st.sampled_from(PLACES), st.floats(0, 10))
+
+
+def speeds(rates):
+    found = Speeds(Clock())
+    for what, rate in rates.items():
+        for tokens in (10, 1000):
+            if what == "computed":
+                found.computed(tokens, tokens / rate)
+            else:
+                found.loaded((Part(what, tokens),), tokens / rate)
+    return found
+
+
+def bid(source="a", looking=False, **parts):
+    return Bid(source, tuple(Part(place, tokens) for place, tokens in parts.items()), looking)
+
+
+POLICIES = st.one_of(st.builds(First), st.builds(Weight, WEIGHTS), RATES.map(lambda r: Cost(speeds(r))))
+
+
+@given(
+    policy=POLICIES,
+    bids=BIDS,
+    waits=st.booleans(),
+    before=st.none() | st.builds(Bid, st.sampled_from("abc"), PARTS),
+)
+def test_no_bid_that_may_be_taken_is_better_by_the_margin(policy, bids, waits, before):
+    found = choose(policy, bids, PROMPT, waits=waits, before=before)
+    values = [policy.value(one, PROMPT) for one in bids if waits or not one.looking]
+    computing = policy.value(None, PROMPT)
+    if found is None:
+        assert all(value <= computing for value in values)
+        return
+    assert found in bids
+    assert waits or not found.looking
+    margin = MARGIN if found.like(before) else 1
+    assert policy.value(found, PROMPT) * margin >= max(values)
+    assert max(values) > computing
+
+
+@given(bids=BIDS, weights=WEIGHTS, more=st.integers(1, 50))
+def test_whoever_offers_more_from_the_same_places_is_preferred(bids, weights, more):
+    for policy in (Weight(weights), Cost(speeds({"computed": 10.0}))):
+        found = choose(policy, bids, PROMPT, waits=True)
+        if found is None:
+            continue
+        parts = (Part(found.parts[0].place, found.parts[0].tokens + more), *found.parts[1:])
+        better = Bid("better", parts)
+        if policy.value(better, PROMPT) > policy.value(found, PROMPT):
+            assert choose(policy, [*bids, better], PROMPT, waits=True) is better
+
+
+@given(policy=POLICIES, bids=BIDS, patience=st.floats(0.1, 10), waited=st.floats(0, 20))
+def test_nobody_waits_longer_than_there_is_patience(policy, bids, patience, waited):
+    found = Choice(policy, Speeds(), patience).of(bids, PROMPT, waited=waited, before=None)
+    assert found is None or not found.looking or waited < patience
+
+
+def test_the_first_source_that_has_anything_wins_under_first():
+    assert choose(First(), [bid("a", file=1), bid("b", host=300)], PROMPT, waits=True).source == "a"
+    assert choose(First(), [], PROMPT, waits=True) is None
+
+
+def test_weights_decide_between_much_from_afar_and_less_from_near():
+    peer, host = bid("peer", peer=300), bid("tiers", host=200)
+    assert choose(Weight({}), [peer, host], PROMPT, waits=True) is peer
+    assert choose(Weight({"host": 2.0}), [peer, host], PROMPT, waits=True) is host
+    assert choose(Weight({"peer": 0.0}), [peer], PROMPT, waits=True) is None, "a weight of 0 is never taken"
+    assert choose(Weight({}), [host, bid("other", file=200)], PROMPT, waits=True) is host, (
+        "the first of equals"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ({"computed": 100.0, "host": 1e5, "file": 1e4}, 390),
+        ({"computed": 100.0, "host": 1e5, "file": 50.0}, 300),
+        ({"computed": 100.0, "host": 60.0, "file": 50.0}, None),
+        ({"host": 80.0, "file": 50.0}, 390),
+        ({"computed": 100.0}, 390),
+    ],
+    ids=[
+        "both are fast",
+        "the disk is slow",
+        "computing is faster",
+        "computing is not measured",
+        "nothing else is",
+    ],
+)
+def test_cost_takes_what_brings_the_first_token_soonest(rates, chosen):
+    bids = [bid(host=300, file=90), bid(host=300)]
+    found = choose(Cost(speeds(rates)), bids, PROMPT, waits=True)
+    assert (found and found.tokens) == chosen
+
+
+def test_what_was_chosen_stays_chosen_until_another_is_better_by_a_margin():
+    one, other = bid("a", host=100), bid("b", file=105)
+    assert choose(Weight({}), [one, other], PROMPT, waits=True) is other
+    assert choose(Weight({}), [one, other], PROMPT, waits=True, before=one) is one
+    assert choose(Weight({}), [one, bid("b", file=120)], PROMPT, waits=True, before=one).source == "b"
+
+
+# -- speeds
+
+
+def test_what_is_not_known_costs_nothing_and_computing_a_second_a_token():
+    found = Speeds(Clock())
+    assert (found.load_seconds("file", 1000), found.compute_seconds(1000)) == (0.0, 1000.0)
+
+
+def test_a_load_tells_of_the_place_that_took_longest_or_was_not_known():
+    found = speeds({"host": 1000.0, "file": 100.0})
+    found.loaded((Part("host", 1000), Part("file", 200)), 4.0)
+    assert found.load_seconds("host", 1000) == pytest.approx(1.0), "it is not what took long"
+    assert 2.0 < found.load_seconds("file", 200) < 4.0, "the newest counts for some"
+    found.loaded((Part("host", 9000), Part("object", 100)), 5.0)
+    assert found.load_seconds("object", 100) == pytest.approx(5.0)
+
+
+def test_a_small_load_says_little_of_a_large_one():
+    """What it takes besides its tokens would else be taken for slowness, and the place not be tried again."""
+    found = Speeds(Clock())
+    found.computed(1000, 0.25)
+    found.loaded((Part("file", 64),), 0.02)
+    assert choose(Cost(found), [bid(file=64)], PROMPT, waits=True) is None, "64 tokens are computed in 16 ms"
+    large = bid(file=350)
+    assert choose(Cost(found), [large], PROMPT, waits=True) is large
+    found.loaded((Part("file", 1000),), 0.04)
+    assert found.load_seconds("file", 532) == pytest.approx(0.03)
+    assert found.load_seconds("file", 2000) == pytest.approx(0.0614, rel=1e-2)
+
+
+def test_loads_of_one_size_are_what_a_larger_one_costs_at_least():
+    found = Speeds(Clock())
+    for seconds in (1.0, 1.0, 1.0):
+        found.loaded((Part("object", 100),), seconds)
+    assert [found.load_seconds("object", n) for n in (50, 100, 800)] == pytest.approx([0.5, 1.0, 1.0])
+    found.loaded((Part("object", 800),), 8.0)
+    assert found.load_seconds("object", 800) == pytest.approx(8.0), "it was tried, and is known now"
+
+
+@given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-4, 60.0)), min_size=1, max_size=12), st.data())
+def test_more_tokens_take_no_less_and_not_more_per_token(loads, data):
+    found = Speeds(Clock())
+    for tokens, seconds in loads:
+        found.loaded((Part("file", tokens),), seconds)
+    few = data.draw(st.integers(1, 10_000))
+    many = data.draw(st.integers(few, 10_000))
+    less, more = (found.load_seconds("file", n) for n in (few, many))
+    assert 0 <= less <= more * (1 + 1e-6)
+    assert more / many <= less / few * (1 + 1e-6)
+
+
+def test_steps_of_one_speed_give_that_speed():
+    found = Speeds(Clock())
+    for _ in range(50):
+        found.computed(512, 0.5)
+    assert found.compute_seconds(2048) == pytest.approx(2.0)
+    found.computed(0, 1.0)
+    found.computed(100, 0.0)
+    assert found.compute_seconds(2048) == pytest.approx(2.0)
+
+
+def test_what_was_not_measured_lately_is_tried_anew():
+    clock = Clock()
+    found = Speeds(clock)
+    found.loaded((Part("file", 10),), 10.0)
+    assert found.load_seconds("file", 1) == 1.0
+    clock.now += LATELY_SECONDS + 1
+    assert found.load_seconds("file", 1) == 0.0
+    found.loaded((Part("file", 10),), 1.0)
+    assert found.load_seconds("file", 10) == pytest.approx(1.0), "what was is forgotten"
+
+
+def test_what_weighs_nothing_is_not_taken_together_with_something_either():
+    near, far = bid("near", host=16), bid("far", peer=23)
+    both, own = Bid.composed(near, far), bid("near", host=8)
+    assert choose(Weight({"peer": 0}), [own, both], PROMPT, waits=True) is own
+    assert choose(Weight({"peer": 0.1}), [own, both], PROMPT, waits=True) is both
+    tiers = bid("tiers", host=16, object=8)
+    assert choose(Weight({"object": 0}), [own, tiers], PROMPT, waits=True) is tiers

@@ -1,0 +1,120 @@
+"""The tiers of the settings: what is wrong is said in one sentence."""
+
+import pytest
+
+from kvferry.connector.config import parse_config
+from kvferry.connector.tier_config import (
+    FileSettings,
+    HostSettings,
+    ObjectSettings,
+    Tiers,
+    read_tiers,
+)
+from kvferry.errors import ConfigError
+
+OBJECT = {"type": "object", "url": "s3://bucket/kv"}
+HOST, FILE = {"type": "host", "capacity": "1GiB"}, {"type": "file", "path": "/chunks"}
+
+
+@pytest.mark.parametrize("given", [None, []])
+def test_nothing_or_an_empty_list_is_no_tiers(given):
+    assert read_tiers(given) is None
+
+
+def test_default_is_host_memory_and_files():
+    assert read_tiers("default") == Tiers(HostSettings(), (FileSettings(),))
+
+
+def test_tiers_are_read_in_their_order():
+    url = {"type": "object", "url": "s3://bucket", "timeout_seconds": 5, "write": "back"}
+    assert read_tiers([{**HOST, "policy": "arc"}, FILE, url]) == Tiers(
+        HostSettings("1GiB", "arc"),
+        (FileSettings("/chunks"), ObjectSettings("s3://bucket", timeout_seconds=5, write="back")),
+    )
+
+
+def test_without_host_memory_chunks_pass_a_little_of_it():
+    assert read_tiers([FILE]) == Tiers(HostSettings(Tiers.STAGING), (FileSettings("/chunks"),))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("host", "tiers is 'host'; it must be \"default\" or a list of objects with a \"type\""),
+        ({}, 'tiers is {}; it must be "default" or a list of objects with a "type"'),
+        (5, 'tiers is 5; it must be "default" or a list of objects with a "type"'),
+        (["host"], "tiers[0] is 'host'; it must be an object whose \"type\" is one of host, file, object"),
+        ([HOST, {}], 'tiers[1] is {}; it must be an object whose "type" is one of host, file, object'),
+        ([{"type": "disk"}], "tiers[0] is {'type': 'disk'}; it must be an object whose \"type\" is one of"),
+        ([{"type": ["host"]}], "tiers[0] is {'type': ['host']}; it must be an object"),
+        ([{"type": None}], "tiers[0] is {'type': None}; it must be an object whose \"type\" is one of"),
+        ([HOST, {**FILE, "pth": "/"}], "tiers[1] (file) has no key 'pth'; did you mean 'path'?"),
+        ([{**HOST, "url": "/"}], "tiers[0] (host) has no key 'url'; known are type, capacity, policy"),
+        ([{**HOST, "policy": "mru"}], "tiers[0] (host): policy is 'mru'; it must be one of lru, arc, s3fifo"),
+        ([{**HOST, "capacity": 1.5}], "tiers[0] (host): Expected `int | str | null`, got `float`"),
+        ([{**HOST, "capacity": True}], "tiers[0] (host): Expected `int | str | null`, got `bool`"),
+        ([{**FILE, "durable": "yes"}], "tiers[0] (file): Expected `bool`, got `str` - at `$.durable`"),
+        ([{"type": "object"}], "tiers[0] (object): Object missing required field `url`"),
+        ([HOST, HOST], "tiers names host memory twice; give it once, with the capacity of both"),
+        ([FILE, HOST], "tiers: host memory comes first, since every chunk passes it"),
+        ([HOST, *[FILE] * 8], "tiers names 8 tiers behind host memory; leave out some, it may name 7"),
+        ([FILE, {**FILE, "path": "/tmp/../chunks/"}], "tiers[0] and tiers[1] are both /chunks; name another"),
+        ([HOST, {"type": "file"}, FILE, {"type": "file", "capacity": "1GiB"}],
+         "tiers[1] and tiers[3] are both the default directory; name another place, or leave out one of"),
+        ([OBJECT, {**OBJECT, "url": "s3://bucket/kv/"}], "tiers[0] and tiers[1] are both s3://bucket/kv; "),
+        ([{**FILE, "path": ""}], "tiers[0]: path is ''; name a directory, or leave it out for the default"),
+        ([{**FILE, "path": "/a\0"}], "tiers[0]: path is '/a\\x00'; name a directory"),
+        ([{**FILE, "path": "/a\ud800"}], "tiers[0]: path is '/a\\ud800'; name a directory"),
+        ([{**HOST, "capacity": 0}], "tiers: a capacity of 0; it must be above 0"),
+        ([{**FILE, "capacity": "0 GiB"}], "tiers: a capacity of '0 GiB'; it must be above 0"),
+        ([{**FILE, "capacity": -1}], "tiers: a capacity of -1; it must be above 0"),
+        ([{**FILE, "capacity": "much"}], "a size of 'much'; write a number of bytes"),
+        ([{"type": "object", "url": "s3://b", "timeout_seconds": 0}],
+         "tiers: timeout_seconds is 0.0, it must be above 0 and below an hour"),
+        ([{"type": "object", "url": "s3://b", "timeout_seconds": 1e9}],
+         "tiers: timeout_seconds is 1000000000.0, it must be above 0 and below an hour"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(given, says):
+    with pytest.raises(ConfigError) as caught:
+        read_tiers(given)
+    assert str(caught.value).startswith(says)
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"tiers": given})
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [FILE, {**FILE, "path": "/chunks/more"}, {"type": "file"}],
+        [OBJECT, {**OBJECT, "url": "s3://bucket/kv2"}],
+        [OBJECT, {**OBJECT, "options": {"endpoint": "http://127.0.0.1:9000"}}],  # another server's
+    ],
+)
+def test_places_that_may_differ_are_taken(given):
+    assert len(read_tiers(given).slow) == len(given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "transfers"),
+    [
+        ({}, True),
+        ({"tiers": []}, True),
+        ({"tiers": "default"}, False),
+        ({"tiers": [FILE]}, False),
+        ({"tiers": [FILE], "transfer": True}, True),
+        ({"transfer": True}, True),
+    ],
+)
+def test_an_engine_with_tiers_exchanges_with_others_only_if_told_to(settings, transfers):
+    assert parse_config(settings).transfers is transfers
+
+
+@pytest.mark.parametrize("tiers", [None, []])
+def test_an_engine_with_nothing_to_do_is_refused(tiers):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"transfer": False, "tiers": tiers})
+    assert str(caught.value) == (
+        "transfer is false and there are no tiers, so nothing is left to do; set one of them"
+    )

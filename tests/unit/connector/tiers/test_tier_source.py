@@ -1,0 +1,461 @@
+"""The tiers as a source: parts as chunks arrive, one end, every slot closed once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.tier_queue import STUCK_SECONDS
+from kvferry.cache.writing import Behind
+from kvferry.connector.adapters import Adapters
+from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
+from kvferry.connector.messages import Report, StepOrders
+from kvferry.connector.refusals import Refusals
+from kvferry.connector.source import Load
+from kvferry.connector.tiers import source as tier_source
+from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.tiers.source import TierSource
+from kvferry.connector.worker.orders import MovedByAll
+from kvferry.geometry import Group, GroupKind
+from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical.length import WINDOW_ALIGNMENT_TOKENS
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.planning.select import LoadSpan
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.host.tier import HostTier
+from kvferry.tiers.names import TIERS
+from kvferry.tiers.outcome import GetOutcome
+from kvferry.tiers.storage_tier import StoreUsage
+from support.block_pool import request
+from support.clock import Clock
+from support.models import attention, model
+from support.slow_tiers import answer, fake_tiers, queue_by_hand, table_of
+
+CHUNK, PROMPT = 8, 28
+RANKS = lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99))
+CANONICAL = canonical_of(RANKS, CHUNK)
+(SIZE,) = (group.chunk_bytes for group in CANONICAL.groups)
+LATE = Report("its deadline passed", late=True)
+
+
+class Engine:
+    """One request of 28 tokens: three chunks and a tail, in tiers or host memory."""
+
+    def __init__(self, *kept, chunks=99):
+        self.clock, self.loads = Clock(), 0
+        self.prompts = Prompts(CANONICAL, Adapters())
+        self.one = request("a", range(PROMPT))
+        named = Prompts(CANONICAL, Adapters()).add(self.one)
+        self.keys = [named.key(0, number) for number in range(3)] + [named.tail(0, PROMPT)]
+        tiers = fake_tiers(*([(self.keys[number], bytes(SIZE)) for number in numbers] for numbers in kept))
+        self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
+        self.host = HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], table_of(tiers))
+        self.cache = ChunkCache(
+            self.host,
+            lambda _, size: memoryview(bytearray(size)),
+            CANONICAL.groups,
+            [Behind(queue) for queue in self.queues],
+        )
+        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, CANONICAL, Refusals(), 30.0)
+        self.bidding = Bidding(2)
+        assert self.source.arrived(self.one, self.bidding)
+
+    def store(self, *numbers):
+        for number in numbers:
+            tokens = CHUNK if number < 3 else PROMPT - 3 * CHUNK
+            self.cache.filled(self.cache.reserve(self.keys[number], 0), tokens, None)
+
+    def bid(self, have=0):
+        bids = self.source.bids(self.one, have)
+        return bids[0] if bids else None
+
+    def begin(self, have=0):
+        bid = self.bid(have)
+        self.loads += 1
+        span = LoadSpan(have, have + bid.tokens, PROMPT)
+        load = Load(f"a#{self.loads}", "a", "a", 1, bid, span, (list(range(1, 8)),), 0.0)
+        self.source.begin(load, self.one)
+        return load
+
+    def step(self):
+        """A step's orders for the ranks."""
+        self.cache.poll()
+        meta = StepOrders()
+        self.source.hand_over(meta)
+        return meta.chunks
+
+    def answer(self, number, as_, tier=0):
+        answer(self.queues[tier], "read", self.keys[number], as_)
+
+    def moved(self, part):
+        assert self.source.moved(MovedByAll(part.key, None, (SIZE * len(part.pieces),), 0.5))
+
+    def holds(self):
+        """Slots that are held, but for those that are being written to a tier."""
+        self.host.check_integrity()
+        held = len(self.host._book._reads) + len(self.host._book._fills)
+        return held - sum(queue.writing for queue in self.queues)
+
+
+def ends(orders):
+    return [(end.key, end.failure) for end in orders.ends]
+
+
+def numbers(orders):
+    return [[piece.number for piece in part.pieces] for part in orders.parts]
+
+
+def test_the_longest_prefix_is_offered_beyond_what_is_here():
+    engine = Engine()
+    assert engine.bid() is None
+    engine.store(0, 1, 3)
+    assert engine.bid().tokens == 16
+    assert engine.bid(have=12).tokens == 4
+    assert engine.bid(have=16) is None
+    engine.store(2)
+    assert engine.bid().tokens == PROMPT
+
+
+def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_when_all_ranks_have_it():
+    engine = Engine()
+    engine.store(0, 1, 2, 3)
+    load = engine.begin(have=8)
+    assert (engine.source.origin(load), engine.source.busy) == ("host", True)
+    orders = engine.step()
+    assert [(begin.key, begin.request_id, begin.timeout_seconds) for begin in orders.begins] == [
+        ("a#1", "a", 30.0)
+    ]
+    assert (numbers(orders), ends(orders)) == ([[1, 2, 3]], [("a#1", None)])
+    (part,) = orders.parts
+    assert (part.load, part.span, part.first) == ("a#1", LoadSpan(8, PROMPT, PROMPT), True)
+    assert [stretch.ids for stretch in part.tables] == [tuple(range(1, 8))]
+    assert not engine.step(), "all is said once"
+    assert engine.holds() == 3
+    engine.moved(part)
+    assert engine.holds() == 0
+    assert engine.source.brought(load, Report(None)) == (GroupBytes("0 full_attention", "copied", 3 * SIZE),)
+    assert engine.source.copy_seconds == [0.5]
+    engine.source.ended(load, Report(None))
+    assert not engine.source.busy
+
+
+def test_chunks_go_to_the_ranks_as_they_come():
+    engine = Engine([0, 1])
+    engine.begin()
+    assert numbers(engine.step()) == []
+    engine.answer(1, GetOutcome.HIT)
+    first = engine.step()
+    assert (numbers(first), ends(first)) == ([[1]], [])
+    engine.answer(0, GetOutcome.HIT)
+    second = engine.step()
+    assert (numbers(second), ends(second)) == ([[0]], [("a#1", None)])
+    assert [part.first for part in first.parts + second.parts] == [True, False]
+    for part in first.parts + second.parts:
+        engine.moved(part)
+    assert engine.holds() == 0
+
+
+def test_a_load_that_lacks_a_chunk_ends_with_a_failure_and_what_is_left_is_offered_then():
+    engine = Engine([0, 1, 2])
+    load = engine.begin()
+    engine.answer(0, GetOutcome.HIT)
+    engine.answer(2, GetOutcome.ABSENT)
+    orders = engine.step()
+    assert numbers(orders) == [[0]]
+    assert ends(orders) == [("a#1", "a chunk of the file tier: absent")]
+    engine.source.ended(load, Report("a chunk of the file tier: absent"))
+    assert engine.step().ends == []
+    assert engine.bid().tokens == 16, "the tier is not to blame"
+    engine.answer(1, GetOutcome.HIT)
+    engine.moved(orders.parts[0])
+    engine.step()
+    assert engine.holds() == 0
+
+
+def test_a_tier_that_cannot_read_is_not_asked_again_for_this_request():
+    engine = Engine([0, 1], [0])
+    load = engine.begin()
+    engine.answer(1, GetOutcome.IO_ERROR)
+    orders = engine.step()
+    assert ends(orders) == [("a#1", "a chunk of the file tier: I/O error")]
+    engine.source.ended(load, Report("I/O error"))
+    engine.answer(0, GetOutcome.ABSENT)
+    engine.step()
+    engine.answer(0, GetOutcome.HIT, tier=1)
+    engine.step()
+    for tier, number in ((engine.queues[0].tier, 1), (engine.queues[1].tier, 1)):
+        tier.kept[engine.keys[number]] = bytes(SIZE)
+    engine.queues[0].tier.keys.add(engine.keys[1])
+    assert engine.bid().tokens == 8
+    engine.queues[1].tier.keys.add(engine.keys[1])
+    assert engine.bid().tokens == 16
+    second = engine.begin()
+    assert engine.source.origin(second) == "object"
+
+
+def test_a_load_past_its_deadline_is_ended_once_and_the_tier_that_it_waits_for_not_asked_again():
+    engine = Engine([0, 1])
+    engine.store(0)
+    load = engine.begin()
+    (part,) = engine.step().parts
+    engine.source.ended(load, LATE)
+    assert ends(engine.step()) == [("a#1", "its deadline passed")]
+    assert ends(engine.step()) == []
+    assert engine.bid().tokens == 8
+    engine.answer(1, GetOutcome.HIT)
+    assert not engine.step(), "it comes, and nobody is given it"
+    assert engine.bid().tokens == 16, "it is in host memory now"
+    engine.moved(part)
+    assert engine.holds() == 0
+
+
+def test_a_load_that_is_late_only_since_ranks_are_slow_strikes_no_tier():
+    engine = Engine([0, 1])
+    load = engine.begin()
+    engine.answer(0, GetOutcome.HIT)
+    engine.answer(1, GetOutcome.HIT)
+    (part,) = engine.step().parts
+    engine.source.ended(load, LATE)
+    engine.cache.clear()
+    assert engine.bid().tokens == 16
+    assert ends(engine.step()) == []
+    engine.moved(part)
+    assert engine.holds() == 0
+
+
+def test_a_load_that_is_dropped_is_ended_and_lets_go_of_what_ranks_have_not_been_told_of():
+    engine = Engine([1])
+    engine.store(0)
+    load = engine.begin()
+    assert engine.holds() == 2
+    engine.source.dropped(load)
+    engine.source.finished("a")
+    orders = engine.step()
+    assert (len(orders.begins), numbers(orders)) == (1, [])
+    assert ends(orders) == [("a#1", "nobody waits for it any more")]
+    engine.source.dropped(load)
+    assert ends(engine.step()) == []
+    engine.answer(1, GetOutcome.HIT)
+    engine.step()
+    assert engine.holds() == 0
+    assert not engine.source.busy
+
+
+def test_dropped_between_two_parts_what_ranks_have_is_theirs_until_they_say_so():
+    engine = Engine([1])
+    engine.store(0)
+    load = engine.begin()
+    (part,) = engine.step().parts
+    engine.source.dropped(load)
+    assert ends(engine.step()) == [("a#1", "nobody waits for it any more")]
+    assert engine.holds() == 2, "a part, and a read"
+    engine.answer(1, GetOutcome.HIT)
+    engine.step()
+    engine.moved(part)
+    assert engine.holds() == 0
+
+
+def test_a_reset_ends_loads_and_nothing_kept_before_is_offered():
+    engine = Engine()
+    engine.store(0, 1)
+    engine.begin()
+    engine.prompts.start_anew()
+    engine.source.start_anew()
+    engine.cache.clear()
+    orders = engine.step()
+    assert (numbers(orders), ends(orders)) == ([], [("a#1", "the cache was reset")])
+    assert engine.bid() is None
+    assert engine.holds() == 0
+
+
+def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_nothing():
+    engine = Engine()
+    engine.store(0)
+    engine.bid()
+    engine.prompts.remove("a")
+    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), LoadSpan(0, 8, PROMPT), ([1, 2],), 0.0)
+    engine.source.begin(load, engine.one)
+    assert ends(engine.step()) == [("a#1", "its chunks have no names any more")]
+
+
+def test_a_stuck_tier_is_not_offered():
+    engine = Engine([0, 1])
+    engine.begin()
+    engine.clock.now += STUCK_SECONDS + 1
+    assert engine.bid() is None
+
+
+def test_only_so_many_loads_are_under_way_at_once(monkeypatch):
+    monkeypatch.setattr(tier_source, "MOST_LOADS", 1)
+    engine = Engine([0])
+    engine.begin()
+    assert engine.bid() is None
+    assert engine.source.lack(engine.one, 0).reason is MissReason.BUSY
+    engine.answer(0, GetOutcome.HIT)
+    engine.step()
+    assert engine.bid().tokens == 8
+
+
+@pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"prompt_token_ids": None}])
+def test_a_request_that_cannot_be_named_is_not_served(more):
+    engine = Engine()
+    assert not engine.source.arrived(request("b", range(PROMPT), **more), Bidding(2))
+
+
+def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
+    assert not Engine().source.moved(MovedByAll("store#0", None, (), 0.0))
+
+
+def test_content_of_chunks_begins_where_their_writers_count_on_it():
+    engine = Engine()
+    groups = [Group(GroupKind.SLIDING, 4, attention_span, ()) for attention_span in (CHUNK, CHUNK - 1)]
+    source = TierSource(
+        engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), 30.0
+    )
+    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), LoadSpan(0, CHUNK, PROMPT), ([], [], []), 0.0)
+    assert source.alignments(load) == (CHUNK, CHUNK, WINDOW_ALIGNMENT_TOKENS)
+
+
+def parts(bids):
+    assert all(bid.source == TIERS for bid in bids)
+    return [{part.place: part.tokens for part in bid.parts} for bid in bids]
+
+
+def test_a_bid_says_where_its_tokens_come_from():
+    engine = Engine([0, 1, 2], [0, 1, 2, 3])
+    assert parts(engine.source.bids(engine.one, 0)) == [{"file": 24, "object": 4}]
+    engine.store(0)
+    assert parts(engine.source.bids(engine.one, 0)) == [{"host": 8, "file": 16, "object": 4}]
+    assert parts(engine.source.bids(engine.one, 12)) == [{"file": 12, "object": 4}]
+    assert parts(engine.source.bids(engine.one, 24)) == [{"object": 4}]
+
+
+def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
+    engine = Engine([0, 1, 3], [2])
+    engine.bid()
+    assert parts([engine.source.head(engine.one, 0, 7)]) == [{"file": 20, "object": 8}]
+    assert parts([engine.source.head(engine.one, 0, 12)]) == [{"file": 16, "object": 8}]
+    assert parts([engine.source.tail(engine.one, 0, 12)]) == [{"file": 8, "object": 8}]
+    assert engine.source.head(engine.one, 0, 32) is None
+    assert engine.source.tail(engine.one, 0, PROMPT) is None
+
+
+def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
+    engine = Engine([1, 2])
+    assert engine.bid() is None
+    assert engine.source.head(engine.one, 0, 8) is None
+    bid = engine.source.tail(engine.one, 0, 12)
+    assert parts([bid]) == [{"file": 12}]
+    engine.loads += 1
+    span = LoadSpan(0, 24, PROMPT, (12, 24))
+    engine.source.begin(Load("a#1.1", "a", "a#1", 2, bid, span, (list(range(1, 8)),), 0.0), engine.one)
+    begun = engine.step()
+    assert [(begin.attempt, begin.loads) for begin in begun.begins] == [("a#1", 2)]
+    for number in (1, 2):
+        engine.answer(number, GetOutcome.HIT)
+    (part,) = engine.step().parts
+    assert [piece.number for piece in part.pieces] == [1, 2]
+    assert part.span == span
+
+
+def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
+    engine = Engine([0, 1], [0, 1, 2, 3])
+    engine.source = TierSource(
+        engine.cache, engine.prompts, RANKS[0].groups, CANONICAL, Refusals(), 30.0, apart=True
+    )
+    engine.source.arrived(engine.one, engine.bidding)
+    assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]
+    engine.store(0)
+    assert parts(engine.source.bids(engine.one, 0)) == [
+        {"host": 8, "file": 8, "object": 12},
+        {"host": 8, "file": 8},
+        {"host": 8},
+    ]
+    engine.store(1, 2, 3)
+    assert parts(engine.source.bids(engine.one, 0)) == [{"host": 28}], "slower tiers bring nothing"
+
+
+def lack(engine, have=0):
+    assert engine.source.bids(engine.one, have) == []
+    return engine.source.lack(engine.one, have)
+
+
+def test_what_was_never_kept_is_not_stored():
+    said = SourceMiss(TIERS, MissReason.NOT_STORED, "0 full_attention", "chunk 0 of group 0 full_attention")
+    assert lack(Engine()) == said
+    engine = Engine()
+    engine.store(2)
+    assert lack(engine) == said
+
+
+def test_what_was_in_host_memory_lately_was_evicted():
+    engine = Engine(chunks=2)
+    engine.store(0, 1, 2, 3)
+    assert lack(engine).reason is MissReason.EVICTED
+
+
+def test_what_a_slow_tier_had_lately_was_evicted():
+    engine = Engine([0])
+    engine.queues[0].tier.keys.clear()
+    engine.queues[0].tier.keys.add(engine.keys[0])
+    engine.queues[0].tier.keys.discard(engine.keys[0])
+    assert lack(engine).reason is MissReason.EVICTED
+
+
+def test_what_ranks_are_filling_is_being_stored():
+    engine = Engine()
+    engine.cache.reserve(engine.keys[0], 0)
+    assert lack(engine).reason is MissReason.STORING
+
+
+def test_what_the_engine_has_itself_is_no_fault_of_the_tiers():
+    engine = Engine()
+    engine.store(0, 1, 2, 3)
+    assert lack(engine, have=PROMPT).reason is MissReason.LOCAL
+
+
+def test_what_is_new_after_what_the_engine_has_itself_is_no_fault_of_the_tiers():
+    engine = Engine()
+    engine.store(0, 1)
+    assert lack(engine, have=2 * CHUNK).reason is MissReason.LOCAL
+    engine.store(3)
+    assert engine.source.bids(engine.one, 2 * CHUNK) == []
+    assert engine.source.lack(engine.one, 2 * CHUNK).reason is MissReason.LOCAL
+    empty = Engine()
+    assert lack(empty).reason is MissReason.NOT_STORED
+
+
+def test_a_prompt_of_less_than_a_chunk_is_said_to_be_short():
+    engine = Engine()
+    engine.one = request("b", range(CHUNK - 1))
+    assert engine.source.arrived(engine.one, Bidding(2))
+    assert lack(engine).reason is MissReason.SHORT_PROMPT
+
+
+def test_where_there_is_nothing_but_of_a_stranger_it_is_said_to_be_in_another_namespace():
+    engine = Engine([])
+    engine.queues[0].around = StoreUsage(same_name_namespace="ab")
+    assert lack(engine).reason is MissReason.OTHER_NAMESPACE
+
+
+def test_requests_that_cannot_be_named_are_declined_with_a_reason():
+    assert Engine().source.declined(request("b", range(PROMPT))).reason is MissReason.UNNAMED
+
+
+@pytest.mark.parametrize(
+    ("came", "miss"),
+    [
+        (GetOutcome.ABSENT, MissReason.EVICTED),
+        (GetOutcome.CORRUPT, MissReason.CHECKSUM),
+        (GetOutcome.IO_ERROR, MissReason.FAILED),
+    ],
+)
+def test_what_was_the_matter_with_a_chunk_is_what_the_load_failed_for(came, miss):
+    engine = Engine([0, 1])
+    load = engine.begin()
+    engine.answer(0, came)
+    engine.step()
+    assert engine.source.blame(load, Report("as the ranks were told")) is miss
+    assert engine.source.blame(load, LATE) is MissReason.DEADLINE
+    assert engine.source.brought(load, LATE) == ()

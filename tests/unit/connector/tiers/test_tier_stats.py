@@ -1,0 +1,105 @@
+"""What tiers have done is told once, when it has changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.fetch import Want
+from kvferry.cache.writing import Behind
+from kvferry.connector.events import TierChanged
+from kvferry.connector.stream import EventStream
+from kvferry.connector.tiers.stats import TierTeller
+from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.host.tier import HostTier
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.storage_tier import StoreUsage
+from support.clock import Clock
+from support.models import attention, model
+from support.slow_tiers import answer, fake_tiers, queue_by_hand
+
+CANONICAL = canonical_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99)), 8)
+(SIZE,) = (group.chunk_bytes for group in CANONICAL.groups)
+FIRST, SECOND, KEPT = bytes([1]) * 32, bytes([2]) * 32, bytes([3]) * 32
+
+
+class Tiers:
+    def __init__(self, chunks=8):
+        self.clock = Clock()
+        (tier,) = fake_tiers([(KEPT, bytes(SIZE))])
+        self.queue = queue_by_hand(tier, self.clock)
+        self.cache = ChunkCache(
+            HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], tier.keys.table),
+            lambda _, size: memoryview(bytearray(size)),
+            CANONICAL.groups,
+            [Behind(self.queue)],
+        )
+        self.source, self.stores = SimpleNamespace(copy_seconds=[]), SimpleNamespace(dropped=Counter())
+        self.heard: list[TierChanged] = []
+        events = EventStream(self.heard.append)
+        self.teller = TierTeller(self.cache, self.source, self.stores, events)
+
+    def store(self, key):
+        self.cache.filled(self.cache.reserve(key, 0), 8, None)
+
+    def told(self):
+        self.cache.poll()
+        self.teller.tell()
+        heard, self.heard[:] = {event.tier: event for event in self.heard}, []
+        return heard
+
+
+def test_stores_are_told_of_host_memory_first_and_of_the_tier_behind_when_it_has_them():
+    tiers = Tiers()
+    tiers.store(FIRST)
+    told = tiers.told()
+    assert (told["host"].stored, told["host"].stored_bytes, told["host"].used) == (1, SIZE, SIZE)
+    assert (told["file"].stored, told["file"].owed, told["file"].store_seconds) == (0, 1, ())
+    answer(tiers.queue, "write", FIRST, PutOutcome.STORED)
+    tiers.queue.around = StoreUsage(used=5, capacity=9)
+    told = tiers.told()
+    assert (told["host"].stored, told["file"].owed, len(told["file"].store_seconds)) == (0, 0, 1)
+    assert (told["file"].used, told["file"].capacity) == (5, 9)
+    assert tiers.told() == {}, "nothing has changed"
+
+
+def test_fetches_and_what_was_wrong_with_one_are_told_once():
+    tiers = Tiers()
+    tiers.told()
+    tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
+    answer(tiers.queue, "read", KEPT, GetOutcome.CORRUPT)
+    assert tiers.told()["file"].missed == (("corrupt", 1),)
+    tiers.queue.tier.keys.add(KEPT)
+    tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
+    answer(tiers.queue, "read", KEPT, GetOutcome.HIT)
+    told = tiers.told()["file"]
+    assert (told.fetched, told.missed, len(told.fetch_seconds)) == (1, (), 1)
+
+
+def test_what_is_not_stored_is_told_with_its_reason_but_not_what_is_there_already():
+    tiers = Tiers()
+    tiers.store(FIRST)
+    assert tiers.cache.reserve(FIRST, 0) is None
+    tiers.stores.dropped["too many stores under way"] += 3
+    slot = tiers.cache.reserve(SECOND, 0)
+    tiers.cache.filled(slot, 8, "gone")
+    assert dict(tiers.told()["host"].dropped) == {"too many stores under way": 3, "failed": 1}
+
+
+def test_what_ranks_copy_is_told_of_host_memory():
+    tiers = Tiers()
+    tiers.told()
+    tiers.source.copy_seconds += [0.1, 0.2]
+    assert tiers.told()["host"].fetch_seconds == (0.1, 0.2)
+    assert tiers.told() == {}
+
+
+def test_what_cannot_be_told_ends_no_engine(monkeypatch, caplog):
+    tiers = Tiers()
+    monkeypatch.setattr(TierTeller, "_changes", lambda _: 1 / 0)
+    tiers.store(FIRST)
+    assert tiers.told() == {}
+    assert "TierTeller.tell emitted no event" in caplog.text

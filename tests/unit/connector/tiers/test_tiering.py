@@ -1,0 +1,75 @@
+"""Opening the tiers of an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
+
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.tier_config import FileSettings
+from kvferry.connector.tiers.tiering import _canonical, _default_directory, _open
+from kvferry.engines.vllm.compat import specs
+from kvferry.engines.vllm.info import cache_group
+from kvferry.errors import ConfigError
+from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
+from kvferry.tiers.index.key_table import KeyTable
+from support.engine_info import made_up
+
+
+def test_the_default_directory_is_made_for_the_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = _default_directory()
+    assert path == str(tmp_path / "cache" / "kvferry" / "chunks") == _default_directory()
+    assert (tmp_path / "cache" / "kvferry" / "chunks").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_default_directory_that_cannot_be_made_costs_the_tier_not_the_engine(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    with pytest.raises(ConfigError, match="cannot use /dev/null/kvferry/chunks: Not a directory"):
+        _default_directory()
+
+
+def test_a_directory_under_a_second_name_is_not_opened_again(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        _open(FileSettings(str(tmp_path / "link")), None, KeyTable(), ["/tmp", str(tmp_path)])
+    assert str(caught.value) == (
+        f"file tier: {tmp_path}/link and {tmp_path}, which is a tier already, are one directory; "
+        "name another, or leave out one of the two"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "way_out"),
+    [
+        (
+            CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=torch.float32),
+            "ring",
+        ),
+        (
+            MambaSpec(block_size=8, shapes=((2,),), dtypes=(torch.float32,)),
+            "--enable-prefix-caching --mamba-cache-mode align",
+        ),
+    ],
+    ids=["ring", "state"],
+)
+def test_an_engine_that_keeps_no_snapshots_is_told_why_and_what_to_do(spec, way_out):
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
+    engine = made_up(
+        groups=tuple(map(cache_group, config.kv_cache_groups)), has_rings=specs.has_rings(config)
+    )
+    with pytest.raises(ConfigError, match=f"{way_out}.*configure no tiers"):
+        _canonical(ConnectorConfig(), engine, [])
+
+
+def test_pages_that_nobody_can_read_are_not_stored_and_what_would_help_is_said():
+    group = Group(GroupKind.FULL, 16, 0, (Layer("layers.0", 0, 64, opaque_page("NEW", 16, 64, 0, 1)),))
+    rank = RankGeometry(0, 1, 0, 1, 4, (group,), (Region(0, 256),))
+    with pytest.raises(ConfigError) as caught:
+        _canonical(ConnectorConfig(chunk_tokens=64), made_up(longest_request=1024), [rank])
+    assert str(caught.value) == (
+        "tiers: layer 'layers.0': NEW has no canonical form, its bytes are opaque; it can be handed over to "
+        "an equal engine, but not be stored; configure no tiers, or choose an attention backend, layout and "
+        "KV cache dtype whose pages docs/backends.md lists by fields"
+    )

@@ -1,0 +1,236 @@
+"""Chunks copied by ranks of one engine, read by ranks of another, through one arena."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.connector.worker.chunk_routes import ChunkRoutes
+from kvferry.connector.worker.mover import ChunkMover
+from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Piece, StoreOrder
+from kvferry.errors import TransferError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.layout import EngineShape
+from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.memory.owned import allocate
+from kvferry.planning.chunk_cells import slice_table
+from kvferry.planning.select import LoadSpan
+from kvferry.tiers.host.arena import Arena
+
+KV = tuple(Stored(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
+STATE = Stored("ssm", 4, 4, (("width", 6),)), Stored("conv", 2, 0, (("width", 5),))
+MODEL = ModelCache(
+    "tiny",
+    (
+        LayerStore(GroupKind.FULL, 0, KV),
+        LayerStore(GroupKind.SLIDING, 24, KV),
+        LayerStore(GroupKind.STATE, 0, STATE),
+        LayerStore(GroupKind.FULL, 0, KV),
+    ),
+)
+CHUNK, TOKENS = 64, 192
+WHOLE = range(TOKENS)
+
+
+class Engine:
+    """Ranks over memory of their own, with one prompt in blocks 1, 2, ..."""
+
+    def __init__(self, shape: EngineShape, seed: int) -> None:
+        self.caches = [allocate(MODEL, shape, rank, "cpu") for rank in range(shape.tp * len(shape.stages))]
+        random = np.random.default_rng(seed)
+        for cache in self.caches:
+            memory = cache.buffer.numpy()
+            memory[:] = random.integers(0, 256, len(memory), np.uint8)
+        self.ranks = [cache.geometry for cache in self.caches]
+        self.groups = self.ranks[0].groups
+
+    def routes(self, arena: Arena) -> list[ChunkRoutes]:
+        canonical = canonical_of(self.ranks, CHUNK)
+        return [
+            ChunkRoutes(canonical, self.ranks, (rank.pp_rank, rank.tp_rank), arena.memory)
+            for rank in self.ranks
+        ]
+
+    def tables(self, low: int, high: int):
+        """Blocks 1, 2, ... by position, another stretch of the pool for each group."""
+        found, first = [], 1
+        for group in self.groups:
+            if group.kind is GroupKind.STATE:
+                found.append(slice_table([first], 0, 1, 1))
+                first += 1
+                continue
+            blocks = -(-TOKENS // group.block_tokens)
+            found.append(slice_table(list(range(first, first + blocks)), low, high, group.block_tokens))
+            first += blocks
+        return tuple(found)
+
+
+def engines(writer: int, reader: int) -> tuple[Engine, Engine]:
+    shapes = {
+        1: EngineShape(1, (4,), 32, "LBHNC", 40),
+        2: EngineShape(2, (2, 2), 16, "LBNHC", 60),
+        4: EngineShape(4, (4,), 128, "LBHNC", 20),
+    }
+    return Engine(shapes[writer], 1), Engine(shapes[reader], 2)
+
+
+def pieces_of(engine: Engine, numbers: range) -> tuple[Piece, ...]:
+    """Every chunk of every group, side by side in the arena from its second page on; of a state the last."""
+    found, at = [], 4096
+    for number, group in enumerate(canonical_of(engine.ranks, CHUNK).groups):
+        for chunk in numbers[-1:] if group.kind is GroupKind.STATE else numbers:
+            found.append(Piece(number, chunk, at))
+            at += group.chunk_bytes
+    return tuple(found)
+
+
+@pytest.fixture
+def arena():
+    made = Arena.create(1 << 20)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1), (4, 2), (1, 4)])
+def test_what_one_engine_stored_another_loads_and_stores_the_same(
+    arena: Arena, writer: int, reader: int
+) -> None:
+    a, b = engines(writer, reader)
+    numbers = range(TOKENS // CHUNK)
+    pieces = pieces_of(a, numbers)
+    stored = [routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE)) for routes in a.routes(arena)]
+    content = sum(
+        group.content_bytes * (1 if group.kind is GroupKind.STATE else len(numbers))
+        for group in canonical_of(a.ranks, CHUNK).groups
+    )
+    assert sum(map(sum, stored)) == content
+    written = arena.memory.copy()
+    span = LoadSpan(0, TOKENS, TOKENS + 1)
+    before = [cache.buffer.clone() for cache in b.caches]
+    for routes in b.routes(arena):
+        routes.load(LoadPart("p", "l", span, pieces, b.tables(0, TOKENS), first=True))
+    assert any((cache.buffer != old).any() for cache, old in zip(b.caches, before, strict=True))
+    arena.memory[4096:] = 0
+    for routes in b.routes(arena):
+        routes.store(
+            StoreOrder("t", tuple(p for p in pieces if whole_in(b, p, span)), b.tables(0, TOKENS), WHOLE)
+        )
+    for piece in pieces:
+        if whole_in(b, piece, span):
+            size = canonical_of(a.ranks, CHUNK).groups[piece.group].chunk_bytes
+            at = slice(piece.offset, piece.offset + size)
+            assert np.array_equal(arena.memory[at], written[at]), piece
+
+
+def whole_in(engine: Engine, piece: Piece, span: LoadSpan) -> bool:
+    """A window's earlier chunks are not loaded, or only in part."""
+    group = canonical_of(engine.ranks, CHUNK).groups[piece.group]
+    return group.kind is not GroupKind.SLIDING
+
+
+def test_a_load_in_parts_is_the_same_as_whole(arena: Arena) -> None:
+    a, b = engines(1, 2)
+    pieces = pieces_of(a, range(3))
+    for routes in a.routes(arena):
+        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE))
+    span = LoadSpan(64, 192, 400)
+    needed = tuple(p for p in pieces if p.number >= (2 if p.group == sliding(a) else 1))
+    whole = loaded(b, arena, [needed], span)
+    c = Engine(EngineShape(2, (2, 2), 16, "LBNHC", 60), 2)
+    parts = loaded(c, arena, [needed[:1], needed[1:3], needed[3:]], span)
+    assert all(np.array_equal(x, y) for x, y in zip(whole, parts, strict=True))
+
+
+def sliding(engine: Engine) -> int:
+    groups = canonical_of(engine.ranks, CHUNK).groups
+    return next(n for n, group in enumerate(groups) if group.kind is GroupKind.SLIDING)
+
+
+def loaded(engine: Engine, arena: Arena, parts, span: LoadSpan) -> list[np.ndarray]:
+    for routes in engine.routes(arena):
+        for number, pieces in enumerate(parts):
+            tables = engine.tables(0, TOKENS)
+            routes.load(LoadPart(str(number), "l", span, pieces, tables, first=number == 0))
+    return [cache.buffer.numpy().copy() for cache in engine.caches]
+
+
+def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
+    a, b = engines(2, 4)  # blocks of 128 tokens: the second holds tokens 128 to 191, and nothing
+    pieces = pieces_of(a, range(3))
+    for routes in a.routes(arena):
+        routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE))
+    needed = tuple(p for p in pieces if p.group != sliding(a) or p.number == 2)
+    loaded(b, arena, [needed], LoadSpan(0, 192, 400))
+    full = next(n for n, group in enumerate(b.groups) if group.kind is GroupKind.FULL)
+    block = b.tables(0, TOKENS)[full].ids[1]
+    for cache in b.caches:
+        pages = cache.views()[b.groups[full].layers[0].name][block]
+        assert pages[:, :64].any()
+        assert not pages[:, 64:].any()
+
+
+@pytest.mark.parametrize("writer", [1, 2, 4])
+def test_a_tail_holds_nothing_past_its_tokens(arena: Arena, writer: int) -> None:
+    a, _ = engines(writer, 1)
+    number = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
+    group = canonical_of(a.ranks, CHUNK).groups[number]
+    cell = min(a.groups[number].block_tokens, CHUNK)
+    arena.memory[4096 : 4096 + group.chunk_bytes] = 0xEE
+    tail = TOKENS - CHUNK + 20
+    for routes in a.routes(arena):
+        routes.store(StoreOrder("s", (Piece(number, 2, 4096),), a.tables(0, tail), range(tail)))
+    found = arena.memory[4096 : 4096 + group.content_bytes].reshape(4, 2, CHUNK, -1)  # head, layer, token
+    here = -(-20 // cell) * cell
+    assert found[:, :, :here].any(axis=(0, 1, 3)).all()
+    assert not found[:, :, here:].any()
+
+
+@pytest.mark.parametrize("writer", [1, 2])
+def test_a_chunk_without_its_beginning_holds_nothing_there(arena: Arena, writer: int) -> None:
+    a, _ = engines(writer, 1)
+    number = sliding(a)
+    part = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.SLIDING)
+    size = a.groups[part].block_tokens
+    tables = list(a.tables(0, TOKENS))
+    since = TOKENS - size
+    tables[part] = slice_table(
+        [0] * (since // size) + list(tables[part].ids[since // size :]), 0, TOKENS, size
+    )
+    arena.memory[4096:] = 0xEE
+    for routes in a.routes(arena):
+        routes.store(StoreOrder("s", (Piece(number, 2, 4096),), tuple(tables), range(since, TOKENS)))
+    group = canonical_of(a.ranks, CHUNK).groups[number]
+    found = arena.memory[4096 : 4096 + group.content_bytes].reshape(4, 1, CHUNK, -1)  # head, layer, token
+    assert found[:, :, -size:].any(axis=(0, 1, 3)).all()
+    assert not found[:, :, :-size].any()
+
+
+def test_a_chunk_of_a_block_that_is_gone_is_not_stored(arena: Arena) -> None:
+    a, _ = engines(1, 2)
+    tables = list(a.tables(0, TOKENS))
+    full = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
+    tables[full] = slice_table([0, 0, *tables[full].ids[2:]], 0, TOKENS, 32)
+    (routes,) = a.routes(arena)
+    with pytest.raises(TransferError, match="null block"):
+        routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), WHOLE))
+
+
+def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
+    a, _ = engines(1, 2)
+    pieces, tables = pieces_of(a, range(3)), a.tables(0, TOKENS)
+    mover = ChunkMover((0, 0))
+    waited = []
+    mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), lambda: waited.append(1))
+    mover.load(ChunkOrders(arena=ArenaCard(arena.name, tuple(a.ranks), CHUNK)))
+    mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), lambda: waited.append(1))
+    part = LoadPart("p", "l", LoadSpan(0, TOKENS, 400), pieces, tables[:1], first=True)
+    mover.load(ChunkOrders(parts=[part], ends=[LoadEnd("l", None)]))
+    mover.close()
+    moved = {one.key: one for one in mover.moved()}
+    assert set(moved) == {"early", "s", "p"}
+    assert moved["s"].failure is None
+    assert sum(moved["s"].bytes_by_group) > 0
+    assert moved["p"].failure is not None, "tables for one group of three"
+    assert [(end.key, end.failure) for end in mover.ended()] == [("l", moved["p"].failure)]
+    assert len(waited) == 2

@@ -1,0 +1,130 @@
+"""Weights that change: which epochs are stale, and what makes vLLM's worker say so."""
+
+from __future__ import annotations
+
+from operator import methodcaller
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.connector.messages import StepOrders, StepReports
+from kvferry.connector.worker.mover import ChunkMover
+from kvferry.connector.worker.orders import ChunkOrders, LoadBegin, StoreOrder
+from kvferry.connector.worker.stale import StaleEpochs
+from kvferry.engines.vllm.compat import weights
+
+
+def test_no_epoch_is_stale_while_weights_stay() -> None:
+    epochs = StaleEpochs()
+    epochs.on_step(0)
+    epochs.on_step(1)
+    assert 0 not in epochs
+    assert 1 not in epochs
+
+
+def test_an_epoch_that_has_seen_other_weights_is_stale_and_the_next_is_not() -> None:
+    epochs = StaleEpochs()
+    epochs.on_step(1)
+    epochs.on_weights_changed()
+    assert [epoch in epochs for epoch in (0, 1, 2)] == [True, True, False]
+
+
+def test_an_epoch_in_which_nothing_was_computed_before_the_change_is_good() -> None:
+    epochs = StaleEpochs()
+    epochs.on_step(1)
+    epochs.on_weights_changed()  # the scheduler was reset before: its next step is of epoch 2
+    epochs.on_step(2)
+    assert 2 not in epochs
+    epochs.on_weights_changed()
+    assert 2 in epochs
+
+
+def test_the_first_epoch_is_stale_even_if_nothing_was_computed() -> None:
+    """Its names are those of the weights of the start."""
+    epochs = StaleEpochs()
+    epochs.on_weights_changed()
+    assert 0 in epochs
+
+
+def test_steps_that_bring_kv_into_the_cache_are_told_from_those_that_do_not() -> None:
+    assert not StepOrders().writes_cache
+    assert StepOrders(computes=True).writes_cache
+    assert StepOrders(chunks=ChunkOrders(begins=[LoadBegin("a", "a", 1.0, "a", 1)])).writes_cache
+
+
+def test_the_last_stale_epoch_of_any_worker_counts() -> None:
+    assert not StepReports()
+    one, other = StepReports(stale=0), StepReports(stale=2)
+    assert one
+    one.add(other)
+    one.add(StepReports())
+    assert one.stale == 2
+    none = StepReports()
+    none.add(StepReports(stale=0))
+    assert none.stale == 0
+
+
+def test_a_store_that_is_refused_is_said_to_have_failed() -> None:
+    mover = ChunkMover((0, 0))
+    mover.refuse(ChunkOrders(stores=[StoreOrder("one", (), (), range(0))]), "of other weights")
+    assert [(moved.key, moved.failure) for moved in mover.moved()] == [("one", "of other weights")]
+    mover.close()
+
+
+CALLS = (
+    "reset_weights", "start_weight_update", "start_draft_weight_update", "update_weights",
+    "finish_weight_update",
+)  # fmt: skip
+
+
+class Worker:
+    """Has the calls that vLLM's workers have."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.model = SimpleNamespace(load_weights=lambda of: self.done.append(("load", of)))
+        self.draft = SimpleNamespace(load_weights=lambda of: self.done.append(("draft", of)))
+        for name in CALLS:
+            setattr(self, name, lambda name=name: self.done.append(name))
+        self.model_runner = SimpleNamespace(reload_weights=lambda: self.done.append("runner"))
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def get_draft_model(self) -> Any:
+        return self.draft
+
+    def reload_weights(self, *, weights_path: str) -> None:
+        self.done.append(weights_path)
+
+    def compute(self) -> None:
+        self.done.append("compute")
+
+
+@pytest.mark.parametrize(
+    ("call", "done"),
+    [
+        (lambda one: one.reload_weights(weights_path="/there"), "/there"),
+        *((methodcaller(name), name) for name in CALLS),
+        (lambda one: one.model_runner.reload_weights(), "runner"),
+        (lambda one: one.model.load_weights([1]), ("load", [1])),
+        (lambda one: one.draft.load_weights([1]), ("draft", [1])),
+    ],
+)
+def test_every_way_of_changing_weights_is_told_before_it_begins(monkeypatch, call, done) -> None:
+    worker = Worker()
+    monkeypatch.setattr(weights, "worker_of", lambda _: worker)
+    weights.hook_weight_changes(None, lambda: worker.done.append("told"))
+    worker.compute()
+    call(worker)
+    assert worker.done == ["compute", "told", done]
+
+
+def test_an_engine_without_a_draft_model_has_its_weights_watched(monkeypatch) -> None:
+    worker = Worker()
+    worker.draft = None
+    monkeypatch.setattr(weights, "worker_of", lambda _: worker)
+    weights.hook_weight_changes(None, lambda: worker.done.append("told"))
+    worker.update_weights()
+    assert worker.done == ["told", "update_weights"]

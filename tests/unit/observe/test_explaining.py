@@ -1,0 +1,73 @@
+"""An engine that remembers its requests, and one that is told not to."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.connector.events import Arrived
+from kvferry.connector.stream import EventStream
+from kvferry.explain.client import ask_engines
+from kvferry.explain.text import render, render_list
+from kvferry.observe import socket_directory
+from kvferry.observe.explaining import Explaining
+from kvferry.observe.wire import Question
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as folder:
+        monkeypatch.setattr(socket_directory, "socket_directories", lambda: [Path(folder) / "kvferry"])
+        yield Path(folder) / "kvferry"
+
+
+ENGINE = {"engine_id": "e", "model": "tiny", "role": "prefill"}
+
+
+def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path) -> None:
+    events = EventStream()
+    explaining = Explaining(events, 2, **ENGINE)
+    explaining.start()
+    for name in "abc":
+        events.emit(Arrived(name, 0.0, tokens=10, sources=()))
+    (answer,) = ask_engines(Question()).answers
+    assert [trace.request_id for trace in answer.traces] == ["c", "b"]
+    engine = answer.engine
+    assert (engine.role, engine.model, engine.most, engine.remembered) == ("prefill", "tiny", 2, 2)
+    explaining.close()
+    explaining.close()
+    assert not ask_engines(Question()).answers
+
+
+def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path) -> None:
+    both = []
+    for name in ("memory", "disk", ""):
+        events = EventStream()
+        both.append(Explaining(events, 2, **ENGINE, connector=name))
+        both[-1].start()
+        events.emit(Arrived("a", 0.0, tokens=10, sources=()))
+    told = {one.answer.engine.connector: one for one in ask_engines(Question()).traces()}
+    headings = {name: render(one).splitlines()[1].split(", process")[0] for name, one in told.items()}
+    assert headings == {
+        "memory": "  prefill engine, connector memory",
+        "disk": "  prefill engine, connector disk",
+        "": "  prefill engine",
+    }
+    assert " ago, prefill engine, connector disk, 10 tokens" in render_list([told["disk"]], time.time())
+    for explaining in both:
+        explaining.close()
+
+
+def test_an_engine_that_remembers_nothing_costs_nothing(directory: Path) -> None:
+    threads, events = threading.active_count(), EventStream()
+    explaining = Explaining(events, 0, **ENGINE)
+    explaining.start()
+    events.emit(Arrived("a", 0.0, tokens=10, sources=()))
+    assert threading.active_count() == threads
+    assert not directory.exists()
+    explaining.close()
