@@ -1,4 +1,4 @@
-"""`kvferry plan`: what handing a model's KV cache over will take, and what the tiers keep of it."""
+"""`kvferry plan`: predict what a transfer of a model's KV cache takes, and what tiers keep of it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
 
 
 def _checked(tokens: int, kv: str) -> bool:
-    """Whether K and V are apart."""
+    """Return whether K and V are stored apart."""
     if tokens < 1:
         raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
     if kv not in ("packed", "apart"):

@@ -4,6 +4,6 @@
 - `limits`: deadlines for checks; `probes`: code that runs in processes of its own, so that it can be killed.
 - `machine`, `software`, `nixl`, `reads`, `costs`: this machine.
 - `settings`, `listening`, `storage`, `mounts`: what a configuration needs from this machine.
-- `engines`, `http_engine`, `meeting`, `pairs`: running engines, one by one and in pairs.
+- `engines`, `http_engine`, `identity`, `pairs`: running engines, one by one and in pairs.
 - `examine`: all checks in order.
 """

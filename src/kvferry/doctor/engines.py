@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from kvferry.doctor import http_engine, ports
 from kvferry.doctor.finding import Finding, ReportSection, bad, note, ok
 from kvferry.doctor.http_engine import OfferedKv
+from kvferry.doctor.identity import EngineIdentity, IdentifyError, identify, release_ticket
 from kvferry.doctor.limits import run_all_within
-from kvferry.doctor.meeting import CannotMeet, Met, give_back, meet
 from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
 from kvferry.observe.fetch import http_address
@@ -61,7 +61,7 @@ class ExaminedEngine:
     name: str
     role: Role
     findings: list[Finding] = field(default_factory=list)
-    met: Met | None = None
+    met: EngineIdentity | None = None
 
 
 def parse_target(text: str, role: Role = Role.BOTH) -> Target:
@@ -160,33 +160,33 @@ def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[s
     try:
         seen.met = _meet(control, keys, offered)
         seen.findings += [*_who(seen.met), *_ports(seen.met)]
-    except CannotMeet as error:
+    except IdentifyError as error:
         seen.findings.append(bad("control channel", f"{_shown(control)}: {error}", error.advice))
     if offered is not None and others:
         seen.findings += _ranks(offered, others, seen.met, keys)
     return seen, ()
 
 
-def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> Met:
+def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
     """Connect to an engine, and release the blocks that it offered.
 
     Raises:
         CannotMeet: nothing, or another engine, answers at the address.
     """
-    met = meet(control, keys, _CONTROL_SECONDS)
+    met = identify(control, keys, _CONTROL_SECONDS)
     if offered is None or keys is None:
         return met
     if offered.engine_id != met.facts.engine_id:
-        raise CannotMeet(
+        raise IdentifyError(
             f"engine {offered.engine_id} tells peers this address, but {met.facts.engine_id} answers there",
             "set the connector's host to an address that leads peers to its machine",
         )
-    give_back(control, keys, offered.ticket, http_engine.PROBE_TOKENS)
+    release_ticket(control, keys, offered.ticket, http_engine.PROBE_TOKENS)
     return met
 
 
 def _ranks(
-    first: OfferedKv, others: Sequence[OfferedKv | None], met: Met | None, keys: Keys | None
+    first: OfferedKv, others: Sequence[OfferedKv | None], met: EngineIdentity | None, keys: Keys | None
 ) -> list[Finding]:
     """Compare the other data-parallel ranks of an engine with the first."""
     found, known = list[Finding](), {first.engine_id}
@@ -205,7 +205,7 @@ def _ranks(
         known.add(offered.engine_id)
         try:
             other = _meet(offered.address, keys, offered)
-        except CannotMeet as error:
+        except IdentifyError as error:
             found.append(bad(rank, f"{_shown(offered.address)}: {error}", error.advice))
             continue
         if met is not None and (different := _different(met, other)):
@@ -217,7 +217,7 @@ def _ranks(
     return found
 
 
-def _different(one: Met, other: Met) -> str:
+def _different(one: EngineIdentity, other: EngineIdentity) -> str:
     """Return the differences between two ranks that must be alike; empty if there are none."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
@@ -245,7 +245,7 @@ def _told(url: str, control: Address) -> list[Finding]:
     ]
 
 
-def _who(met: Met) -> list[Finding]:
+def _who(met: EngineIdentity) -> list[Finding]:
     """Describe an engine."""
     first = met.ranks[0].geometry
     alike = Counter(f"{group.label} in blocks of {group.block_tokens}" for group in first.groups)
@@ -263,7 +263,7 @@ def _who(met: Met) -> list[Finding]:
     ]
 
 
-def _ports(met: Met) -> list[Finding]:
+def _ports(met: EngineIdentity) -> list[Finding]:
     """Check the open ports of an engine, if it runs on this machine as this user."""
     host, port = met.address
     if not is_local_address(host):

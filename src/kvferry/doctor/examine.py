@@ -66,7 +66,7 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
         named = (*given.findings, *_named(given.configs, timed))
         sections.append(ReportSection(f"configuration {job.config}", named))
     if job.targets:
-        progress("meeting engines")
+        progress("connecting to engines")
         engines, seen = examine_engines(job.targets, keys or _keys_of(given.configs))
         local = timed.words if timed else ""
         sections += [*engines, *pairs.check(seen, _costs(given.configs), local)]

@@ -9,8 +9,8 @@ from itertools import permutations
 
 from kvferry.doctor.engines import ExaminedEngine
 from kvferry.doctor.finding import Finding, ReportSection, State, bad, note, ok
+from kvferry.doctor.identity import EngineIdentity
 from kvferry.doctor.limits import run_check
-from kvferry.doctor.meeting import Met
 from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry import GroupKind
 from kvferry.planning.strategy import Costs, choose_method, transfer_methods
@@ -40,7 +40,7 @@ _ADVICE = {
 _OTHERWISE = "start both with the same model, dtypes, attention backend and cache manager"
 
 
-def differences(there: Met, here: Met) -> list[str]:
+def differences(there: EngineIdentity, here: EngineIdentity) -> list[str]:
     """Return why `here` cannot read from `there`, one sentence per difference; empty if it can."""
     found = dict.fromkeys(compare_facts(there.facts.must_agree, here.facts.must_agree))
     peer = [card.geometry for card in there.ranks]
@@ -89,7 +89,7 @@ def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
     return {(one.subject, one.state, re.sub(r"[^:,;]* (there|here)", r" \1", one.found)) for one in findings}
 
 
-def _pair(there: Met, here: Met, costs: Costs, local: str) -> list[Finding]:
+def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> list[Finding]:
     different = differences(there, here)
     found = [bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE)) for text in different]
     if is_loopback(there.address[0]) and not is_loopback(here.address[0]):
@@ -129,7 +129,7 @@ def _fact_of(difference: str) -> str:
     return difference.partition(":")[0].partition(",")[0]
 
 
-def _link(there: Met, here: Met, local: str) -> Finding:
+def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
     """Say which way bytes would take, as far as it was measured."""
     took = " and ".join(map(format_seconds, sorted(met.round_trip_seconds for met in (there, here))))
     channel = f"asked from here, control channels answer in {took}"
@@ -140,7 +140,7 @@ def _link(there: Met, here: Met, local: str) -> Finding:
     return ok("link", f"{way}; {channel}")
 
 
-def _moves(there: Met, here: Met, costs: Costs) -> str:
+def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
     """Describe a transfer between the two: ranks, strategies and runs."""
     ranks = f"{len(there.ranks)} rank(s) there, {len(here.ranks)} here"
     peer = [card.geometry for card in there.ranks]
@@ -169,7 +169,7 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
     return found
 
 
-def _drafts(there: Met, here: Met) -> list[Finding]:
+def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
     """Return a note on layers of a draft model that the peer lacks: they are cleared instead of loaded."""
     peer, ours = ([card.geometry for card in met.ranks] for met in (there, here))
     if not (names := absent_layer_names(peer, ours)):
@@ -184,7 +184,7 @@ def _drafts(there: Met, here: Met) -> list[Finding]:
     ]
 
 
-def _windows(there: Met, here: Met) -> list[Finding]:
+def _windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
     """Return a note if a load may fill only part of a window's first block (`engines.vllm.part_blocks`)."""
     kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
     theirs, ours = (

@@ -16,12 +16,12 @@ class Summary:
     """Numbers of a request up to the first time that the engine scheduled it.
 
     Attributes:
-        tokens: of the prompt.
-        places: tokens by where they came from: a tier, ``peer``, ``prefix cache``, ``another connector`` or
-            ``computed``; empty as long as the engine has not gone on.
-        failed: loads that have failed.
-        seconds: since the request came; None as long as the engine has not gone on.
-        loading, looking: of these, under way, and waiting for a source that was looking.
+        tokens: length of the prompt.
+        places: tokens by origin: a tier, ``peer``, ``prefix cache``, ``another connector`` or ``computed``;
+            empty until the request is scheduled.
+        failed: number of failed loads.
+        seconds: time from arrival until it was scheduled; None until then.
+        loading, looking: parts of it: loads under way, and waiting for a source that was still looking.
     """
 
     tokens: int

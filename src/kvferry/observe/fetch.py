@@ -102,7 +102,7 @@ async def fetch(
     post: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> HttpReply:
-    """The answer of a server, whatever its status.
+    """Request a path, and return the answer whatever its status.
 
     Args:
         http: of this event loop.

@@ -1,4 +1,4 @@
-"""A small process between a launcher and an engine: it ends the engine when the launcher is gone.
+"""A small process between a launcher and an engine, which ends the engine when the launcher is gone.
 
 An engine is a tree of processes, and killing its root leaves the others behind. The guard adopts orphans of
 the tree (as a "child subreaper"), so at the end it can name every process that is left. It ends the tree when

@@ -6,7 +6,7 @@ import pytest
 from kvferry.doctor import pairs
 from kvferry.doctor.engines import ExaminedEngine
 from kvferry.doctor.finding import State
-from kvferry.doctor.meeting import Met
+from kvferry.doctor.identity import EngineIdentity
 from kvferry.engines.vllm.arguments import DECIDES
 from kvferry.geometry import GroupKind
 from kvferry.planning.strategy import Costs
@@ -18,8 +18,8 @@ from transport.cards import ATTENTION, cards, facts
 NEAR = "127.0.0.1", 5600
 
 
-def met(engine: str = "P", of=None, address=NEAR, **agree) -> Met:
-    return Met(address, facts(engine, ord(engine), **agree), of or cards(), 1e-3)
+def met(engine: str = "P", of=None, address=NEAR, **agree) -> EngineIdentity:
+    return EngineIdentity(address, facts(engine, ord(engine), **agree), of or cards(), 1e-3)
 
 
 def windowed(tokens: int = 16):
@@ -31,7 +31,7 @@ def windowed(tokens: int = 16):
     return tuple(msgspec.structs.replace(card, geometry=rank) for rank in ranks(spec, [family] * 2))
 
 
-def checked(one: Met, other: Met, roles=(Role.BOTH, Role.BOTH), local=""):
+def checked(one: EngineIdentity, other: EngineIdentity, roles=(Role.BOTH, Role.BOTH), local=""):
     seen = [
         ExaminedEngine(name, role, [], engine)
         for name, role, engine in zip("AB", roles, (one, other), strict=True)

@@ -13,11 +13,11 @@ class Alert:
     """A Prometheus alert.
 
     Attributes:
-        name: of it.
-        expression: that is true of the engines, sources or tiers that it is about.
-        lasts: for how long it must be, before anybody is told.
-        severity: ``warning``: look at it today; ``info``: something is not as it could be.
-        summary: what is so, with labels.
+        name: name of the alert.
+        expression: PromQL that is true for each affected engine, source or tier.
+        lasts: time that it must be true before the alert fires.
+        severity: ``warning``: look at it today; ``info``: something could be better.
+        summary: the problem, with labels.
         action: what to do.
     """
 

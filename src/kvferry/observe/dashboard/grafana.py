@@ -1,7 +1,4 @@
-"""The dashboard as Grafana's JSON (the classic model, schema 39: Grafana 10.4 and later load it).
-
-https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/
-"""
+"""Render the dashboard as Grafana's JSON (classic model, schema 39, for Grafana 10.4 and later)."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def _row(row: PanelRow, number: int, y: int) -> list[dict[str, Any]]:
-    """Its heading, and its panels below it."""
+    """Return a row heading and the panels below it."""
     places = [
         {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}
         for place in range(len(row.panels))

@@ -26,13 +26,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart.
+    """A chart.
 
     Attributes:
         title: what it shows.
         about: how to read it.
-        unit: by Grafana's name.
-        stacked: values that add up to something.
+        unit: Grafana's name of the unit.
+        queries: PromQL queries.
+        stacked: stack the values, because their sum means something.
     """
 
     title: str

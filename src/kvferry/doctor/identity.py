@@ -1,4 +1,4 @@
-"""Meeting an engine over its control channel, as a peer does, to see who it is. Nothing of its KV is read.
+"""Ask an engine who it is, over its control channel. No KV is read.
 
     Hello(no facts)     ──────▶
                         ◀──────   Accepted(facts)      timed, several times: the producer keeps no account
@@ -50,12 +50,12 @@ _GIVE_KEY = (
 )
 _MECHANISM = slice(12, 32)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
-"""Of ZMTP 3.0 (rfc.zeromq.org/spec/23), signature and version: the other side then says its mechanism. With a
-mechanism of ours that is another, it would close instead."""
+"""Signature and version of ZMTP 3.0 (rfc.zeromq.org/spec/23), to which a server answers with its mechanism.
+With another mechanism in the greeting, it would close the connection instead."""
 
 
-class CannotMeet(KVFerryError):
-    """An engine that does not answer as one.
+class IdentifyError(KVFerryError):
+    """No engine answers as it should.
 
     Attributes:
         advice: what to do.
@@ -67,14 +67,14 @@ class CannotMeet(KVFerryError):
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """An engine, as it introduced itself.
+class EngineIdentity:
+    """An engine's description of itself.
 
     Attributes:
-        address: of its control channel.
-        facts: who it is.
+        address: its control channel.
+        facts: its identity, software and settings.
         ranks: its workers.
-        round_trip_seconds: of a question and its answer, the median.
+        round_trip_seconds: median time of a question and its answer.
     """
 
     address: Address
@@ -83,25 +83,25 @@ class Met:
     round_trip_seconds: float
 
 
-def meet(address: Address, keys: security.Keys | None, seconds: float) -> Met:
-    """Meet the engine whose control channel is at `address`.
+def identify(address: Address, keys: security.Keys | None, seconds: float) -> EngineIdentity:
+    """Ask the engine at `address` who it is.
 
     Args:
-        address: host and port.
+        address: host and port of a control channel.
         keys: CURVE keys; None if this machine has none.
-        seconds: until it is given up.
+        seconds: deadline.
 
     Raises:
-        CannotMeet: it is not there, is none, or has another key.
+        IdentifyError: there is no engine, or it has another key.
     """
     until = time.monotonic() + seconds
     if (mechanism := _mechanism(address, seconds)) != "CURVE":
-        raise CannotMeet(
+        raise IdentifyError(
             f"it speaks without encryption ({mechanism}), which no engine does",
             "use the same kvferry here and there",
         )
     if keys is None:
-        raise CannotMeet("it asks for a key, and this user has none on this machine", _GIVE_KEY)
+        raise IdentifyError("it asks for a key, and this user has none on this machine", _GIVE_KEY)
     facts = Facts("kvferry-doctor", new_incarnation(), f"kvferry {kvferry.__version__}", {})
     with _connected(address, keys) as channel:
         took, accepted = [], None
@@ -111,18 +111,18 @@ def meet(address: Address, keys: security.Keys | None, seconds: float) -> Met:
             took.append(time.perf_counter() - asked)
         ranks = _ask(channel, AskRanks(PROTOCOL, facts), Ranks, until)
     if accepted is None or not ranks.ranks:
-        raise CannotMeet("it names no ranks", "use the same kvferry here and there")
-    return Met(address, accepted.facts, tuple(ranks.ranks), median(took))
+        raise IdentifyError("it names no ranks", "use the same kvferry here and there")
+    return EngineIdentity(address, accepted.facts, tuple(ranks.ranks), median(took))
 
 
-def give_back(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
-    """Let an engine have the blocks back that it keeps for a ticket: redeem it, and release it.
+def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
+    """Redeem a ticket and release its lease, so that the engine frees the blocks.
 
     Args:
-        address: host and port.
+        address: host and port of a control channel.
         keys: CURVE keys.
-        ticket: of a prompt without images, adapter and cache salt.
-        tokens: token ids that the blocks hold.
+        ticket: ticket of a prompt without images, adapter and cache salt.
+        tokens: token ids of the blocks.
     """
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
     with _connected(address, keys, _LINGER_MILLISECONDS) as channel:
@@ -145,7 +145,7 @@ def _connected(
         channel = ControlSocket(context, *address, keys)
         yield channel
     except zmq.ZMQError as error:
-        raise CannotMeet(f"it cannot be asked: {error}", "correct the address") from error
+        raise IdentifyError(f"it cannot be asked: {error}", "correct the address") from error
     finally:
         if channel is not None:
             channel.close(linger_milliseconds)
@@ -161,18 +161,18 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
     try:
         reply = channel.ask(message, deadline)
     except TimeoutError as error:
-        raise CannotMeet(
+        raise IdentifyError(
             "it does not answer: it has another key, or its peers setting leaves this machine out", _GIVE_KEY
         ) from error
     except ProtocolError as error:
-        raise CannotMeet(f"its answer is {error}", "use the same kvferry here and there") from error
+        raise IdentifyError(f"its answer is {error}", "use the same kvferry here and there") from error
     if isinstance(reply, Refused):
-        raise CannotMeet(
+        raise IdentifyError(
             "; ".join(reply.differences) or "it refuses, and gives no reason",
             "use the same kvferry here and there",
         )
     if not isinstance(reply, kind):
-        raise CannotMeet(
+        raise IdentifyError(
             f"it answers {type(reply).__name__} to {type(message).__name__}",
             "use the same kvferry here and there",
         )
@@ -180,7 +180,7 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
 
 
 def _mechanism(address: Address, seconds: float) -> str:
-    """How a ZeroMQ socket there is secured, by its greeting: ``NULL`` or ``CURVE``.
+    """Return the security mechanism of a ZeroMQ socket from its greeting: ``NULL`` or ``CURVE``.
 
     Raises:
         CannotMeet: nobody listens, or it is no ZeroMQ socket.
@@ -197,16 +197,16 @@ def _mechanism(address: Address, seconds: float) -> str:
                 heard += part
     except TimeoutError as error:
         if not heard:
-            raise CannotMeet(
+            raise IdentifyError(
                 f"no answer within {seconds:g} s", "check that it is up, and that no firewall is in between"
             ) from error
     except OSError as error:
-        raise CannotMeet(
+        raise IdentifyError(
             f"it cannot be reached: {error.strerror or error}",
             "check that it is up, and that the address is the one in its kv_transfer_params",
         ) from error
     if len(heard) < _GREETING_BYTES or heard[0] != 0xFF:
-        raise CannotMeet(
+        raise IdentifyError(
             "what listens there is no control channel of an engine",
             "give remote_host and remote_port from its kv_transfer_params, or its HTTP address with http://",
         )

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from kvferry.doctor import meeting
-from kvferry.doctor.meeting import CannotMeet, give_back, meet
+from kvferry.doctor import identity
+from kvferry.doctor.identity import IdentifyError, identify, release_ticket
 from kvferry.keys import prompt_digest
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.messages import PROTOCOL
@@ -62,20 +62,20 @@ def listener(answer: bytes | None):
 
 def test_an_engine_says_who_it_is_to_whoever_states_nothing():
     with server() as one:
-        met = meet((HOST, one.port), KEYS, 5.0)
+        met = identify((HOST, one.port), KEYS, 5.0)
     assert (met.facts, met.ranks) == (facts(weights="theirs"), cards())
     assert 0 < met.round_trip_seconds < 5
 
 
 def test_without_a_key_it_is_said_that_one_is_needed():
-    with server() as one, pytest.raises(CannotMeet, match="asks for a key") as refused:
-        meet((HOST, one.port), None, 5.0)
+    with server() as one, pytest.raises(IdentifyError, match="asks for a key") as refused:
+        identify((HOST, one.port), None, 5.0)
     assert "--secret-file" in refused.value.advice
 
 
 def test_another_key_gets_no_answer():
-    with server(OTHER_KEYS) as one, pytest.raises(CannotMeet, match="it has another key") as refused:
-        meet((HOST, one.port), KEYS, 1.0)
+    with server(OTHER_KEYS) as one, pytest.raises(IdentifyError, match="it has another key") as refused:
+        identify((HOST, one.port), KEYS, 1.0)
     assert "--secret-file" in refused.value.advice
 
 
@@ -83,43 +83,43 @@ def test_a_channel_without_encryption_is_no_engines():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
         plain.linger = 0
         port = plain.bind_to_random_port(f"tcp://{HOST}")
-        with pytest.raises(CannotMeet, match=r"without encryption \(NULL\)"):
-            meet((HOST, port), KEYS, 5.0)
+        with pytest.raises(IdentifyError, match=r"without encryption \(NULL\)"):
+            identify((HOST, port), KEYS, 5.0)
 
 
 def test_nobody_listens():
     with socket.socket() as sock:
         sock.bind((HOST, 0))
-        with pytest.raises(CannotMeet, match="cannot be reached: Connection refused"):
-            meet((HOST, sock.getsockname()[1]), KEYS, 5.0)
+        with pytest.raises(IdentifyError, match="cannot be reached: Connection refused"):
+            identify((HOST, sock.getsockname()[1]), KEYS, 5.0)
 
 
 def test_what_is_no_control_channel_is_told_apart():
     with (
         listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port,
-        pytest.raises(CannotMeet, match="no control channel"),
+        pytest.raises(IdentifyError, match="no control channel"),
     ):
-        meet((HOST, port), KEYS, 5.0)
+        identify((HOST, port), KEYS, 5.0)
 
 
 def test_who_says_nothing_is_given_up():
     began = time.monotonic()
-    with listener(None) as port, pytest.raises(CannotMeet, match=r"no answer within 0\.3 s"):
-        meet((HOST, port), KEYS, 0.3)
+    with listener(None) as port, pytest.raises(IdentifyError, match=r"no answer within 0\.3 s"):
+        identify((HOST, port), KEYS, 0.3)
     assert time.monotonic() - began < 5
 
 
 def test_another_protocol_is_refused_in_words(monkeypatch):
-    monkeypatch.setattr(meeting, "PROTOCOL", 99)
-    with server() as one, pytest.raises(CannotMeet, match=f"protocol {PROTOCOL} there, 99 here"):
-        meet((HOST, one.port), KEYS, 5.0)
+    monkeypatch.setattr(identity, "PROTOCOL", 99)
+    with server() as one, pytest.raises(IdentifyError, match=f"protocol {PROTOCOL} there, 99 here"):
+        identify((HOST, one.port), KEYS, 5.0)
 
 
 def test_a_lease_is_given_back():
     with server() as one:
         content = PromptContent(prompt_digest([5, 6, 7]))
         one.tickets.publish(ticket("a"), "cmpl-1", 3, content, Grant.of(1, 2, [[1]]))
-        give_back((HOST, one.port), KEYS, ticket("a"), [5, 6, 7])
+        release_ticket((HOST, one.port), KEYS, ticket("a"), [5, 6, 7])
         until = time.monotonic() + 5
         while len(one.events) < 2:
             assert time.monotonic() < until
