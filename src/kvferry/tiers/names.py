@@ -1,35 +1,35 @@
-"""What messages, metrics and settings call the places that tokens come from, and the sources that offer them.
+"""Names of tiers and of sources of tokens, as in messages, metrics and settings.
 
-Of several tiers of a kind, the second and later have their number behind it: ``file.2``.
+The second and later tier of a kind carries its number: ``file.2``.
 """
 
 from __future__ import annotations
 
 PEER = "peer"
-"""Another engine: a place, and the source that it is."""
+"""Another engine, as a tier and as a source."""
 
 HOST, FILE, OBJECT = "host", "file", "object"
 
 TIERS = "tiers"
-"""The source that is an engine's own tiers."""
+"""The source that loads from an engine's own tiers."""
 
 TIER_KINDS = (PEER, HOST, FILE, OBJECT)
-"""Kinds of them, in the order in which they are shown."""
+"""Kinds of tiers, in the order in which they are shown."""
 
 
 def tier_name(kind: str, before: int) -> str:
-    """The name of a tier before which there are so many of its kind.
+    """Return the name of a tier that follows `before` tiers of its kind.
 
-    >>> numbered("file", 0), numbered("file", 1)
+    >>> tier_name("file", 0), tier_name("file", 1)
     ('file', 'file.2')
     """
     return f"{kind}.{before + 1}" if before else kind
 
 
-def tier_kind(place: str) -> str:
-    """What kind of place it is.
+def tier_kind(name: str) -> str:
+    """Return the kind of a tier by its name.
 
-    >>> kind_of("file"), kind_of("file.2")
+    >>> tier_kind("file"), tier_kind("file.2")
     ('file', 'file')
     """
-    return place.partition(".")[0]
+    return name.partition(".")[0]

@@ -126,8 +126,8 @@ def quarantine_name(namespace: bytes, key: bytes) -> str:
 def entry_kind(name: str) -> EntryKind | None:
     """What has a name; None for what is not kvferry's. Directories have more kinds, which `walk` finds.
 
-    >>> kind_of(chunk_name(bytes(32), bytes(16))), kind_of("00/mine.kv")
-    (<Kind.CHUNK: 'chunk'>, None)
+    >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
+    (<EntryKind.CHUNK: 'chunk'>, None)
     """
     match name.split("/"):
         case [namespace, bucket, file] if _NAMESPACE.fullmatch(namespace) and is_chunk_folder(bucket):

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Sizes in bytes as people write them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes.
+    """Return a size in bytes.
 
     >>> parse_size("1.5GiB"), parse_size("20 MB"), parse_size(4096)
     (1610612736, 20000000, 4096)
 
     Raises:
-        ConfigError: this is no size.
+        ConfigError: `size` is not a size.
     """
     if isinstance(size, int):
         return size

@@ -33,7 +33,7 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
     cache, source, stores = tiering._cache, tiering.source, tiering._stores
     worker = worker_half(engine, of)
     cache._host.check_integrity()
-    book = cache._host._book
+    book = cache._host._slots
     counts = {
         "pins": len(admission.pins),
         "late": sum(admission.pins._late.values()),

@@ -66,9 +66,9 @@ class Cache:
 
     def forget(self) -> None:
         """Nothing is in host memory any more."""
-        for key in list(self.host._book.ready):
+        for key in list(self.host._slots.ready):
             self.host._policy.remove(key)
-            self.host._book.evict(key)
+            self.host._slots.evict(key)
             self.host.keys.discard(key)
 
     def load(self, *keys: bytes) -> bool:
@@ -80,7 +80,7 @@ class Cache:
             assert bytes(self.bytes_at(slot.offset, SIZE)) == content(want.key)
             self.cache.close(slot)
         self.cache.reading.cancel(fetch)
-        book = self.host._book
+        book = self.host._slots
         self.until(lambda: not (self.cache.busy or book._fills or book._reads))
         return len(taken) == len(keys)
 

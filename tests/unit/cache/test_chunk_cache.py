@@ -99,9 +99,9 @@ class Cache:
 
     def leave(self, key):
         """A chunk leaves host memory, as if others had taken its room."""
-        if key in self.host._book.ready:
+        if key in self.host._slots.ready:
             self.host._policy.remove(key)
-            self.host._book.evict(key)
+            self.host._slots.evict(key)
             self.host.keys.discard(key)
 
     def fetch(self, *keys, **options):
@@ -116,7 +116,7 @@ class Cache:
         return [(what, key) for what, key, _ in jobs_of(self.queues[number])]
 
     def holds(self):
-        return len(self.host._book._fills) + len(self.host._book._reads)
+        return len(self.host._slots._fills) + len(self.host._slots._reads)
 
 
 class Living(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""Which chunk leaves when there is no more room; one policy per module, all under one contract."""
+"""Eviction policies: which chunk leaves when a tier is full. One per module, one contract (`base`)."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,4 +13,4 @@ __all__ = ["EVICTION_POLICIES", "EvictionPolicy"]
 EVICTION_POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {"arc": ARC, "lru": LRU, "s3fifo": S3FIFO}
 )
-"""By the name that a configuration uses; each is made with the capacity in bytes."""
+"""Policies by their name in a configuration; each is made with the capacity in bytes."""

@@ -8,8 +8,8 @@ B2 that `frequent` was.
 Simplified against the paper:
 - bytes in place of pages: a ghost hit moves the target by the key's size, times the ratio of the ghosts'
   bytes;
-- the victim is named before it is known what comes in, so the target moves after the replacement it would
-  have decided, and the tie-break of REPLACE for a page of B2 falls away;
+- the victim is chosen before the new key is known, so the target moves after the replacement instead of
+  before it, and the tie-break of REPLACE for a page of B2 falls away;
 - ghosts are trimmed when something is added, to T1 + B1 within the capacity and all four within twice that.
 """
 
@@ -20,26 +20,26 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class ARC(EvictionPolicy):
-    """A scan passes through `recent` and leaves `frequent` alone."""
+    """The ARC policy. A scan passes through `recent` and does not disturb `frequent`."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._target = 0.0
-        self._recent, self._frequent = homes = ByteQueue(), ByteQueue()
+        self._recent, self._frequent = resident = ByteQueue(), ByteQueue()
         self._recent_ghosts, self._frequent_ghosts = ghosts = ByteQueue(), ByteQueue()
-        super().__init__(capacity_bytes, homes, ghosts)
+        super().__init__(capacity_bytes, resident, ghosts)
 
     def touch(self, key: bytes) -> None:
-        """As of `EvictionPolicy`."""
+        """See `EvictionPolicy`."""
         if key in self._recent:
             self._recent.move(key, self._frequent)
         else:
-            self._frequent.renew(key)
+            self._frequent.make_newest(key)
 
     def evict(self) -> bytes | None:
-        """As of `EvictionPolicy`: REPLACE of the paper."""
-        if self._recent.loose and (self._recent.total > self._target or not self._frequent.loose):
+        """See `EvictionPolicy`. This is REPLACE of the paper."""
+        if self._recent.unpinned and (self._recent.total > self._target or not self._frequent.unpinned):
             queue, ghosts = self._recent, self._recent_ghosts
-        elif self._frequent.loose:
+        elif self._frequent.unpinned:
             queue, ghosts = self._frequent, self._frequent_ghosts
         else:
             return None
@@ -49,7 +49,7 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """As of `EvictionPolicy`."""
+        """See `EvictionPolicy`."""
         super().check_integrity()
         recent = self._recent.total + self._recent_ghosts.total
         everything = recent + self._frequent.total + self._frequent_ghosts.total
@@ -64,7 +64,7 @@ class ARC(EvictionPolicy):
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """Move the target if the key has a ghost, which ends; returns whether it had."""
+        """Move the target and drop the ghost if the key has one; return whether it had."""
         recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
         if key in self._recent_ghosts:
             self._target = min(self._target + size * max(1.0, frequent / recent), self.capacity_bytes)
@@ -77,7 +77,7 @@ class ARC(EvictionPolicy):
         return True
 
     def _trim(self) -> None:
-        """Keep the ghosts within the paper's bounds, the oldest go."""
+        """Drop the oldest ghosts beyond the paper's bounds."""
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total
         self._frequent_ghosts.trim(rest)

@@ -1,27 +1,27 @@
-"""The contract of an eviction policy, and what all of them have in common.
+"""The contract of an eviction policy, and what all policies share.
 
-A policy ranks keys; it holds no bytes and frees none. It is told what became of every key, and says who goes:
+A policy ranks keys. It holds no bytes and frees none. The tier reports what happens to each key, and the
+policy names the key to evict:
 
-    admit(key, bytes)   the key's bytes are there now; a key that was evicted lately may be ranked by that
-    touch(key)          it was used
-    renew(key)          its use was a moment ago, as that of others is said: no use more, only the order
-    pin / unpin         it is in use, and no more
-    evict()             who goes: taken off the books, at most remembered as a ghost
-    remove(key)         it is gone for another reason: forgotten, no ghost
+    admit(key, bytes)   add a key; a recently evicted key may be ranked by that
+    touch(key)          the key was used
+    make_newest(key)    rank the key as used just now, without counting a use
+    pin / unpin         exclude the key from eviction, and allow it again
+    evict()             name a key to evict and remove it; it may be remembered as a ghost
+    remove(key)         the key left for another reason: forget it, without a ghost
 
-**What mutates.** Every verb but the queries changes the policy and nothing else. Arguments are not kept,
-except the key.
+**What mutates.** Every method except the queries changes the policy and nothing else. The policy keeps the
+keys and no other argument.
 
-**When a key must be pinned.** As long as anybody reads its bytes: `evict` never names a pinned key, and the
-caller may reuse the bytes of what `evict` named at once. Pins do not count: one `pin`, one `unpin`, and a
-caller with several readers pins for the first and unpins after the last. Unpinned, a key is ranked as used
-just now.
+**When a key must be pinned.** While its bytes are read: `evict` never names a pinned key, and the caller may
+reuse the bytes of an evicted key at once. Pins do not count. A caller with several readers pins for the first
+and unpins after the last. An unpinned key ranks as used just now.
 
-**What is unsafe.** Not thread-safe. The sum of `admit`ted bytes must stay within the capacity: evict first.
+**What is unsafe.** Not thread-safe. The sum of admitted bytes must stay within the capacity: evict first.
 
-Everything is counted in bytes, since keys differ in size, ghosts too: a ghost takes no memory to speak of,
-but how many there may be follows from the bytes they stood for. Every verb takes time independent of how many
-keys there are; `evict` of S3-FIFO on average over calls.
+Everything is counted in bytes, because keys differ in size. That includes ghosts, which take little memory
+themselves: their number follows from the bytes that they stood for. Every method takes constant time, `evict`
+of S3-FIFO on average.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
 
 class EvictionPolicy(ABC):
-    """One ranking of keys; see the module for what all of them promise.
+    """A ranking of keys.
 
-    Every admitted key is in one of a policy's *homes*, queues from which `evict` takes; other queues are of
-    ghosts. A policy says where a key comes in, where it goes when it is used, and who leaves.
+    Every admitted key is in one of the policy's resident queues, from which `evict` takes. Its other queues
+    hold ghosts. A subclass decides where a key enters, where it moves when it is used, and which key leaves.
 
     Attributes:
-        capacity_bytes: what it was made for.
+        capacity_bytes: bound on the sum of admitted bytes.
     """
 
     def __init__(
-        self, capacity_bytes: int, homes: Sequence[ByteQueue], ghosts: Sequence[ByteQueue] = ()
+        self, capacity_bytes: int, resident: Sequence[ByteQueue], ghosts: Sequence[ByteQueue] = ()
     ) -> None:
-        """Empty; the queues are the policy's own."""
+        """Start empty, with the queues of the subclass."""
         self.capacity_bytes = capacity_bytes
-        self._homes = homes
-        self._queues = (*homes, *ghosts)
+        self._resident = resident
+        self._queues = (*resident, *ghosts)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all admitted keys, pinned ones too."""
-        return sum(queue.total for queue in self._homes)
+        """Bytes of all admitted keys, including pinned ones."""
+        return sum(queue.total for queue in self._resident)
 
     def __len__(self) -> int:
-        """How many keys are admitted."""
-        return sum(map(len, self._homes))
+        """Return the number of admitted keys."""
+        return sum(map(len, self._resident))
 
     def __contains__(self, key: object) -> bool:
-        """Whether the key is admitted; ghosts are not."""
-        return any(key in queue for queue in self._homes)
+        """Return whether the key is admitted; a ghost is not."""
+        return any(key in queue for queue in self._resident)
 
     def admit(self, key: bytes, size: int) -> None:
-        """Rank a new key of `size` bytes, unpinned.
+        """Add an unpinned key of `size` bytes.
 
         Raises:
-            ValueError: it is admitted already, `size` is not positive, or it exceeds the capacity.
+            ValueError: the key is admitted already, `size` is not positive, or it exceeds the capacity.
         """
         if key in self:
             raise ValueError(f"key {key.hex()} is admitted already")
@@ -80,33 +80,33 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, key: bytes) -> None:
-        """The key was used. Raises KeyError if it is not admitted."""
+        """Record a use of a key. Raises KeyError if it is not admitted."""
 
-    def renew(self, key: bytes) -> None:
-        """Rank it as used just now; a pinned one will be when it is unpinned. KeyError if not admitted."""
-        self._home(key).renew(key)
+    def make_newest(self, key: bytes) -> None:
+        """Rank a key as used just now; a pinned key is when unpinned. KeyError if not admitted."""
+        self._queue_of(key).make_newest(key)
 
     def pin(self, key: bytes) -> None:
-        """Never name it until it is unpinned. Raises KeyError if it is not admitted or is pinned."""
-        self._home(key).pin(key)
+        """Exclude a key from eviction. Raises KeyError if it is not admitted or already pinned."""
+        self._queue_of(key).pin(key)
 
     def unpin(self, key: bytes) -> None:
-        """It may be named again. Raises KeyError if it is not pinned."""
-        self._home(key).unpin(key)
+        """Allow eviction of a pinned key again. Raises KeyError if it is not pinned."""
+        self._queue_of(key).unpin(key)
 
     def remove(self, key: bytes) -> None:
         """Forget a key, pinned or not, without a ghost. Raises KeyError if it is not admitted."""
-        self._home(key).remove(key)
+        self._queue_of(key).remove(key)
 
     @abstractmethod
     def evict(self) -> bytes | None:
-        """Take off and return the key that goes first; None if all that are left are pinned."""
+        """Remove and return the key to evict; None if all keys are pinned."""
 
     def check_integrity(self) -> None:
-        """Compare the books with themselves; changes nothing, takes time with the number of keys.
+        """Check that all queues agree. Takes time with the number of keys.
 
         Raises:
-            AssertionError: they contradict each other; the message says where.
+            AssertionError: they do not; the message names the contradiction.
         """
         check_disjoint(self._queues)
         if self.used_bytes > self.capacity_bytes:
@@ -114,11 +114,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a key that is in no home and fits into one; its ghost ends."""
+        """Put a new key that fits into a resident queue, and drop its ghost."""
 
-    def _home(self, key: bytes) -> ByteQueue:
-        """The one that the key is in. Raises KeyError if there is none."""
-        for queue in self._homes:
+    def _queue_of(self, key: bytes) -> ByteQueue:
+        """Return the resident queue of a key. Raises KeyError if it has none."""
+        for queue in self._resident:
             if key in queue:
                 return queue
         raise KeyError(key)

@@ -1,4 +1,4 @@
-"""Least recently used: the baseline. One scan through more than the capacity empties it of all else."""
+"""Least recently used: the baseline. A scan larger than the capacity evicts everything else."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class LRU(EvictionPolicy):
-    """What was not used for longest goes first. No ghosts."""
+    """The LRU policy: evicts the key that was not used for longest. No ghosts."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._queue = ByteQueue()
         super().__init__(capacity_bytes, [self._queue])
 
     def touch(self, key: bytes) -> None:
-        """As of `EvictionPolicy`."""
-        self._queue.renew(key)
+        """See `EvictionPolicy`."""
+        self._queue.make_newest(key)
 
     def evict(self) -> bytes | None:
-        """As of `EvictionPolicy`."""
-        return self._queue.pop()[0] if self._queue.loose else None
+        """See `EvictionPolicy`."""
+        return self._queue.pop()[0] if self._queue.unpinned else None
 
     def _place(self, key: bytes, size: int) -> None:
         self._queue.push(key, size)

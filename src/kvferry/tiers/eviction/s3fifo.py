@@ -1,4 +1,4 @@
-"""S3-FIFO: three first-in-first-out queues; most of what comes in is used once and should go quickly.
+"""S3-FIFO: three first-in-first-out queues, so that keys used once leave quickly.
 
 Juncheng Yang, Yazhuo Zhang, Ziyue Qiu, Yao Yue, K. V. Rashmi, "FIFO queues are all you need for cache
 eviction", SOSP 2023, algorithm 1. New keys pass through a *small* queue of a tenth of the bytes. At its end
@@ -21,12 +21,12 @@ from kvferry.tiers.eviction.base import EvictionPolicy
 from kvferry.tiers.eviction.queue import ByteQueue
 
 _SMALL_SHARE = 10
-"""The small queue has one part in so many of the bytes."""
+"""The small queue has one tenth of the bytes."""
 _MOST_USES, _PROMOTED_FROM = 3, 2
 
 
 class S3FIFO(EvictionPolicy):
-    """A scan passes through the small queue and leaves main alone."""
+    """The S3-FIFO policy. A scan passes through the small queue and does not disturb main."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._small_bytes = capacity_bytes // _SMALL_SHARE
@@ -35,25 +35,25 @@ class S3FIFO(EvictionPolicy):
         super().__init__(capacity_bytes, [self._small, self._main], [self._ghosts])
 
     def touch(self, key: bytes) -> None:
-        """As of `EvictionPolicy`."""
+        """See `EvictionPolicy`."""
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
     def remove(self, key: bytes) -> None:
-        """As of `EvictionPolicy`."""
+        """See `EvictionPolicy`."""
         super().remove(key)
         del self._uses[key]
 
     def evict(self) -> bytes | None:
-        """As of `EvictionPolicy`; on average over calls it passes over as many keys as were touched."""
-        while self._small.loose or self._main.loose:
-            small = self._small.total >= self._small_bytes or not self._main.loose
-            key = self._evict_small() if small and self._small.loose else self._evict_main()
+        """See `EvictionPolicy`. On average a call passes over as many keys as were touched since the last."""
+        while self._small.unpinned or self._main.unpinned:
+            small = self._small.total >= self._small_bytes or not self._main.unpinned
+            key = self._evict_small() if small and self._small.unpinned else self._evict_main()
             if key is not None:
                 return key
         return None
 
     def check_integrity(self) -> None:
-        """As of `EvictionPolicy`."""
+        """See `EvictionPolicy`."""
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")
@@ -68,7 +68,7 @@ class S3FIFO(EvictionPolicy):
         self._uses[key] = 0
 
     def _evict_small(self) -> bytes | None:
-        """The oldest of the small queue moves to main or goes; returns it if it goes."""
+        """Take the oldest key of the small queue; move it to main and return None, or evict and return it."""
         key, size = self._small.pop()
         if self._uses[key] >= _PROMOTED_FROM:
             self._uses[key] = 0
@@ -80,7 +80,7 @@ class S3FIFO(EvictionPolicy):
         return key
 
     def _evict_main(self) -> bytes | None:
-        """The oldest of main goes round or goes; returns it if it goes."""
+        """Take the oldest key of main; put it back as the newest and return None, or evict and return it."""
         key, size = self._main.pop()
         if self._uses[key]:
             self._uses[key] -= 1

@@ -20,7 +20,7 @@ def least_recently_used(
 ) -> tuple[list[tuple[int, str]], bool]:
     """The files used longest ago.
 
-    >>> oldest([(30, "c"), (10, "a"), (20, "b")], most=2)
+    >>> least_recently_used([(30, "c"), (10, "a"), (20, "b")], most=2)
     ([(10, 'a'), (20, 'b')], True)
 
     Args:

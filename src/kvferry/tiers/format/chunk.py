@@ -6,7 +6,7 @@ unit is the smallest piece that a tensor-parallel rank may need alone, so a rank
 `docs/format.md` is the specification, byte by byte. A chunk has exactly one image: the same parts always
 become the same bytes.
 
->>> group = Group("full", tokens=256, sections=(Section("kv", units=8, unit_bytes=1 << 20),))
+>>> group = ChunkGroup("full", tokens=256, sections=(ChunkSection("kv", units=8, unit_bytes=1 << 20),))
 >>> chunk = Chunk(bytes(32), bytes(range(16)), (group,))
 >>> chunk.header_bytes, chunk.offsets, chunk.file_bytes
 (384, (4096,), 8392704)

@@ -1,4 +1,4 @@
-"""Host memory that all ranks of a node share.
+"""Host memory that all ranks of a node share: the arena.
 
 One process creates it, the others attach by an `ArenaHandle`. All see the same bytes, each at own addresses,
 so positions are offsets. Who may write where is not decided here (`host.slot_table`).
@@ -37,17 +37,17 @@ from kvferry.memory.sealed import sealed_file
 from kvferry.units import format_bytes
 
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, since Linux 5.14: take the memory now, and say so if there is none."""
+"""MADV_POPULATE_WRITE, since Linux 5.14: allocates memory at once, and fails if there is none."""
 _STEP_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """What a process attaches by.
+    """The name by which other processes attach to an arena.
 
     Attributes:
-        pid, fd: the owner, and its file.
-        token: 32 hexadecimal digits that no other arena has.
+        pid, fd: the owning process and its file descriptor.
+        token: 32 random hexadecimal digits, unique to the arena.
         size: bytes.
     """
 
@@ -58,17 +58,17 @@ class ArenaHandle:
 
 
 class Arena:
-    """One process's view of the shared memory; create() it or attach() to it.
+    """One process's mapping of the shared memory. Made by `create` or `attach`.
 
     Attributes:
-        name: what others attach by.
+        name: the handle that others attach by.
         memory: uint8 of shape (size,), shared. Zero at first. Must not be used after `close`.
-        region: the same, by this process's addresses.
-        collapsing: of the owner: large pages for all who attach.
+        region: the same memory as addresses of this process.
+        collapsing: the owner's copying to large pages; None in other processes.
     """
 
     def __init__(self, fd: int, name: ArenaHandle) -> None:
-        """Map it; owns `fd` from here on. Use `create` or `attach`."""
+        """Map the file and take over `fd`. Use `create` or `attach`."""
         self._fd = fd
         self.name = name
         self._map, self._skip = map_shared(fd, name.size)
@@ -79,10 +79,10 @@ class Arena:
 
     @classmethod
     def create(cls, size: int) -> Arena:
-        """Take `size` bytes of host memory, rounded up to whole pages; this process is the owner.
+        """Allocate `size` bytes, rounded up to whole pages; this process becomes the owner.
 
         Raises:
-            ConfigError: the machine has not so much, or makes no sealed memory files.
+            ConfigError: the machine has less memory, or does not support sealed memory files.
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         available, where = _available()
@@ -101,10 +101,10 @@ class Arena:
 
     @classmethod
     def attach(cls, name: ArenaHandle) -> Arena:
-        """Map what another process of this machine created.
+        """Map the arena that another process of this machine created.
 
         Raises:
-            TransferError: it is not there, or is another.
+            TransferError: the owner has ended, or its descriptor is another file now.
         """
         path = f"/proc/{name.pid}/fd/{name.fd}"
         try:
@@ -131,13 +131,13 @@ class Arena:
         return StagedCells(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
-        """`size` bytes from `offset` on, writable, nothing is copied."""
+        """Return a writable view of `size` bytes from `offset` on."""
         return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
 
     def close(self) -> None:
-        """Give up this view; with the owner's, nobody can attach any more. Idempotent.
+        """Release the mapping; after the owner's, nobody can attach any more. Idempotent.
 
-        While arrays over the memory are alive it stays mapped, and is unmapped with the last of them.
+        The memory stays mapped until the last array over it is gone.
         """
         if self._fd < 0:
             return
@@ -150,14 +150,14 @@ class Arena:
             self._map.close()
 
     def _populate(self) -> None:
-        """Take all the memory now, mapped where the kernel can (since Linux 5.14), reserved elsewhere.
+        """Allocate all memory now: mapped since Linux 5.14, reserved in the file on older kernels.
 
         Raises:
-            ConfigError: there is not so much.
+            ConfigError: there is not enough memory.
         """
         size = self.name.size
         try:
-            for at in range(0, size, _STEP_BYTES):  # other threads of this process get their turn
+            for at in range(0, size, _STEP_BYTES):  # in steps, so that other threads can run
                 step = min(_STEP_BYTES, size - at)
                 try:
                     self._map.madvise(_POPULATE_WRITE, self._skip + at, step)
@@ -175,10 +175,10 @@ def _file_name(token: str) -> str:
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that can be had, of this machine and of this process's control group.
+    """Return the bytes of memory available to this process, within its machine and control group.
 
     Raises:
-        ConfigError: the kernel does not say.
+        ConfigError: /proc/meminfo cannot be read.
     """
     return _available()[0]
 
@@ -186,11 +186,11 @@ def available_bytes() -> int:
 def _available() -> tuple[int, str]:
     if (found := available_memory()) is None:
         raise ConfigError(
-            "host tier: how much memory is available cannot be read from /proc/meminfo; mount /proc, or "
-            "configure no tiers"
+            "host tier: cannot read the available memory from /proc/meminfo; mount /proc, or configure "
+            "no tiers"
         )
     return found
 
 
 def _too_large(size: int, found: str) -> str:
-    return f"host tier: {format_bytes(size)} of shared memory are asked for, {found}; lower its capacity"
+    return f"host tier: {format_bytes(size)} of shared memory, but {found}; lower its capacity"

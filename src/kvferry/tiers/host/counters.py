@@ -1,4 +1,4 @@
-"""What a host tier has done, for whoever asks."""
+"""Counters of the host tier."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from enum import StrEnum
 
 
 class HostDropReason(StrEnum):
-    """Why a chunk was not stored."""
+    """The reason why the host tier did not store a chunk."""
 
     PRESENT = "present"
-    """It is here, or is being filled."""
+    """The tier has it, or it is being filled."""
     NO_ROOM = "no room"
-    """Everything that could leave for it is held, or more than is sensible would have to."""
+    """All chunks that could be evicted for it are held, or too many would have to be."""
     FAILED = "failed"
-    """It was not filled."""
+    """Its bytes were not written."""
     CLEARED = "cleared"
-    """All was forgotten while it was being filled."""
+    """The tier was cleared while it was being filled."""
 
 
 class HostMissReason(StrEnum):
-    """Why a chunk was not read."""
+    """The reason why the host tier does not have a chunk."""
 
     ABSENT = "absent"
-    """It was never here, or so long ago that it is not remembered."""
+    """It was not in the tier recently."""
     EVICTED = "evicted"
-    """It was here lately: with a larger capacity it still were."""
+    """It was evicted recently: a larger capacity would have kept it."""
     FILLING = "filling"
     """It is being filled."""
 
 
 @dataclass(slots=True)
 class HostCounters:
-    """Counts since the start; bytes are of slots.
+    """Counts since the start. Bytes are those of slots.
 
     Attributes:
         stored, stored_bytes: chunks that became readable.
-        dropped: chunks that did not, by reason.
+        dropped: chunks that were not stored, by reason.
         hits, hit_bytes: chunks opened for reading.
-        misses: chunks asked for that were not, by reason.
-        evicted, evicted_bytes: chunks that made room for others.
+        misses: requested chunks that the tier did not have, by reason.
+        evicted, evicted_bytes: chunks evicted to make room.
     """
 
     stored: int = 0

@@ -1,8 +1,8 @@
-"""Which bytes of an arena are whose: slabs of one size, each cut into slots of one stride.
+"""The slab allocator of an arena: slabs of one size, each cut into slots of one stride.
 
-All chunks of a group have one size, and a model has few groups, so there are few sizes. A slab serves one of
-them at a time; empty, it goes back to the *spare* ones and may serve another. Slot `i` of it
-begins at ``slab * slab_bytes + i * stride``.
+All chunks of a group have one size, and a model has few groups, so there are few sizes. A slab serves one
+size at a time. An empty slab becomes *spare* and may serve another size. Slot `i` begins at ``slab *
+slab_bytes + i * stride``.
 
     spare ─take→ slots of one stride, some free ─last slot given back→ spare
 
@@ -13,9 +13,9 @@ be neither one piece nor pieces at one distance, which gather and scatter take
 per size, with memory given back by punching holes: memory that is registered with a GPU or a NIC stays
 registered where it was, and a transfer would read and write pages that nobody maps any more.
 
-What slabs cost is bounded: at the end of a slab less than one slot (the slab's size is chosen so that it is
-little), and free slots of a size that nobody asks for now. When those come to a slab, one slab can be emptied
-for who asks (`crowding`); which chunks are lost by that is the caller's to accept.
+The waste is bounded: less than one slot at the end of each slab (the slab size is chosen to keep that small),
+and free slots of sizes that are not in demand. When free slots of one size add up to a slab, `reclaimable`
+names the slabs that the caller may empty for another size, at the cost of the chunks in it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from collections.abc import Collection
 from kvferry.errors import ConfigError
 
 _LARGEST_PER_SLAB = 16
-"""A slab has at most so many of the largest chunks: emptying one loses them."""
+"""Bound on the largest chunks per slab, all of which are lost when the slab is emptied."""
 
 
 class Slabs:
-    """Slots taken and free. Not thread-safe; knows nothing of what is in a slot.
+    """Allocates slots by their size. Not thread-safe.
 
     Attributes:
-        slab_bytes: of every slab.
-        count: slabs.
-        capacity_bytes: of all of them; what is beyond in the arena is not used.
-        used_bytes: of all slots that are taken.
+        slab_bytes: bytes of one slab.
+        count: number of slabs.
+        capacity_bytes: bytes of all slabs; the rest of the arena is not used.
+        used_bytes: bytes of all slots that are taken.
     """
 
     def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:
-        """All spare.
+        """Start with all slabs spare.
 
         Args:
-            capacity_bytes: of the arena.
-            strides: bytes of a slot, of every size that will be asked for.
+            capacity_bytes: bytes of the arena.
+            strides: all slot sizes that will be taken, in bytes.
 
         Raises:
-            ConfigError: some size would be without a slab.
+            ConfigError: there are fewer slabs than sizes.
         """
         kinds = sorted(set(strides))
         self.slab_bytes = _slab_bytes(capacity_bytes, kinds)
@@ -67,11 +67,11 @@ class Slabs:
         self._idle: Counter[int] = Counter()
 
     def has_room(self, stride: int) -> bool:
-        """Whether `take` would find a slot."""
+        """Return whether `take` would find a free slot."""
         return bool(self._open[stride] or self._spare)
 
     def take(self, stride: int) -> int | None:
-        """Take a slot; returns its offset in bytes, None if none is free."""
+        """Take a slot; return its offset in bytes, or None if none is free."""
         if not self._open[stride]:
             if not self._spare:
                 return None
@@ -85,7 +85,7 @@ class Slabs:
         return offset
 
     def give(self, offset: int) -> None:
-        """Give a slot back that was taken; nothing reads or writes it any more."""
+        """Free a slot that nothing reads or writes any more."""
         slab = offset // self.slab_bytes
         stride = self._stride[slab]
         self._free[slab].append(offset)
@@ -95,11 +95,11 @@ class Slabs:
         if len(self._free[slab]) == self.slab_bytes // stride:
             self._retire(slab)
 
-    def crowding(self, stride: int) -> list[int]:
-        """Slabs that another size could spare for this one, emptiest first.
+    def reclaimable(self, stride: int) -> list[int]:
+        """Return slabs of other sizes that could be emptied for this size, the emptiest first.
 
-        Of every other size whose free slots come to a slab's bytes or more, those slabs that have free slots.
-        Takes time with their number.
+        Only sizes whose free slots add up to a slab or more are considered. Takes time with the number of
+        slabs that have free slots.
         """
         return sorted(
             (
@@ -112,16 +112,16 @@ class Slabs:
         )
 
     def slots(self, slab: int) -> range:
-        """Offsets of all slots of a slab, free ones too; empty if it is spare."""
+        """Return the offsets of all slots of a slab, taken or free; none if it is spare."""
         stride = self._stride.get(slab)
         first = slab * self.slab_bytes
         return range(first, first + self.slab_bytes // stride * stride, stride) if stride else range(0)
 
     def check_integrity(self) -> None:
-        """Compare the books with themselves.
+        """Check that all counts and lists agree.
 
         Raises:
-            AssertionError: they contradict each other; the message says where.
+            AssertionError: they do not; the message names the contradiction.
         """
         if sorted([*self._spare, *self._stride]) != list(range(self.count)):
             raise AssertionError("a slab is neither spare nor assigned, or both")
@@ -156,7 +156,7 @@ class Slabs:
 
 
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
-    """So many of the largest chunk that the size which fits worst loses least; few rather than many."""
+    """Return the multiple of the largest stride that wastes least for the stride that fits worst."""
     largest = max(strides)
     most = capacity_bytes // (largest * 4 * len(strides))
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]

@@ -1,4 +1,4 @@
-"""Who may touch which bytes of an arena.
+"""Slots of an arena, and who may read or write them.
 
 A chunk takes one slot:
 
@@ -7,9 +7,9 @@ A chunk takes one slot:
                       ├─abort→ FREE
                       └─clear→ EVICTED ─commit or abort→ FREE
 
-Only READY is found by its key. A *hold* stands for whoever moves bytes in a slot: one for the fill, one for
-every read. Whoever has a hold gives it back when nothing is in flight any more, whatever became of the
-request, of the key, of the clock; until then the slot is never given out.
+Only a READY chunk is found by its key. A *hold* protects a slot while bytes move: one hold for the fill, one
+for every read. Its owner gives it back when nothing is in flight any more, whatever happened to the request
+or the key meanwhile. Until then the slot is not reused.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a chunk lies, for one who may move its bytes until the hold is given back.
+    """A hold on a chunk's slot: its owner may move the bytes until it gives the hold back.
 
     Attributes:
-        key: names the chunk's content.
+        key: of the chunk.
         group: index of the KV cache group.
-        offset: bytes from the start of the arena to the chunk, whole pages.
-        serial: number of the hold; no two are the same.
+        offset: bytes from the start of the arena, a multiple of 4096.
+        serial: unique number of the hold.
     """
 
     key: bytes
@@ -44,12 +44,12 @@ class Slot:
 
 @dataclass(slots=True)
 class ResidentChunk:
-    """A slot that is not free; EVICTED if the book has it neither in `filling` nor in `ready`.
+    """A chunk in a slot that is not free; EVICTED if it is neither in `filling` nor in `ready`.
 
     Attributes:
-        key, group, offset: as of `Slot`.
+        key, group, offset: as in `Slot`.
         size: bytes.
-        holds: how many stand.
+        holds: number of holds.
     """
 
     key: bytes
@@ -60,24 +60,24 @@ class ResidentChunk:
 
 
 class SlotTable:
-    """The account of an arena; pure bookkeeping, touches no memory. Not thread-safe.
+    """The states of all slots of an arena. Touches no memory. Not thread-safe.
 
     Attributes:
-        chunk_bytes: of a chunk of every group.
-        slabs: the slots.
-        filling, ready: chunks of these states, by key. To look at, not to change.
+        chunk_bytes: bytes of a chunk of each group.
+        slabs: the allocator of slots.
+        filling, ready: chunks in these states, by key. Read only.
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: Sequence[int]) -> None:
-        """All free.
+        """Start with all slots free.
 
         Args:
-            capacity_bytes: of the arena.
-            chunk_bytes: of a chunk of every group, whole pages.
+            capacity_bytes: bytes of the arena.
+            chunk_bytes: bytes of a chunk of each group, multiples of 4096.
 
         Raises:
-            GeometryError: chunks are not whole pages.
-            ConfigError: the arena is too small for them.
+            GeometryError: a chunk size is not a multiple of 4096.
+            ConfigError: the arena is too small for these chunks.
         """
         if any(size < 1 or size % _PAGE_BYTES for size in chunk_bytes):
             raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
@@ -91,7 +91,7 @@ class SlotTable:
         self._serials = count(1)
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """FREE to FILLING, for a key that is in neither `filling` nor `ready`; None if no slot is free."""
+        """Move a slot from FREE to FILLING; None if none is free. The key has no other slot."""
         size = self.chunk_bytes[group]
         offset = self.slabs.take(size)
         if offset is None:
@@ -101,7 +101,7 @@ class SlotTable:
         return self._hold(chunk, self._fills)
 
     def commit(self, slot: Slot) -> bool:
-        """FILLING to READY, or EVICTED to FREE; whether it is READY. Raises KeyError without this hold."""
+        """Move FILLING to READY, or EVICTED to FREE; return whether it is READY. KeyError without hold."""
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             self.ready[slot.key] = self.filling.pop(slot.key)
@@ -109,7 +109,7 @@ class SlotTable:
         return wanted
 
     def abort(self, slot: Slot) -> bool:
-        """FILLING or EVICTED to FREE; whether it was FILLING. Raises KeyError without this hold."""
+        """Move FILLING or EVICTED to FREE; return whether it was FILLING. KeyError without the hold."""
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             del self.filling[slot.key]
@@ -117,44 +117,44 @@ class SlotTable:
         return wanted
 
     def open(self, key: bytes) -> Slot:
-        """Hold a READY chunk for reading. Raises KeyError if there is none of this key."""
+        """Hold a READY chunk for reading. Raises KeyError if the key has none."""
         return self._hold(self.ready[key], self._reads)
 
     def close(self, slot: Slot) -> bool:
-        """Give a read's hold back; whether a READY chunk lost its last. Raises KeyError without this hold."""
+        """Release a read's hold; return whether a READY chunk lost its last. KeyError without it."""
         chunk = self._let_go(slot, self._reads)
         return self._is_ready(chunk) and not chunk.holds
 
     def evict(self, key: bytes) -> ResidentChunk:
-        """READY to FREE, or to EVICTED while it is read. Raises KeyError if there is none of this key."""
+        """Move READY to FREE, or to EVICTED while it is read. Raises KeyError if the key has none."""
         chunk = self.ready.pop(key)
         self._free_if_over(chunk)
         return chunk
 
     def clear(self) -> int:
-        """FILLING and READY to EVICTED, or FREE; returns how many were FILLING."""
+        """Move FILLING and READY to EVICTED or FREE; return how many were FILLING."""
         for key in list(self.ready):
             self.evict(key)
         unfilled = len(self.filling)
         self.filling.clear()
         return unfilled
 
-    def crowding(self, group: int) -> list[bytes]:
-        """Keys to evict so that a whole slab of another size is free for this group; empty if there is none.
+    def keys_to_reclaim(self, group: int) -> list[bytes]:
+        """Return keys whose eviction frees a slab of another size for this group.
 
-        A slab is offered when free slots of its size come to a slab, and nobody holds anything in it.
+        Such a slab has no holds, and its size has a slab's worth of free slots.
         """
-        for slab in self.slabs.crowding(self.chunk_bytes[group]):
+        for slab in self.slabs.reclaimable(self.chunk_bytes[group]):
             chunks = [self._slots[at] for at in self.slabs.slots(slab) if at in self._slots]
             if not any(chunk.holds for chunk in chunks):
                 return [chunk.key for chunk in chunks]
         return []
 
     def check_integrity(self) -> None:
-        """Compare the books with themselves; changes nothing, takes time with the number of chunks.
+        """Check that all states agree. Takes time with the number of chunks.
 
         Raises:
-            AssertionError: they contradict each other; the message says where.
+            AssertionError: they do not; the message names the contradiction.
         """
         self.slabs.check_integrity()
         for key, chunk in (*self.filling.items(), *self.ready.items()):
@@ -176,7 +176,7 @@ class SlotTable:
             raise AssertionError("slots are taken or held that no chunk is in")
 
     def _is_ready(self, chunk: ResidentChunk) -> bool:
-        """Whether this chunk is, not a later one of its key."""
+        """Return whether this very chunk is READY, and not a later one with its key."""
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
@@ -192,7 +192,7 @@ class SlotTable:
         return chunk
 
     def _free_if_over(self, chunk: ResidentChunk) -> None:
-        """EVICTED to FREE, once nobody holds it."""
+        """Move EVICTED to FREE once nobody holds it."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]
             self.slabs.give(chunk.offset)

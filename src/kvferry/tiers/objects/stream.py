@@ -10,7 +10,7 @@ from kvferry.errors import ChunkError
 class ObjectStream:
     """Bytes that come in pieces. One thread reads it.
 
-    >>> stream = Stream(iter([b"head", b"er body"]))
+    >>> stream = ObjectStream(iter([b"head", b"er body"]))
     >>> stream.read(0, 6), stream.fill(7, memoryview(bytearray(4)))
     (b'header', None)
     """

@@ -44,7 +44,7 @@ class Model:
                 return size
         return None
 
-    def loose(self, name):
+    def unpinned(self, name):
         return [entry for entry in self.lists[name] if entry[0] not in self.pinned]
 
     def trim(self, name, most):
@@ -77,7 +77,7 @@ class LRUModel(Model):
         self.lists["all"].append((key, size))
 
     def evict(self):
-        if not (loose := self.loose("all")):
+        if not (loose := self.unpinned("all")):
             return None
         self.take(loose[0][0], ["all"])
         return loose[0][0]
@@ -107,7 +107,7 @@ class ARCModel(Model):
     def evict(self):
         names = ["T1", "T2"] if size_of(self.lists["T1"]) > self.p else ["T2", "T1"]
         for name in names:
-            if loose := self.loose(name):
+            if loose := self.unpinned(name):
                 self.take(loose[0][0], [name])
                 self.lists["B" + name[1]].append(loose[0])
                 self.bound()
@@ -137,9 +137,9 @@ class S3FIFOModel(Model):
 
     def evict(self):
         share = self.capacity // 10
-        while self.loose("S") or self.loose("M"):
-            small = self.loose("S") and (size_of(self.lists["S"]) >= share or not self.loose("M"))
-            key, size = self.loose("S" if small else "M")[0]
+        while self.unpinned("S") or self.unpinned("M"):
+            small = self.unpinned("S") and (size_of(self.lists["S"]) >= share or not self.unpinned("M"))
+            key, size = self.unpinned("S" if small else "M")[0]
             self.take(key, self.HOMES)
             if small and self.uses[key] > 1:
                 self.uses[key] = 0

@@ -292,7 +292,7 @@ def test_memory_moves_between_groups_as_they_are_used(policy):
 def test_a_slab_is_emptied_for_another_group_when_what_leaves_is_scattered():
     chunks = (3 * PAGE, 48 * PAGE)
     host = tier(pages=48 * 40, chunks=chunks)
-    slab_bytes = host._book.slabs.slab_bytes
+    slab_bytes = host._slots.slabs.slab_bytes
     offsets = {}
     while host.counters.evicted == 0:
         offsets[b"%012d" % len(offsets)] = stored(host, b"%012d" % len(offsets)).offset

@@ -54,10 +54,10 @@ def test_a_slab_is_offered_to_another_size_when_as_much_is_free():
     assert not slabs.has_room(30)
     for offset in offsets[: per_slab - 1]:
         slabs.give(offset)
-    assert slabs.crowding(30) == []
+    assert slabs.reclaimable(30) == []
     slabs.give(offsets[-1])
-    assert slabs.crowding(30) == [offsets[0] // slabs.slab_bytes, offsets[-1] // slabs.slab_bytes]
-    assert slabs.crowding(10) == []
+    assert slabs.reclaimable(30) == [offsets[0] // slabs.slab_bytes, offsets[-1] // slabs.slab_bytes]
+    assert slabs.reclaimable(10) == []
     slabs.give(offsets[per_slab - 1])
     assert slabs.has_room(30)
 
