@@ -70,6 +70,7 @@ def test_importing_is_light(module: str) -> None:
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_package_its_marker_and_its_licence(tmp_path: Path) -> None:
     command = [
         sys.executable,

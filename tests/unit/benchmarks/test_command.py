@@ -11,6 +11,8 @@ import pytest
 from benchmarks.__main__ import app
 from kvferry.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

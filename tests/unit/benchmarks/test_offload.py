@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.offload import ask_rounds, lookup, report
 from benchmarks.offload.measure import OffloadJob, measure
 from kvferry.bench.rank_chunks import CHUNK_TOKENS, chunk_group
 from kvferry.measuring.simulated import read_geometry
+
+pytestmark = pytest.mark.slow
 
 TINY = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32})
 

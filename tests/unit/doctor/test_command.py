@@ -17,6 +17,8 @@ from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.key_file import read_keys
 from transport.cards import cards, facts
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Done:

@@ -23,6 +23,8 @@ from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS
 from transport.cards import cards, facts, ticket
 
+pytestmark = pytest.mark.slow
+
 HOST = "127.0.0.1"
 NIXLS = {"remote_block_ids": [[1]], "remote_host": HOST, "remote_port": 5, "remote_request_id": "r"}
 KVFERRY_METRICS = "# HELP kvferry_loads_total Loads\nvllm:num_requests_running 0\n"

@@ -41,6 +41,7 @@ def take(engine: Engine, request: Request) -> None:
         engine.abort(request.request_id)
 
 
+@pytest.mark.slow
 def test_a_refused_request_with_the_id_of_another_ends_neither_it_nor_the_engine(
     tmp_path: Path,
 ) -> None:

@@ -24,6 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return paligemma(tmp_path_factory.mktemp("vision"), tmp_path_factory.getbasetemp() / "tokenizers")
 
 
+@pytest.mark.slow
 def test_an_identifier_that_starts_anew_with_the_engine_is_no_name(model: Path) -> None:
     config, first = model_config(model), "renderer0-mm-1-image-0"
     cat, dog = feature(config, CAT, first), feature(config, DOG, first)

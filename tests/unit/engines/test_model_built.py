@@ -24,7 +24,7 @@ from support.vllm_engine.built import ask
 
 pytest.importorskip("vllm")
 # One process builds them all, for the first test that asks.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KINDS = {
     "FullAttentionSpec": GroupKind.FULL,

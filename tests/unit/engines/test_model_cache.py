@@ -13,6 +13,8 @@ from kvferry.geometry.interior import interior_of
 from kvferry.geometry.models import read_model
 from kvferry.plan.table import entries
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 

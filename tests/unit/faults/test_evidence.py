@@ -24,6 +24,8 @@ from kvferry.tiers.outcome import PutOutcome
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from transport.cards import cards, facts
 
+pytestmark = pytest.mark.slow
+
 HOST = "127.0.0.1"
 GARBAGE = "garbage on the control port"
 

@@ -11,6 +11,8 @@ import pytest
 
 from faults.growth import LEAST_SAMPLES, LIMITS, Sample, growing, sample, slopes, table
 
+pytestmark = pytest.mark.slow
+
 FLAT = [Sample(60.0 * n, 1000.0 + n % 2, 200, 80, 10.0) for n in range(60)]
 
 

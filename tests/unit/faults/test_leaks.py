@@ -18,6 +18,8 @@ from faults.values import Leaks
 from kvferry.observe import socket_directory
 from support.stores import file_of, keep, open_store
 
+pytestmark = pytest.mark.slow
+
 
 def test_shared_memory_of_a_process_is_found_mapped_or_open():
     opened, mapped = (Path(f"/dev/shm/kvferry-test-{uuid.uuid4().hex}") for _ in range(2))

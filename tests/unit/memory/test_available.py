@@ -12,6 +12,8 @@ import pytest
 
 from kvferry.memory.available import available_memory
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 GROUP = "left to this control group"
 MACHINE = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   16777216 kB\n"}

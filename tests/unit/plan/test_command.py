@@ -256,6 +256,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
         run(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_id_of_the_hub_without_a_hub_is_one_sentence(monkeypatch, tmp_path):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.setenv(name, "1")

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 COMMANDS = [
     ["--version"],

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _KEPT = ("kvferry.serving", "httpx", "httpcore", "h11", "uvicorn", "starlette", "anyio")
 _ROUNDS = 5
 

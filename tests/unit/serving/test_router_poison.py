@@ -12,6 +12,8 @@ import pytest
 
 from kvferry.serving.ports import free_ports
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parent / "mortal_engine.py"
 POISON = {"prefill": "kills prefill", "decode": "kills decode"}
 

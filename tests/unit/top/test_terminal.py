@@ -19,6 +19,8 @@ from kvferry.top.fetch import parse_address
 from support.metrics_page import Page, busy, several, shown
 from support.terminal import Terminal
 
+pytestmark = pytest.mark.slow
+
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
 NOBODY = "http://127.0.0.1:1"
 

@@ -46,6 +46,7 @@ def test_every_layout_of_vllm_is_probed():
     assert set(LAYOUTS) == {layout.name for layout in KVCacheLayout}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(WHERE is None, reason="KVFERRY_TEST_TRITON is not set; `make test-unit` sets it")
 def test_the_probe_finds_what_the_table_says():

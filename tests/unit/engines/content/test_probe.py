@@ -155,6 +155,7 @@ PAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_no_adapter_is_believed_that_is_wrong_in_one_thing(name, emulated):
     adapter, made = PAGES[name]

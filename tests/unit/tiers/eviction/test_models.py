@@ -239,6 +239,7 @@ class Comparison(RuleBasedStateMachine):
         assert all((key in self.policy) == (key in dict(entries)) for key in KEYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_a_policy_evicts_what_a_plain_model_of_it_evicts(name):
     machine = type(f"Comparison_{name}", (Comparison,), {"name": name})

@@ -17,6 +17,8 @@ from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
 from kvferry.tiers.format.decode import verify_bytes
 from support.chunk_files import CHUNKS, body_of, image
 
+pytestmark = pytest.mark.slow
+
 LARGE = Chunk(
     bytes(32),
     bytes(20),

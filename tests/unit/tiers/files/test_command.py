@@ -23,6 +23,8 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.stores import FILE_BYTES, NAMESPACE, OTHER, fetch, file_of, keep, open_store, total
 
+pytestmark = pytest.mark.slow
+
 KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "cache"]
 
 

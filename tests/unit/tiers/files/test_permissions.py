@@ -16,6 +16,8 @@ from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.outcome import GetOutcome
 from support.stores import FILE_BYTES, fetch, file_of, keep, open_store
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cache(tmp_path):

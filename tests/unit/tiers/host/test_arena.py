@@ -29,6 +29,8 @@ from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.tier import HostTier
 from support.arena_worker import CHUNK_BYTES, owner_process, rank_process
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4 << 20
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -190,7 +190,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
-test_an_engine_may_do_all_in_any_order = Serving.TestCase
+test_an_engine_may_do_all_in_any_order = pytest.mark.slow(Serving.TestCase)
 
 
 def test_a_chunk_is_found_once_it_is_committed():
@@ -304,6 +304,7 @@ def test_a_slab_is_emptied_for_another_group_when_what_leaves_is_scattered():
     assert (host.counters.evicted - before) * chunks[0] <= 2 * slab_bytes
 
 
+@pytest.mark.slow
 def test_two_groups_in_balance_leave_hardly_any_memory_idle():
     host = tier(pages=900, chunks=(3 * PAGE, 6 * PAGE))
     for number in range(3000):

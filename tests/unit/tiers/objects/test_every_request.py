@@ -24,6 +24,8 @@ from support.objects import get, known, open_objects, put
 from support.request_faults import Between, Fault, How, between
 from support.stores import FILE_BYTES, NAMESPACE
 
+pytestmark = pytest.mark.slow
+
 KEPT = (1, 2)
 SPOILT = 2
 REFUSALS = (
