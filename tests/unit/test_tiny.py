@@ -12,6 +12,8 @@ from kvferry.serving.tiny import FAMILIES, tiny_checkpoint, trained_tokenizer
 from kvferry.serving.tiny.publish import publish
 from kvferry.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY
 
+pytestmark = pytest.mark.slow
+
 
 def test_passages_do_not_overlap_and_have_the_length_that_was_asked_for() -> None:
     text, after = corpus(), 0

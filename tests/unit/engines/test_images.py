@@ -41,6 +41,7 @@ def test_an_image_has_one_name_under_any_path_of_the_model(model: Path, tmp_path
     assert name_of(here) == name_of(there)
 
 
+@pytest.mark.slow
 def test_what_the_processor_does_is_in_names_and_is_said_in_words(model: Path) -> None:
     plain, raw = model_config(model), model_config(model, mm_processor_kwargs={"do_normalize": False})
     assert name_of(feature(plain, CAT)) != name_of(feature(raw, CAT))

@@ -25,6 +25,8 @@ from kvferry.connector.part_blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan, first_attended, needed_tokens
 
+pytestmark = pytest.mark.slow
+
 F, S = GroupKind.FULL, GroupKind.SLIDING
 SHAPES = {
     "same": [(F, 16, 0), (S, 16, 20)],

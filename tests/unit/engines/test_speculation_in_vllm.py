@@ -36,6 +36,8 @@ from kvferry.engines.vllm.requests import VLLMRequest
 from kvferry.geometry import GroupKind
 from support.engine_info import made_up
 
+pytestmark = pytest.mark.slow
+
 BLOCK, STEP, LONGEST, WHOLE = 16, 64, 600, 640
 LIKE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL, WINDOW = FullAttentionSpec(**LIKE), SlidingWindowSpec(sliding_window=20, **LIKE)

@@ -16,6 +16,8 @@ from kvferry.plan.side import Side, block_tokens, layout_of, shape
 from kvferry.plan.table import Entry, entries
 from kvferry.planning.template import Template, build_templates
 
+pytestmark = pytest.mark.slow
+
 SIZES = (1, 2, 4, 8, 16)
 BLOCKS = 64
 

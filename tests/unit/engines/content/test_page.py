@@ -53,6 +53,7 @@ def described(writer, layout, backend="HPC_ATTN", heads=2):
     return page_of_attention(layer, "layers.0", spec, cache, BLOCKS, Shard(0, 2, 0, 2 * heads)), cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_format_that_keeps_tokens_and_heads_apart_is_proved_as_cells(layout):
     page, cache = described(Mixed, layout)

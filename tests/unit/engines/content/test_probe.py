@@ -41,6 +41,7 @@ def page(case: Case):
     return page_of_attention(layer, "layers.0", spec, cache, BLOCKS, Shard(1, 2, case.heads, 2 * case.heads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CPU, *FLASH], ids=named)
 def test_dense_caches_are_proved_by_fields_in_every_layout(case, emulated):
     found = page(case)
