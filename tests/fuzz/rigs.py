@@ -160,5 +160,5 @@ class Worker:
 
     def image(self, position: int, stride: int) -> bytes:
         """Return the image at a position of the area."""
-        whole = self.area.cells(stride).space._flat(0, 1).numpy()
+        whole = self.area.images(stride).space._flat(0, 1).numpy()
         return bytes(whole[position * stride : (position + 1) * stride])

@@ -163,8 +163,8 @@ def test_the_child_ends_with_a_worker_that_is_killed():
 import os
 import signal
 import nixl
-from kvferry.transport.metadata_sandbox import Trial
-trial = Trial("127.0.0.1")
+from kvferry.transport.metadata_sandbox import MetadataSandbox
+trial = MetadataSandbox("127.0.0.1")
 print(trial._process.pid, repr(trial.wait_ready()), flush=True)
 trial._process.send_signal(signal.SIGSTOP)
 os.kill(os.getpid(), 9)

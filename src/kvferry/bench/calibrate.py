@@ -1,8 +1,8 @@
 """`kvferry bench calibrate`: fit the costs of reading, copying and asking on this machine.
 
 Each is measured by itself, through the code that does it in a transfer: READs between two processes by
-`transport.agent`, gathers and scatters by `memory.cell_copies`, requests over the gather channel. Every round
-draws a new order of sizes, so that a slow minute of the machine does not fall on one of them.
+`transport.agent`, gathers and scatters by `memory.staging_copies`, requests over the gather channel. Every
+round draws a new order of sizes, so that a slow minute of the machine does not fall on one of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import plain_engine
 from kvferry.measuring.spread import Spread
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.cell_copies import CellCopies, StagedCells
+from kvferry.memory.staging_copies import StagedImages, StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strategy import LARGEST_SEGMENT_BYTES, Costs
 from kvferry.planning.strided_copy import Loop, StridedCopy
@@ -174,10 +174,10 @@ class _Copy:
                 here, there, run, tuple(Loop(loop.count, loop.dst, loop.src) for loop in loops)
             )
         self._keep = pool, images
-        self._loops = CellCopies(
+        self._loops = StagingCopies(
             [PoolCopies(ONE_CELL, (nest,))], AddressSpace(regions[:1]), side, 2 * cell, cells
         )
-        self._slots = StagedCells(AddressSpace(regions[1:]), regions[1].address, cell)
+        self._slots = StagedImages(AddressSpace(regions[1:]), regions[1].address, cell)
         self._blocks = np.random.default_rng(5).permutation(cells)
         self._gathers = side == "src"
         self.work = (cells, cells * runs, cells * cell)

@@ -17,7 +17,7 @@ import zmq
 
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry, Region
-from kvferry.memory.cell_copies import CellCopies
+from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import Indices
 from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
@@ -141,7 +141,7 @@ class ConnectedPeer:
         """Give the lists back and forget the peer. Nothing may be in flight."""
         self._made.close()
 
-    def _clears_of_absent(self, order: ReadOrder) -> list[tuple[CellCopies, Int64s]]:
+    def _clears_of_absent(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
         """Return (loops, blocks) to clear in draft layers that the peer lacks; the first lane clears them."""
         if order.share.number:
             return []

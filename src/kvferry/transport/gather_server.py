@@ -22,7 +22,7 @@ from kvferry.errors import KVFerryError
 from kvferry.geometry import RankGeometry
 from kvferry.limited_log import LimitedLog
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.cell_copies import CellCopies
+from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.terminal import shown
 from kvferry.transport import security
@@ -67,7 +67,7 @@ _SWEEP_SECONDS = 1.0
 class _Reader:
     """Somebody who introduced itself: the loops of each route, and how many places of cells they name."""
 
-    routes: list[tuple[GatherRoute, CellCopies]]
+    routes: list[tuple[GatherRoute, StagingCopies]]
     lots: dict[int, _HeldAllocation] = field(default_factory=dict)
     cells: int = 0
 
@@ -171,7 +171,7 @@ class GatherServer:
 
     def _introduce(self, sender: bytes, message: Introduce) -> None:
         routes = [
-            (route, CellCopies(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
+            (route, StagingCopies(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
             for route in message.routes
         ]
         if known := self._readers.pop(sender, None):
@@ -236,9 +236,9 @@ class GatherServer:
         self._answer(sender, Gathered(message.chunk, lot.position, word, generation))
         return True
 
-    def _copy(self, message: Gather, route: GatherRoute, loops: CellCopies, lot: Allocation) -> str | None:
+    def _copy(self, message: Gather, route: GatherRoute, loops: StagingCopies, lot: Allocation) -> str | None:
         """Fill a lot; why that cannot be done, None if it is done."""
-        slots = self.area.cells(route.image_stride)
+        slots = self.area.images(route.image_stride)
         try:
             blocks = message.ids()
             loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, lot.position)

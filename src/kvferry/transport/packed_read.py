@@ -308,7 +308,7 @@ class PackedRead:
     def _scatter(self, chunk: _Segment, lot: Allocation) -> None:
         loops, cells = self._way.scatter, chunk.cells
         assert loops is not None  # noqa: S101 - a lot was taken for it
-        slots = self._bench.landing.cells(self._way.stride)
+        slots = self._bench.landing.images(self._way.stride)
         loops.scatter(cells.dst_block, cells.number, slots, lot.position)
 
     def _fail(self, chunk: _Segment, reason: str, *, peer_lost: bool = False) -> None:

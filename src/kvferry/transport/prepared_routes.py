@@ -13,7 +13,7 @@ import numpy as np
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.cell_copies import CellCopies
+from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, Offsets, PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import Entries, Indices, Int32s, Tally, tally
@@ -30,7 +30,7 @@ from kvferry.planning.strategy import (
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.gather_messages import MAX_CELLS, MAX_NESTS, GatherRoute
 from kvferry.transport.messages import RankCard
-from kvferry.transport.staging import StagingArea, cell_capacity
+from kvferry.transport.staging import StagingArea, image_capacity
 
 MAX_DESCRIPTORS = 1 << 26
 """Entries of one prepared list: indices are int32, and NIXL keeps some tens of bytes for each."""
@@ -117,7 +117,7 @@ class PreparedMethod:
     src: Entries
     dst: Entries
     gather: int = -1
-    scatter: CellCopies | None = None
+    scatter: StagingCopies | None = None
 
     @property
     def stride(self) -> int:
@@ -156,7 +156,7 @@ class PreparedRoute:
 
     route: Route
     methods: tuple[PreparedMethod, ...]
-    clearing: CellCopies
+    clearing: StagingCopies
 
     @property
     def direct(self) -> PreparedMethod | None:
@@ -207,8 +207,8 @@ class RoutePreparation:
     def add(self, route: Route) -> None:
         """Prepare one more route."""
         there = self._card.outgoing
-        room = min(self._landing.largest_cell, there.bytes // 4 if there else 0)
-        found = transfer_methods(route, self._costs, self._landing.largest_cell, self._cuts)
+        room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
+        found = transfer_methods(route, self._costs, self._landing.largest_image, self._cuts)
         possible = [(way, *self._rows(route, way)) for way in found if self._possible(way, room)]
         made = [self._made(route, *prepared) for prepared in self._fitting(possible)]
         if not made:
@@ -252,7 +252,7 @@ class RoutePreparation:
                 ),
             )
         landing = self._landing.region
-        here = image.stride, cell_capacity(landing.length, image.stride)
+        here = image.stride, image_capacity(landing.length, image.stride)
         read = image.reads
         if way.strategy is Strategy.OVER_READ:
             fetched = tuple((part.descriptors.src, part.descriptors.length, part.at) for part in read)
@@ -262,7 +262,7 @@ class RoutePreparation:
             return _DescriptorRows(fetched, *pools[0]), _DescriptorRows(inside, *here)
         outgoing = self._card.outgoing
         assert outgoing is not None  # noqa: S101 - see _possible
-        there = image.stride, cell_capacity(outgoing.bytes, image.stride)
+        there = image.stride, image_capacity(outgoing.bytes, image.stride)
         if way.landing is not None:
             whole = np.array([image.bytes], np.int64)
             ends = [
@@ -284,7 +284,7 @@ class RoutePreparation:
         )
         scatter = None
         if way.scatters is not None:
-            scatter = CellCopies(way.scatters, self._space, "dst", route.dst_stride, route.dst_blocks)
+            scatter = StagingCopies(way.scatters, self._space, "dst", route.dst_stride, route.dst_blocks)
         if way.strategy is not Strategy.STAGED or way.image is None:
             return PreparedMethod(way, src.rows, *ends, -1, scatter)
         gather = GatherRoute(route.src_stride, route.src_blocks, way.image.stride, way.image.nests)
@@ -293,16 +293,16 @@ class RoutePreparation:
         return PreparedMethod(way, src.rows, *ends, self.gathers.index(gather), scatter)
 
 
-def _clearing(route: Route, space: AddressSpace) -> CellCopies:
+def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
     """Return loops over all bytes that a route writes in a block."""
     written = [
         PoolCopies(cell_copy.dst_at, tuple(nest.at(-nest.src, 0) for nest in cell_copy.nests))
         for cell_copy in route.cell_copies
     ]
-    return CellCopies(written, space, "dst", route.dst_stride, route.dst_blocks)
+    return StagingCopies(written, space, "dst", route.dst_stride, route.dst_blocks)
 
 
-def page_clearings(rank: RankGeometry) -> tuple[tuple[int, CellCopies], ...]:
+def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
     """Return (group, loops) over all bytes that the layers of a rank hold in a block."""
     space = AddressSpace(rank.regions)
     (itself,) = build_templates([rank], rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.memory.cell_copies import CellCopies
+from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import Indices, Tally
 from kvferry.planning.select import Cells, LoadSpan
@@ -119,7 +119,7 @@ class ReadPlan:
     """
 
     ranks: tuple[RankRead, ...]
-    clears: tuple[tuple[CellCopies, Int64s], ...]
+    clears: tuple[tuple[StagingCopies, Int64s], ...]
     bytes_by_group: tuple[int, ...]
     strategy_by_group: tuple[str, ...]
     tally: Tally

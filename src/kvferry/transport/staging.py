@@ -1,8 +1,8 @@
-"""Staging memory: where packed cells lie while they travel.
+"""Staging memory: where packed images of cells lie while they travel.
 
 A worker has two areas, both registered with the transport. It gathers cells for other workers into the
-*outgoing* area, and reads packed cells into the *landing* area before it scatters them. An area is allocated
-in units of `UNIT_BYTES`. One `Allocation` holds the packed cells of one segment.
+*outgoing* area, and reads images into the *landing* area before it scatters them. An area is allocated in
+units of `UNIT_BYTES`. One `Allocation` holds the images of one segment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.cell_copies import StagedCells
+from kvferry.memory.staging_copies import StagedImages
 
 UNIT_BYTES = 1 << 20
 _ALIGNMENT = 4096
@@ -26,8 +26,8 @@ class Allocation:
 
     Attributes:
         unit, units: index of the first unit, number of units.
-        position: index of the first packed cell, counted from the start of the area in steps of the stride
-            that was allocated for.
+        position: index of the first image, counted from the start of the area in steps of the stride that was
+            allocated for.
     """
 
     unit: int
@@ -63,18 +63,18 @@ class StagingArea:
         self._lock = threading.Lock()
 
     @property
-    def largest_cell(self) -> int:
-        """Bytes of the largest packed cell that may use the area: a quarter, so that several fit."""
+    def largest_image(self) -> int:
+        """Bytes of the largest image that may use the area: a quarter, so that several fit."""
         return self.units * UNIT_BYTES // 4
 
-    def cells(self, stride: int) -> StagedCells:
-        """Return the packed cells of the whole area, `stride` bytes apart."""
-        return StagedCells(self._space, self.region.address, stride)
+    def images(self, stride: int) -> StagedImages:
+        """Return the images of the whole area, `stride` bytes apart."""
+        return StagedImages(self._space, self.region.address, stride)
 
-    def allocate(self, cells: int, stride: int) -> Allocation | None:
-        """Allocate room for `cells` packed cells, `stride` bytes apart; return None if none is free now."""
-        # One cell more: cells count from the start of the area, and an allocation may begin between two.
-        units = -(-(cells + 1) * stride // UNIT_BYTES)
+    def allocate(self, images: int, stride: int) -> Allocation | None:
+        """Allocate room for `images` images, `stride` bytes apart; return None if none is free now."""
+        # One image more: images count from the start of the area, and an allocation may begin between two.
+        units = -(-(images + 1) * stride // UNIT_BYTES)
         with self._lock:
             unit = self._taken.find(bytes(units))
             if unit < 0:
@@ -88,6 +88,6 @@ class StagingArea:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 
 
-def cell_capacity(length: int, stride: int) -> int:
-    """Return how many packed cells, `stride` bytes apart, fit in `length` bytes."""
+def image_capacity(length: int, stride: int) -> int:
+    """Return how many images, `stride` bytes apart, fit in `length` bytes."""
     return length // stride

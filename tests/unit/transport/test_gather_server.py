@@ -65,7 +65,7 @@ class World:
         return GatherRoute(STRIDE, blocks, stride, parts)
 
     def images(self, position: int, stride: int, count: int) -> np.ndarray:
-        whole = self.area.cells(stride).space._flat(0, 1).numpy()
+        whole = self.area.images(stride).space._flat(0, 1).numpy()
         return whole[position * stride : (position + count) * stride].reshape(count, stride)
 
     def word(self, gathered: Gathered) -> int:
@@ -117,7 +117,7 @@ def world(stack):
 
 def test_it_gathers_what_the_nests_say(world):
     reader = world.reader(world.route(StridedCopy(16, 8, 4, (Loop(3, 100, 12),))))
-    before = world.area.cells(64).space._flat(0, 1).numpy().copy()
+    before = world.area.images(64).space._flat(0, 1).numpy().copy()
     reader.say(ask(5, (3, 6, 1)))
     found = reader.hear()
     assert isinstance(found, Gathered)
@@ -149,8 +149,10 @@ def test_cells_begin_anywhere_in_a_block_and_follow_one_another(world, cell):
 
 def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
     copies = []
-    gather = gather_server.CellCopies.gather
-    monkeypatch.setattr(gather_server.CellCopies, "gather", lambda *order: copies.append(1) or gather(*order))
+    gather = gather_server.StagingCopies.gather
+    monkeypatch.setattr(
+        gather_server.StagingCopies, "gather", lambda *order: copies.append(1) or gather(*order)
+    )
     world.words.end([2])
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1, slot=2), ask(2, slot=2, generation=1), ask(3, slot=LEASES), ask(4, slot=1 << 30))
@@ -164,13 +166,13 @@ def test_an_ended_lease_is_refused_and_nothing_is_gathered(world, monkeypatch):
 def test_a_lease_that_ends_while_its_blocks_are_gathered_is_refused_and_gives_its_room_back(
     world, monkeypatch
 ):
-    gather = gather_server.CellCopies.gather
+    gather = gather_server.StagingCopies.gather
 
     def ending(self, *arguments):
         gather(self, *arguments)
         world.words.end([0])
 
-    monkeypatch.setattr(gather_server.CellCopies, "gather", ending)
+    monkeypatch.setattr(gather_server.StagingCopies, "gather", ending)
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the lease has ended")
@@ -181,7 +183,7 @@ def test_a_copy_that_fails_is_refused_and_gives_its_room_back(world, monkeypatch
     def failing(self, *arguments):
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(gather_server.CellCopies, "gather", failing)
+    monkeypatch.setattr(gather_server.StagingCopies, "gather", failing)
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert reader.hear() == NotGathered(1, "the copy failed: no such device")
@@ -195,13 +197,13 @@ def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatc
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
     assert reader.hear().chunk == 1
-    gather = gather_server.CellCopies.gather
+    gather = gather_server.StagingCopies.gather
 
     def failing_once(self, *arguments):
-        monkeypatch.setattr(gather_server.CellCopies, "gather", gather)
+        monkeypatch.setattr(gather_server.StagingCopies, "gather", gather)
         raise RuntimeError("only once")
 
-    monkeypatch.setattr(gather_server.CellCopies, "gather", failing_once)
+    monkeypatch.setattr(gather_server.StagingCopies, "gather", failing_once)
     reader.say(Done(1))
     assert reader.hear() == NotGathered(2, "the copy failed: only once")
     assert isinstance(reader.hear(), Gathered)
@@ -489,7 +491,7 @@ def test_closing_ends_the_thread_with_messages_still_to_come(world):
 
 def test_closing_leaves_a_copy_behind_that_hangs(world, monkeypatch, caplog):
     begun, let_go = threading.Event(), threading.Event()
-    monkeypatch.setattr(gather_server.CellCopies, "gather", lambda *order: begun.set() or let_go.wait(30))
+    monkeypatch.setattr(gather_server.StagingCopies, "gather", lambda *order: begun.set() or let_go.wait(30))
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     assert begun.wait(5)

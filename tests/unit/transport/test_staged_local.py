@@ -554,7 +554,7 @@ def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
     def failing(self, blocks):
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr("kvferry.memory.cell_copies.CellCopies.clear", failing)
+    monkeypatch.setattr("kvferry.memory.staging_copies.StagingCopies.clear", failing)
     reader.threads[0].submit(order)
     assert reader.result("a").failure == "blocks cannot be cleared: no such device"
     monkeypatch.undo()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.geometry import Region
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, cell_capacity
+from kvferry.transport.staging import UNIT_BYTES, StagingArea, image_capacity
 
 HOST = Region(0, 1)
 
@@ -28,7 +28,7 @@ def test_images_of_lots_lie_in_the_area_and_in_no_others(units, steps):
         low, high = lot.position * stride, (lot.position + images) * stride
         assert lot.unit * UNIT_BYTES <= low
         assert high <= (lot.unit + lot.units) * UNIT_BYTES <= area.region.length
-        assert lot.position + images <= cell_capacity(area.region.length, stride)
+        assert lot.position + images <= image_capacity(area.region.length, stride)
         assert all(lot.unit + lot.units <= o.unit or o.unit + o.units <= lot.unit for o, _, _ in held)
         held.append((lot, low, high))
     for lot, _, _ in held:
@@ -40,14 +40,14 @@ def test_images_of_lots_lie_in_the_area_and_in_no_others(units, steps):
 
 def test_an_area_of_no_size_has_no_room():
     area = StagingArea(UNIT_BYTES - 1, HOST)
-    assert area.units == area.largest_cell == 0
+    assert area.units == area.largest_image == 0
     assert area.allocate(1, 1) is None
 
 
 def test_the_largest_image_finds_room_in_an_area_of_any_size():
     for units in (1, 2, 3, 5, 64):
         area = StagingArea(units * UNIT_BYTES, HOST)
-        assert area.allocate(1, area.largest_cell) is not None
+        assert area.allocate(1, area.largest_image) is not None
 
 
 @pytest.mark.parametrize("size", [UNIT_BYTES, 3 * UNIT_BYTES])
@@ -55,4 +55,4 @@ def test_an_area_begins_where_devices_like_memory_to_begin(size):
     area = StagingArea(size, HOST)
     assert area.region.address % 4096 == 0
     assert area.region.length == size
-    assert area.cells(64).address == area.region.address
+    assert area.images(64).address == area.region.address

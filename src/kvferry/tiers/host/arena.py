@@ -31,9 +31,9 @@ from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.available import available_memory
-from kvferry.memory.cell_copies import StagedCells
 from kvferry.memory.huge_pages import HugePageCollapser, map_shared
 from kvferry.memory.sealed import sealed_file
+from kvferry.memory.staging_copies import StagedImages
 from kvferry.units import format_bytes
 
 _POPULATE_WRITE = 23
@@ -126,9 +126,9 @@ class Arena:
             os.close(fd)
             raise
 
-    def slots(self, offset: int, stride: int) -> StagedCells:
-        """Images of a stride, the first at `offset`, for `memory.cell_copies.CellCopies`."""
-        return StagedCells(self._space, self.region.address + offset, stride)
+    def slots(self, offset: int, stride: int) -> StagedImages:
+        """Images of a stride, the first at `offset`, for `memory.staging_copies.StagingCopies`."""
+        return StagedImages(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
         """Return a writable view of `size` bytes from `offset` on."""

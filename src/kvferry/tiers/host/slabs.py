@@ -9,9 +9,9 @@ slab_bytes + i * stride``.
 Why not uniform pages, a chunk being a list of them: nothing would ever have to be moved between sizes. But a
 unit of a section (a head of all layers) is larger than a good page or straddles two, so a rank's part would
 be neither one piece nor pieces at one distance, which gather and scatter take
-(`memory.cell_copies.StagedCells`) and what storage writes in one call. Why not one sparse range of addresses
-per size, with memory given back by punching holes: memory that is registered with a GPU or a NIC stays
-registered where it was, and a transfer would read and write pages that nobody maps any more.
+(`memory.staging_copies.StagedImages`) and what storage writes in one call. Why not one sparse range of
+addresses per size, with memory given back by punching holes: memory that is registered with a GPU or a NIC
+stays registered where it was, and a transfer would read and write pages that nobody maps any more.
 
 The waste is bounded: less than one slot at the end of each slab (the slab size is chosen to keep that small),
 and free slots of sizes that are not in demand. When free slots of one size add up to a slab, `reclaimable`

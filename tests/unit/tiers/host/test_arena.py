@@ -21,7 +21,7 @@ from kvferry.errors import ConfigError, TransferError
 from kvferry.geometry import Region
 from kvferry.memory import huge_pages
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.cell_copies import CellCopies
+from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strided_copy import StridedCopy
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -189,7 +189,7 @@ def test_what_is_gathered_into_slots_lies_in_the_chunks():
     blocks = torch.arange(6 * 64, dtype=torch.uint8)
     pool = AddressSpace([Region(blocks.data_ptr(), 6 * 64, "DRAM", 0)])
     with arena_of() as arena:
-        loops = CellCopies(
+        loops = StagingCopies(
             [PoolCopies(ONE_CELL, (StridedCopy(blocks.data_ptr(), 0, 32, ()),))], pool, "src", 64, 6
         )
         loops.gather(np.array([4, 1]), np.zeros(2, np.int64), arena.slots(8192, 4096), first=1)

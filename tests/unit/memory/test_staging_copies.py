@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace, largest_word, tensor_over
-from kvferry.memory.cell_copies import CellCopies, StagedCells
+from kvferry.memory.staging_copies import StagedImages, StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 
@@ -48,11 +48,11 @@ def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, at
     pool, region = memory(BLOCKS * STRIDE, device, 1)
     area, area_region = memory(16 * IMAGE, device, 2)
     before = area.cpu().numpy().copy()
-    slots = StagedCells(AddressSpace([area_region]), area_region.address, IMAGE)
+    slots = StagedImages(AddressSpace([area_region]), area_region.address, IMAGE)
     blocks, cells = np.array(ids), cell + np.arange(len(ids))
     begins = [block * STRIDE + at[number % len(at)] for block, number in zip(ids, cells, strict=True)]
     part = PoolCopies(tuple(at), (nest.at(region.address, 0),))
-    loops = CellCopies([part], AddressSpace([region]), "src", STRIDE, BLOCKS)
+    loops = StagingCopies([part], AddressSpace([region]), "src", STRIDE, BLOCKS)
     loops.gather(blocks, cells, slots, first)
     expected, source = before.copy(), pool.cpu().numpy()
     descriptors = nest.descriptors()
@@ -66,7 +66,7 @@ def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, at
     wanted = back.cpu().numpy().copy()
     turned = StridedCopy(nest.dst, nest.src, nest.run, tuple(Loop(x.count, x.dst, x.src) for x in nest.loops))
     part = PoolCopies(tuple(at), (turned.at(0, back_region.address),))
-    into = CellCopies([part], AddressSpace([back_region]), "dst", STRIDE, BLOCKS)
+    into = StagingCopies([part], AddressSpace([back_region]), "dst", STRIDE, BLOCKS)
     into.scatter(blocks, cells, slots, first)
     for begin in begins:
         for a, n in zip(descriptors.src, descriptors.length, strict=True):
@@ -84,11 +84,13 @@ def test_a_nest_that_leaves_registered_memory_is_refused():
     _, region = memory(BLOCKS * STRIDE, "cpu", 1)
     inside = StridedCopy(region.address, 0, 8)
     with pytest.raises(TransferError, match="not in registered memory"):
-        CellCopies([PoolCopies(ONE_CELL, (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS + 1)
+        StagingCopies([PoolCopies(ONE_CELL, (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS + 1)
     with pytest.raises(TransferError, match="not in registered memory"):
-        CellCopies([PoolCopies((0, STRIDE - 7), (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS)
+        StagingCopies([PoolCopies((0, STRIDE - 7), (inside,))], AddressSpace([region]), "src", STRIDE, BLOCKS)
     with pytest.raises(TransferError, match="not in registered memory"):
-        CellCopies([PoolCopies(ONE_CELL, (inside.at(-1, 0),))], AddressSpace([region]), "src", STRIDE, BLOCKS)
+        StagingCopies(
+            [PoolCopies(ONE_CELL, (inside.at(-1, 0),))], AddressSpace([region]), "src", STRIDE, BLOCKS
+        )
 
 
 def test_a_view_is_of_the_memory_that_is_there():
@@ -107,8 +109,8 @@ def test_words_divide_all_there_is():
 def test_blocks_that_are_no_whole_words_apart_are_copied_whole(distance):
     pool, region = memory(5 * distance, "cpu", 1)
     area, area_region = memory(4 * IMAGE, "cpu", 2)
-    slots = StagedCells(AddressSpace([area_region]), area_region.address, IMAGE)
-    loops = CellCopies(
+    slots = StagedImages(AddressSpace([area_region]), area_region.address, IMAGE)
+    loops = StagingCopies(
         [PoolCopies(ONE_CELL, (StridedCopy(region.address, 0, 8),))],
         AddressSpace([region]),
         "src",
