@@ -86,4 +86,4 @@ def test_a_host_tier_beyond_a_containers_memory_is_refused_and_not_killed(small_
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
     assert (within := run(8 << 20)).returncode == 0, within.stderr
-    assert "GiB are left to this control group; lower its capacity" in run(1 << 30).stderr
+    assert "iB are left to this control group; lower its capacity" in run(1 << 30).stderr
