@@ -1,1 +1,1 @@
-"""Memory as tensors: caches one owns, the guard of their views, the copies that pack and unpack images."""
+"""Memory as tensors: caches in memory of our own, guarded views, strided copies, huge pages, sealed files."""

@@ -32,7 +32,7 @@ class _CudaBytes:
 
 
 def tensor_over(region: Region) -> torch.Tensor:
-    """The region's memory: uint8 of shape (length,), nothing is copied."""
+    """Return a view of a region's memory, uint8 of shape (length,)."""
     if region.memory == "VRAM":
         return torch.as_tensor(_CudaBytes(region), device=f"cuda:{region.device}")
     memory = (ctypes.c_uint8 * region.length).from_address(region.address)
@@ -40,7 +40,7 @@ def tensor_over(region: Region) -> torch.Tensor:
 
 
 class AddressSpace:
-    """Regions that may be addressed; keep what owns the memory alive."""
+    """Tensors over regions of memory. The caller keeps the memory alive."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = sorted(regions, key=lambda region: region.address)
@@ -48,7 +48,7 @@ class AddressSpace:
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
     def view(self, nest: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
-        """What a nest covers on one side, in `count` blocks or images.
+        """View what a strided copy covers on one side, in `count` blocks or images.
 
         Args:
             nest: addresses of that side are absolute, of block 0.
@@ -92,12 +92,12 @@ class AddressSpace:
         return self._words[at, word]
 
     def base(self, address: int) -> int:
-        """Address of the region that `address` lies in."""
+        """Return the start of the region that `address` lies in."""
         return self._starts[max(bisect.bisect_right(self._starts, address) - 1, 0)]
 
 
 def largest_word(nest: StridedCopy, *offsets: Any) -> int:
-    """Bytes of the largest word that divides a nest's runs and distances, and all `offsets`."""
+    """Return the bytes of the largest word that divides a copy's run, its strides and all `offsets`."""
     numbers = [nest.run, *offsets]
     numbers += [n for loop in nest.loops for n in (loop.src, loop.dst)]
     return gcd(8, *(int(n) for n in numbers))

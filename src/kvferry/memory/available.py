@@ -1,8 +1,8 @@
-"""Memory that this process can still have: of the machine, and of the control groups that it is in.
+"""Memory that this process can still allocate, on its machine and in its control groups.
 
-A container is such a group. Beyond its limit the kernel kills a process without a word, so the limit is asked
-for before memory is taken. Pages of files that a group has cached count as used there, and as available here,
-since the kernel gives them up first.
+A container is a control group. Beyond its limit the kernel kills a process without a message, so the limit is
+read before memory is allocated. Pages of files that a group has cached count as used there, and as available
+here, since the kernel gives them up first.
 
 Formats: ``cgroups(7)``, ``memory.stat`` of the kernel's ``admin-guide/cgroup-v1/memory.rst`` and
 ``cgroup-v2.rst``.
@@ -36,7 +36,7 @@ def read(path: str) -> str | None:
 
 
 def available_memory(read: Read = read) -> tuple[int, str] | None:
-    """Return the bytes that can still be had, and what bounds them; None if nothing says so.
+    """Return the bytes that can still be allocated, and what limits them; None if the kernel does not say.
 
     Args:
         read: returns the text of a file.

@@ -28,7 +28,7 @@ _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"
 
 
 class _GuardedView(torch.Tensor):
-    """A tensor over a cache; see the module. Made by `guard`."""
+    """A tensor over a cache that refuses silent copies. Made by `guard`."""
 
     @classmethod
     def __torch_function__(
@@ -49,12 +49,12 @@ class _GuardedView(torch.Tensor):
 
 
 def guard(view: torch.Tensor) -> torch.Tensor:
-    """The same memory, guarded: so is every view made of it."""
+    """Return a guarded view of the same memory; views made from it are guarded too."""
     return view.as_subclass(_GuardedView)
 
 
 def unguard(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as an ordinary tensor, for code that knows what it does."""
+    """Return an ordinary tensor over the same memory, for code that may copy."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
         return view.as_subclass(torch.Tensor)
 
@@ -93,7 +93,7 @@ def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
 
 
 def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Guarded views among arguments, and in lists and tuples among them."""
+    """Yield guarded views among arguments, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, _GuardedView):
             yield value
@@ -102,5 +102,5 @@ def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are over one storage; addresses do not tell for tensors without memory."""
+    """Return whether two tensors share storage; meta tensors have no addresses to compare."""
     return bool(torch._C._is_alias_of(one, other))  # noqa: SLF001 - torch has no public way to ask

@@ -32,7 +32,7 @@ COLLAPSE_BYTES = 8 << 30
 
 
 def request_huge_pages(region: Region, *, touched: bool) -> None:
-    """Have the kernel keep this memory in large pages where it can; a wish, whose refusal changes nothing.
+    """Ask the kernel to back this memory with huge pages; a refusal changes nothing.
 
     Args:
         region: anywhere; only whole pages of the host's memory are meant.
@@ -79,7 +79,7 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 class HugePageCollapser:
-    """A thread that copies memory to large pages while it is used, which takes seconds per GiB."""
+    """A thread that collapses memory in use into huge pages, which takes seconds per GiB."""
 
     def __init__(self, region: Region) -> None:
         """Begin.
@@ -92,12 +92,12 @@ class HugePageCollapser:
         self._thread.start()
 
     def stop(self) -> None:
-        """The memory may be unmapped from here on."""
+        """Stop the thread; afterwards the memory may be unmapped."""
         self._stopped.set()
         self._thread.join()
 
     def wait(self) -> None:
-        """Until all has been copied that can be."""
+        """Wait until all memory that can be collapsed is."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -108,7 +108,7 @@ class HugePageCollapser:
 
 
 def _advise(address: int, length: int, advice: int) -> int:
-    """Ask the kernel; 0, or its errno. Other threads run meanwhile."""
+    """Call madvise; return 0 or its errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
         return 0

@@ -38,7 +38,7 @@ class OwnedCache:
     maps: tuple[PageMap, ...]
 
     def views(self, dtype: torch.dtype = torch.uint8, *, guarded: bool = True) -> dict[str, torch.Tensor]:
-        """Layer name to its pages, ``(blocks, heads, tokens, content)``, of every layer that holds tokens.
+        """Return the pages of every layer that holds tokens, ``(blocks, heads, tokens, content)``, by name.
 
         Blocks are kernel blocks where a block is made of several. Fields lie side by side in the content;
         where their elements differ in size (fp8 with scales), view bytes.
@@ -69,7 +69,7 @@ class OwnedCache:
     def states(
         self, dtypes: Mapping[str, torch.dtype] | None = None, *, guarded: bool = True
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Layer name to field name to its elements, ``(blocks, heads, *inner)``, of every recurrent layer.
+        """Return the fields, ``(blocks, heads, *inner)``, of every recurrent layer, by layer and field name.
 
         A field that every rank has whole counts as one head.
 
@@ -91,13 +91,13 @@ class OwnedCache:
         return found
 
     def _layers(self) -> Iterator[tuple[PageMap, Group, int, Layer]]:
-        """Every layer, with its group's map and its slot."""
+        """Yield every layer with its group's map, its group and its slot."""
         for where, group in zip(self.maps, self.geometry.groups, strict=True):
             for slot, layer in enumerate(group.layers):
                 yield where, group, slot, layer
 
     def _elements(self, layer: Layer, field: Field, dtype: torch.dtype | None) -> torch.Tensor:
-        """One field of a recurrent layer, as `states` has it."""
+        """Return the elements of one field of a recurrent layer."""
         dtype = dtype or _BITS.get(field.item_bytes)
         if dtype is None or dtype.itemsize != field.item_bytes:
             raise GeometryError(

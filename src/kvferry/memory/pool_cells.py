@@ -141,10 +141,10 @@ class PoolCells:
         word = largest_word(copy, alignment, offset, address - self._pool.base(address))
         elements = self._pool.view(copy, self._side, *places, word)
         return CopyView(
-            copy,
-            word,
-            elements if elements.is_cuda else elements.numpy(),
-            offset,
-            (*(loop.count for loop in copy.loops), copy.run // word),
-            (*((loop.dst if storing else loop.src) for loop in copy.loops), word),
+            copy=copy,
+            word=word,
+            elements=elements if elements.is_cuda else elements.numpy(),
+            offset=offset,
+            shape=(*(loop.count for loop in copy.loops), copy.run // word),
+            strides=(*((loop.dst if storing else loop.src) for loop in copy.loops), word),
         )

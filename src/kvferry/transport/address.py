@@ -1,4 +1,4 @@
-"""Addresses of peers: numeric ones, and what they say."""
+"""Parse IP addresses of peers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_ip(host: str) -> IP | None:
-    """Return the address that a host is, None for a name; an IPv4 address within IPv6 is that IPv4 address.
+    """Return the IP address that `host` spells, or None if it is a name. IPv4 mapped into IPv6 becomes IPv4.
 
-    >>> numeric("::ffff:10.0.0.7"), numeric("[::1]"), numeric("node7"), numeric("127.1")
+    >>> parse_ip("::ffff:10.0.0.7"), parse_ip("[::1]"), parse_ip("node7"), parse_ip("127.1")
     (IPv4Address('10.0.0.7'), IPv6Address('::1'), None, None)
     """
     try:
@@ -22,7 +22,7 @@ def parse_ip(host: str) -> IP | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is reached from its own machine alone.
+    """Return whether only its own machine can reach a host.
 
     >>> is_loopback("localhost"), is_loopback("127.8.8.8"), is_loopback("0.0.0.0"), is_loopback("node7")
     (True, True, False, False)

@@ -1,8 +1,8 @@
-"""NIXL behind the few verbs that are used.
+"""A NIXL agent, reduced to the operations that kvferry uses.
 
-Never called in an engine's hook (`transport.lane`): a post may run the whole READ inside the call. NIXL
-cannot cancel: bytes of a READ in flight still land after its handle was released, so `release` is for
-    handles that are finished, and whoever owns the memory keeps it until then.
+No engine hook calls it, because a post may run the whole READ inside the call. NIXL cannot cancel a READ: its
+bytes still land after its handle is released. So `release` is for finished handles only, and the owner of the
+memory keeps it until then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadState(Enum):
-    """Where a READ stands."""
+    """The state of a READ."""
 
     IN_FLIGHT = "PROC"
     DONE = "DONE"
@@ -45,9 +45,9 @@ class Agent:
 
         Args:
             name: unique among all agents that ever talk to each other.
-            progress: with a thread that does the transport's share while nobody looks, as whoever is read
-                from needs. Whoever reads looks often enough, and reads faster without: while short
-                descriptors are posted that thread wakes again and again, and contends with the poster.
+            progress: run NIXL's progress thread. An agent that is read from needs it. An agent that reads
+                polls by itself, and is faster without: the thread wakes for every short descriptor and
+                contends with the thread that posts.
             backends: NIXL plugins to use, first choice first.
 
         Raises:
@@ -69,16 +69,16 @@ class Agent:
         self._uses: Counter[str] = Counter()
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory, so that it can be read from and into."""
+        """Register memory, so that READs can use it as source or destination."""
         for memory in sorted({region.memory for region in regions}):
             rows = [(r.address, r.length, r.device, "") for r in regions if r.memory == memory]
             self._registered.append(self._nixl.register_memory(rows, memory))
 
     def metadata(self) -> bytes:
-        """Return what another agent needs to read our registered memory. Hand it to authenticated peers only.
+        """Return the metadata with which another agent reads this one's memory. For authenticated peers only.
 
         Raises:
-            ConfigError: it is not in the format that peers check it by.
+            ConfigError: it is not in the format that peers can check.
         """
         metadata = bytes(self._nixl.get_agent_metadata())
         try:
@@ -91,7 +91,7 @@ class Agent:
         return metadata
 
     def add_peer(self, metadata: bytes) -> str:
-        """Make another agent known; returns its name.
+        """Load the metadata of another agent; return its name.
 
         Raises:
             TransferError: no backend reaches the peer.
@@ -107,20 +107,19 @@ class Agent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Forget a peer of which nothing is in flight, if it was not added twice."""
+        """Undo one `add_peer`; the last one removes the peer. Nothing of it may be in flight."""
         self._uses[name] -= 1
         if not self._uses[name]:
             self._nixl.remove_remote_agent(name)
 
     def prepare(self, owner: str | None, region: Region, rows: npt.NDArray[np.int64]) -> Any:
-        """Prepare a list of descriptors, each row standing for as many as it repeats.
+        """Prepare a list of descriptors.
 
         Args:
-            owner: name of the peer whose memory it is, None for our own.
-            region: a region of that memory; says its kind and device.
-            rows: (address, length, stride, count) per row, int64 of shape (n, 4); row ``i``'s descriptors
-                follow
-                those of row ``i - 1``.
+            owner: name of the peer that owns the memory; None for this agent.
+            region: a region of that memory, from which kind and device are taken.
+            rows: int64 of shape (n, 4): address and length in bytes of a row's first descriptor, bytes to the
+                next, number of descriptors. The descriptors of a row follow those of the row before.
 
         Returns:
             A handle for `read`.
@@ -136,15 +135,15 @@ class Agent:
         remote: Any,
         remote_indices: npt.NDArray[np.int32],
     ) -> Any:
-        """Make a READ of paired prepared descriptors; `post` starts it."""
+        """Make a READ of pairs of prepared descriptors and return its handle; `post` starts it."""
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
     def post(self, handle: Any) -> ReadState:
-        """Start a READ. May take as long as the READ itself."""
+        """Start a READ and return its state. The call may take as long as the READ itself."""
         return ReadState(self._nixl.transfer(handle))
 
     def state(self, handle: Any) -> ReadState:
-        """Where a READ stands; the transport's own exceptions end it."""
+        """Return the state of a READ; an exception of the transport means FAILED."""
         try:
             return ReadState(self._nixl.check_xfer_state(handle))
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing more can be learned
@@ -152,14 +151,14 @@ class Agent:
             return ReadState.FAILED
 
     def release(self, handle: Any) -> None:
-        """Give a finished READ back. Never one in flight."""
+        """Release the handle of a READ that is DONE or FAILED."""
         try:
             self._nixl.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 - of a READ that is finished: nothing can land any more
             logger.debug("transport error while releasing a read: %s", error)
 
     def release_list(self, handle: Any) -> None:
-        """Give a prepared list back."""
+        """Release a prepared list."""
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from kvferry.transport.agent import Agent
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata import WORD_BYTES
-from kvferry.transport.packed_read import PreparedLists
+from kvferry.transport.packed_read import RankLists
 from kvferry.transport.prepared_routes import RoutePreparation, page_clearings
 from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, sum_tallies
 from kvferry.transport.settings import TransferSettings
@@ -76,7 +76,15 @@ class ConnectedPeer:
         self._absent = page_clearings(absent_layers(templates, ours))
         self.src_groups = len(cards[0].geometry.groups)
         with ExitStack() as made:
-            prepare = _Preparing(agent, ours, words, landing, context, settings, made)
+            prepare = _Preparing(
+                agent=agent,
+                ours=ours,
+                words=words,
+                landing=landing,
+                context=context,
+                settings=settings,
+                made=made,
+            )
             self.sources = tuple(
                 prepare.source(card, template.routes) for card, template in zip(cards, templates, strict=True)
             )
@@ -129,12 +137,12 @@ class ConnectedPeer:
             if direct or packed:
                 ranks.append(RankRead(source, _joined(direct), tuple(packed)))
         return ReadPlan(
-            tuple(ranks),
-            tuple(clears),
-            tuple(by_group),
-            tuple("+".join(found) for found in strategies),
-            sum_tallies(tallies),
-            time.perf_counter() - started,
+            ranks=tuple(ranks),
+            clears=tuple(clears),
+            bytes_by_group=tuple(by_group),
+            strategy_by_group=tuple("+".join(found) for found in strategies),
+            tally=sum_tallies(tallies),
+            seconds=time.perf_counter() - started,
         )
 
     def close(self) -> None:
@@ -191,13 +199,13 @@ class _Preparing:
         name = agent.add_peer(card.agent)
         self.made.callback(agent.drop_peer, name)
         there = Region(card.words_address, card.words * WORD_BYTES)
-        lists = PreparedLists(
-            self._list(None, self.ours.regions[0], dst.table()) if dst.entries else None,
-            self._list(name, card.geometry.regions[0], src.table()) if src.entries else None,
-            self._list(None, self.words, _word_rows(self.words)),
-            self._list(name, there, _word_rows(there)),
-            card.incarnation,
-            range(card.leases, card.words),
+        lists = RankLists(
+            local=self._list(None, self.ours.regions[0], dst.table()) if dst.entries else None,
+            remote=self._list(name, card.geometry.regions[0], src.table()) if src.entries else None,
+            local_words=self._list(None, self.words, _word_rows(self.words)),
+            remote_words=self._list(name, there, _word_rows(there)),
+            incarnation=card.incarnation,
+            area_words=range(card.leases, card.words),
         )
         return SourceRank(name, tuple(preparation.routes), lists, client, card.leases)
 

@@ -113,7 +113,7 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
-        """What is known of the peer at `address`, see `Handshakes.status`; asks it if nothing is."""
+        """Return the status of the peer at `address`; start a handshake if there is none."""
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
             if self._handshakes.is_full:
@@ -153,7 +153,7 @@ class ControlClient:
         self._command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
-        """Ask peers for an earlier turn that begins as this; the question's number, None if none is asked."""
+        """Ask peers for an earlier turn with this content; return the question's number, or None."""
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
         for address in asked:
@@ -163,11 +163,11 @@ class ControlClient:
         return number if asked else None
 
     def turns(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """What was found, by whom; None while that is not known. Once it is, the question is forgotten."""
+        """Return (peer, turn) for all turns found and drop the question; None while it is open."""
         return self._questions.answers(number)
 
     def drop_question(self, number: int) -> None:
-        """Nobody wants to know any more."""
+        """Drop a question."""
         self._questions.drop(number)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class ControlClient:
         os.close(self._wake)
 
     def _command(self, address: Address, message: Request | None) -> None:
-        """Have a message sent; None for the first of a handshake."""
+        """Queue a message for the thread; None starts a handshake."""
         self._commands.append((address, message))
         os.eventfd_write(self._wake, 1)
 
@@ -204,7 +204,7 @@ class ControlClient:
         self._context.term()
 
     def _turn(self, poller: zmq.Poller, heard: list[Any]) -> None:
-        """Hear peers, carry out commands, and do what is due."""
+        """Receive messages, carry out commands, and do what is due."""
         for source in heard:
             if source == self._wake:
                 os.eventfd_read(self._wake)
@@ -225,12 +225,12 @@ class ControlClient:
             self._close_if_idle(poller, address)
 
     def _wait_seconds(self, beat: float) -> float:
-        """Until the next deadline; at most a second, so that being kept from running does not hide in it."""
+        """Return the time to the next deadline, at most a second, so that delays of the thread show."""
         soonest = min([beat, *self._handshakes.deadlines])
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
-        """Keep leases alive, and let go of peers that are of no use: anyone can make addresses up."""
+        """Send heartbeats, and close sockets to peers that are of no use: anyone can make addresses up."""
         self._handshakes.forget_refusals()
         for address, peer in list(self._peers.items()):
             held = sorted(peer.held)
@@ -284,7 +284,7 @@ class ControlClient:
             self._close(poller, address)  # opened for this message alone, which still goes out
 
     def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:
-        """Close the socket to a peer, if there is one; returns the tickets that are held there."""
+        """Close the socket to a peer, if there is one; return the tickets that are held there."""
         peer = self._peers.pop(address, None)
         if peer is None:
             return set()

@@ -53,13 +53,13 @@ _REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ProducerCard:
-    """What a producer tells whoever asks."""
+    """Facts and ranks of a producer, and its answers to handshakes."""
 
     facts: Facts
     ranks: tuple[RankCard, ...]
 
     def answer(self, message: Request) -> Reply | None:
-        """The reply to a message, None where none is due."""
+        """Return the reply to a message of a handshake; None for other messages."""
         if not isinstance(message, Hello | AskRanks):
             return None
         # The consumer prints these sentences: "there" is the producer, who speaks.
@@ -69,7 +69,7 @@ class ProducerCard:
 
 
 def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Return what keeps one engine from reading from the other, as the owner of `ours` says it.
+    """Return the differences that keep one engine from reading from the other, told by the owner of `ours`.
 
     Args:
         theirs, ours: protocol and facts of each.

@@ -22,13 +22,13 @@ _MAX_BYTES = 1 << 20
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file holds.
+    """The content of the file.
 
     Attributes:
-        version: of this form.
+        version: of the format.
         made: when, in ISO 8601.
-        machine: facts about where, for people.
-        costs: what `Costs` has, by name.
+        machine: facts about the machine, for people.
+        costs: the fields of `Costs` by name.
     """
 
     version: int
@@ -38,7 +38,7 @@ class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the file is unless somebody says otherwise.
+    """Return the default path of the file.
 
     Raises:
         ConfigError: this user has no home.
@@ -47,7 +47,7 @@ def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def load_costs(path: str | None = None) -> Costs:
-    """The costs to plan with: of that file, else of the default file if there is one, else the built-in ones.
+    """Return the costs of the file at `path`, else of the default file, else the built-in costs.
 
     Raises:
         ConfigError: the file cannot be used; see `read_costs`.
@@ -68,10 +68,10 @@ def find_default_costs() -> Path | None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Costs of a file.
+    """Read the costs of a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not what `write_costs` writes; in one sentence.
+        ConfigError: the file cannot be read, or is not one that `write_costs` wrote.
     """
     remedy = "write it anew with `kvferry bench calibrate`"
     try:
@@ -95,13 +95,13 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
-    """Write a file of costs; whoever reads it meanwhile gets the old one or the new one.
+    """Write a file of costs; it replaces the old file in one step.
 
     Args:
         path: of the file; its folder is made.
         costs: fitted.
         made: when, in ISO 8601.
-        machine: where, for people.
+        machine: facts about the machine, for people.
 
     Raises:
         ConfigError: it cannot be written.

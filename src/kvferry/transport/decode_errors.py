@@ -1,4 +1,4 @@
-"""Bytes that a peer has sent, which may be anything."""
+"""Errors of decoding bytes that a peer sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, Re
 
 @contextmanager
 def as_protocol_error(what: str) -> Iterator[None]:
-    """Whatever hostile bytes make a decoder or a check raise is a ProtocolError: they are not `what`."""
+    """Turn errors of decoders and checks into ProtocolError, naming the `what` that was expected."""
     try:
         yield
     except _UNREADABLE as error:

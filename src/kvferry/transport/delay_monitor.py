@@ -1,8 +1,8 @@
-"""Says so when a thread that others wait for was kept from running.
+"""Warn when a thread with deadlines was kept from running.
 
-Heartbeats and handshakes have deadlines of seconds, and their threads share cores and the interpreter's lock
-with an engine that spins. When a peer is given up or a lease runs out, the first question is whether the
-other side was silent or this side did not get to listen; a warning at the time is the answer.
+The threads of heartbeats and handshakes share cores and the interpreter's lock with an engine that spins.
+When a peer times out or a lease expires, either the other side was silent or this side did not run. The
+warning tells which.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _QUIET_SECONDS = 60.0
 
 
 class DelayMonitor:
-    """Watches how late one thread comes back from waiting; used by that thread alone."""
+    """Measures how late one thread returns from waiting. Only that thread may use it."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Watch the thread called `name`."""
@@ -26,12 +26,12 @@ class DelayMonitor:
         self._due = self._said = float("-inf")
 
     def before_wait(self, seconds: float) -> float:
-        """The thread is about to wait for at most so long; returns that."""
+        """Note that the thread is about to wait for at most `seconds`; return `seconds`."""
         self._due = self._clock() + seconds
         return seconds
 
     def after_wait(self) -> None:
-        """It runs again: warn if that is late, once a minute at most."""
+        """Note that the thread runs again; warn if it is late, at most once a minute."""
         now = self._clock()
         if now - self._due > LATE_SECONDS and now - self._said > _QUIET_SECONDS:
             self._said = now

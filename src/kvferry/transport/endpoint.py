@@ -1,4 +1,4 @@
-"""Addresses as ZeroMQ wants them."""
+"""Addresses in the form that ZeroMQ takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zmq
 
 
 def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
-    """What to bind or connect `socket` to; mutates it where the host is an IPv6 address.
+    """Return the endpoint to bind or connect to; enable IPv6 on `socket` if the host is an IPv6 address.
 
     Args:
         socket: not bound or connected yet.

@@ -1,6 +1,6 @@
-"""What peers read from a worker: its cache, its lease words, and what it gathers for them.
+"""The memory that peers read from a worker: its cache, its lease words, its outgoing staging area.
 
-One agent serves them all, with a thread of the transport that does its share while nobody looks.
+One agent serves all readers; NIXL's progress thread does its work.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from kvferry.transport.staging import StagingArea
 
 
 class ExportedMemory:
-    """See the module.
+    """Registers a worker's memory, and gathers for its readers.
 
     Attributes:
-        card: what a peer needs to read it.
+        card: the description of this worker that is sent to peers.
     """
 
     def __init__(
         self, geometry: RankGeometry, words: LeaseWords, settings: TransferSettings, agent: Agent
     ) -> None:
-        """Register everything, and gather for whoever asks.
+        """Register the memory and start the gather server.
 
         Args:
-            geometry: our rank.
-            words: our lease words; words for what is gathered are added to them.
+            geometry: this worker's rank.
+            words: this worker's lease words; one for each unit of the staging area is added.
             settings: staging memory, addresses.
-            agent: of our own; closed with us.
+            agent: used for nothing else; closed by `close`.
 
         Raises:
             ConfigError: the address cannot be bound, or the memory cannot be registered.
@@ -49,18 +49,33 @@ class ExportedMemory:
         offered = None
         if outgoing.units:
             self._gatherer = GatherServer(
-                settings.host, geometry, outgoing, words, first_word, settings.keys, settings.peers
+                host=settings.host,
+                geometry=geometry,
+                area=outgoing,
+                words=words,
+                first_word=first_word,
+                keys=settings.keys,
+                peers=settings.peers,
             )
             region = outgoing.region
             offered = Outgoing(
-                settings.advertise_host, self._gatherer.port, region.address, region.length, outgoing.units
+                host=settings.advertise_host,
+                port=self._gatherer.port,
+                address=region.address,
+                bytes=region.length,
+                words=outgoing.units,
             )
         self.card = RankCard(
-            geometry, agent.metadata(), words.address, len(words.array), words.incarnation, offered
+            geometry=geometry,
+            agent=agent.metadata(),
+            words_address=words.address,
+            words=len(words.array),
+            incarnation=words.incarnation,
+            outgoing=offered,
         )
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop the gather server and close the agent."""
         if self._gatherer is not None:
             self._gatherer.close()
             self._gatherer = None

@@ -1,6 +1,6 @@
-"""The reader's end of the gather channel: one DEALER socket per rank it reads from.
+"""The reader's end of the gather channel: one DEALER socket for each rank of a peer.
 
-Owned by a lane, which looks at it between other things; nothing here waits.
+A lane owns it and polls it; no method waits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _QUEUED = 10_000
 
 
 class GatherClient:
-    """Asks one rank to gather.
+    """Asks one rank to gather cells.
 
     Attributes:
-        silent_until: when it is worth asking again, by its user's clock; 0 once it has answered.
+        silent_until: time of the lane's clock before which the rank is not asked; 0 once it has answered.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GatherClient:
         routes: Sequence[GatherRoute],
         keys: security.Keys,
     ) -> None:
-        """Connect, and say what will be asked for."""
+        """Connect, and introduce the routes that will be asked for."""
         self.silent_until = 0.0
         self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -68,21 +68,21 @@ class GatherClient:
 
     @property
     def socket(self) -> zmq.Socket[Any]:
-        """To be polled."""
+        """The socket, for polling."""
         return self._socket
 
     @property
     def waiting(self) -> bool:
-        """Something has been asked and not answered."""
+        """True if a request has no answer yet."""
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Whether it did not answer lately, and has not been heard from since."""
+        """Return whether the rank took too long lately and has not answered since."""
         self._receive()
         return now < self.silent_until
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
-        """Ask for the images of some cells; returns the number of the chunk.
+        """Ask for the images of some cells; return the number of the segment.
 
         Args:
             route: of those introduced.
@@ -93,12 +93,20 @@ class GatherClient:
         chunk = next(self._numbers) % (1 << 31)
         self._wanted[chunk] = self._introductions
         ids = blocks.astype(np.int32).tobytes()
-        if not self._send(Gather(chunk, route, lease.slot, lease.generation, ids, cell)):
+        request = Gather(
+            chunk=chunk,
+            route=route,
+            slot=lease.slot,
+            generation=lease.generation,
+            blocks=ids,
+            cell=cell,
+        )
+        if not self._send(request):
             self._answers[chunk] = NotGathered(chunk, "the producer's worker does not take requests")
         return chunk
 
     def answer(self, chunk: int) -> Gathered | NotGathered | None:
-        """What has become of a chunk, None if that is not known yet; each answer is given once."""
+        """Take the answer for a segment; None if there is none yet."""
         self._receive()
         found = self._answers.pop(chunk, None)
         if found is not None:
@@ -106,7 +114,7 @@ class GatherClient:
         return found
 
     def done(self, chunk: int) -> None:
-        """A chunk has been read, or is no longer wanted."""
+        """Tell the rank that a segment has been read, or is no longer wanted."""
         self._wanted.pop(chunk, None)
         self._answers.pop(chunk, None)
         self._send(Done(chunk))

@@ -59,7 +59,7 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
-    """What will be asked for."""
+    """Announces the routes that will be asked for."""
 
     protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     routes: list[GatherRoute]
@@ -89,13 +89,13 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The reader has read a chunk, or no longer wants it."""
+    """Frees a segment that the reader has read or no longer wants."""
 
     chunk: _Count
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """A chunk lies ready.
+    """A segment has been gathered.
 
     Attributes:
         chunk: which.
@@ -110,7 +110,7 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """A chunk will not be.
+    """A segment will not be gathered.
 
     Attributes:
         chunk: which.
@@ -132,15 +132,15 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """A message as bytes."""
+    """Encode a message."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
-    """A reader's message.
+    """Decode and check a reader's message.
 
     Raises:
-        ProtocolError: it is none, or is out of bounds.
+        ProtocolError: it cannot be decoded, or is out of bounds.
     """
     with as_protocol_error("a gather request"):
         message: Request = _requests.decode(data)
@@ -152,10 +152,10 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """A producer's answer.
+    """Decode a producer's answer.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it cannot be decoded.
     """
     with as_protocol_error("an answer to a gather request"):
         message: Reply = _replies.decode(data)

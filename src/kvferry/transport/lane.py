@@ -42,7 +42,7 @@ from kvferry.transport.staging import StagingArea
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS = 4096
-"""Most chunks, over all reads, whose words are being read."""
+"""Limit of segments, over all reads, whose words are being read."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
 """Seconds between polls while something is in flight; some transports make progress only when polled."""
@@ -52,15 +52,15 @@ _LONGEST_WAIT = 1e-3
 
 
 class MakeAgent(Protocol):
-    """Makes an agent; see `Agent`."""
+    """A function that makes an agent, with the arguments of `Agent`."""
 
     def __call__(self, name: str, *, progress: bool) -> Agent:
-        """Start it."""
+        """Start an agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The end of an order; nothing of it is in flight.
+    """The result of an order that has nothing in flight any more.
 
     Attributes:
         key: the order's key.
@@ -89,7 +89,7 @@ class _Connect:
 
 @dataclass(slots=True)
 class _Read:
-    """An order under way."""
+    """A read in progress."""
 
     order: ReadOrder
     peer: ConnectedPeer
@@ -122,7 +122,7 @@ class Lane:
         Args:
             name: the agent's name, unique among all engines' ranks.
             geometry: our rank.
-            landing: where images are read into; lanes share it.
+            landing: staging memory that images are read into; shared by all lanes.
             settings: strategies, costs.
             make_agent: called in the thread.
             validator: says whether a peer's metadata may be loaded.
@@ -159,17 +159,17 @@ class Lane:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Have a peer prepared; orders for it may follow at once."""
+        """Queue the connection of a peer; orders for it may follow at once."""
         self._asked.append(_Connect(peer, tuple(cards)))
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Have a peer forgotten once nothing of it is in flight; later orders for it fail."""
+        """Queue the removal of a peer once nothing of it is in flight; later orders for it fail."""
         self._asked.append(_Connect(peer, None))
         self._wake.set()
 
     def submit(self, order: ReadOrder) -> None:
-        """Have an order carried out."""
+        """Queue an order."""
         self._asked.append(order)
         self._wake.set()
 
@@ -181,7 +181,7 @@ class Lane:
         return taken
 
     def stop(self) -> None:
-        """Have the thread end once nothing is in flight."""
+        """Ask the thread to end once nothing is in flight."""
         self._stop = True
         self._wake.set()
 
@@ -229,7 +229,7 @@ class Lane:
         self._shut(agent)
 
     def _take_asked(self, agent: Agent) -> bool:
-        """Carry out what was asked for, in that order; return False if nothing was."""
+        """Carry out queued commands in order; return False if there were none."""
         busy = self._links.process_verdicts()
         if busy:
             self._asked.extendleft(reversed(self._held))
@@ -248,7 +248,13 @@ class Lane:
 
     def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> ConnectedPeer:
         return ConnectedPeer(
-            agent, self._geometry, cards, self._landing_region, self._images, self._context, self._settings
+            agent=agent,
+            ours=self._geometry,
+            cards=cards,
+            words=self._landing_region,
+            landing=self._images,
+            context=self._context,
+            settings=self._settings,
         )
 
     def _start(self, agent: Agent, order: ReadOrder) -> None:
@@ -278,7 +284,13 @@ class Lane:
             lists = rank.source.lists
             read.packed += [
                 PackedRead(
-                    self._bench, lists, rank.source.client, part.route, part.way, part.cells, order.lease
+                    self._bench,
+                    lists,
+                    rank.source.client,
+                    route=part.route,
+                    way=part.way,
+                    cells=part.cells,
+                    lease=order.lease,
                 )
                 for part in rank.packed
             ]
@@ -371,7 +383,12 @@ class Lane:
         done = read.data_done or now
         self._results.append(
             ReadResult(
-                read.order.key, read.failure, read.plan, done - read.started, now - done, read.peer_lost
+                key=read.order.key,
+                failure=read.failure,
+                plan=read.plan,
+                transfer_seconds=done - read.started,
+                check_seconds=now - done,
+                peer_lost=read.peer_lost,
             )
         )
 

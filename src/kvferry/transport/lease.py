@@ -42,12 +42,12 @@ class LeaseWord:
     incarnation: int
 
     def word(self, worker: int) -> int:
-        """The word of a worker of that incarnation while the lease holds."""
+        """Return the word of the worker with incarnation `worker` while the lease holds."""
         return worker << 32 | self.generation
 
 
 def new_incarnation() -> int:
-    """A number that no other run of an engine or worker has; 1 to 2³² - 1."""
+    """Return a random number that identifies one run of an engine or worker, 1 to 2³² - 1."""
     return secrets.randbelow(_GENERATIONS - 1) + 1
 
 
@@ -69,17 +69,17 @@ class LeaseWords:
         return int(self.array.ctypes.data)
 
     def add(self, count: int) -> int:
-        """Add words that are no leases', before the array is registered; returns the first one's slot."""
+        """Add `count` words that belong to no lease; return the first slot. Call it before registration."""
         first = len(self.array)
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
         return first
 
     def void(self) -> None:
-        """End all leases at once, and those that are still to be granted: no incarnation is 0."""
+        """Invalidate all present and future leases: no incarnation is 0."""
         self.array[:] = 0
 
     def end(self, slots: Iterable[int]) -> None:
-        """Raise the words of these slots: from here on no READ under their old words is good."""
+        """Raise the words of these slots, which invalidates READs under their old words."""
         for slot in slots:
             word = int(self.array[slot])
             self.array[slot] = (word & ~(_GENERATIONS - 1)) | ((word + 1) % _GENERATIONS)
@@ -96,7 +96,7 @@ class _HeldLease:
 class LeaseBook:
     """The producer's scheduler's account of its leases; it alone decides when one ends.
 
-    Not thread-safe: one thread (the engine's) calls it, with what others said handed over by queue.
+    Not thread-safe: only the engine's thread calls it. Events of other threads come through a queue.
     """
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
@@ -134,7 +134,7 @@ class LeaseBook:
         return LeaseWord(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:
-        """A consumer is still there: these leases have their full time again. Unknown names are ignored.
+        """Mark leases as claimed and give them their full time again. Unknown names are ignored.
 
         Returns:
             The names that are known.
@@ -151,7 +151,7 @@ class LeaseBook:
         return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
-        """End leases that are held: released by their consumer.
+        """End leases that are held.
 
         Returns:
             Request to slot of those that now end; all workers must raise these words.
@@ -161,14 +161,14 @@ class LeaseBook:
         return ending
 
     def end_expired(self) -> dict[str, int]:
-        """End leases whose time is up; like `end`."""
+        """End leases that have expired; return the same as `end`."""
         now = self._clock()
         late = [name for name, held in self._held.items() if held.expires <= now]
         self.expired += len(late)
         return self.end(late)
 
     def ended(self, name: str) -> None:
-        """All workers have raised the word of this lease: its slot is free again."""
+        """Free the slot of a lease, after all workers have raised its word."""
         slot = self._ending.pop(name, None)
         if slot is None:
             return

@@ -22,7 +22,7 @@ class Listener:
     """Receives messages from peers and answers them; one thread at a time uses it.
 
     Attributes:
-        port: listened on.
+        port: the port it listens on.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Listener:
         """Bind.
 
         Args:
-            channel: what it is for, in messages.
+            channel: name of the channel in error messages.
             host: address to bind.
             port: 0 for any free one.
             keys: CURVE keys; a client without them is refused.
-            max_message_bytes: a peer that sends more is disconnected.
+            max_message_bytes: longest message; a peer that sends a longer one is disconnected.
             most_connections: see `ConnectionLimiter`.
-            peers: who may connect.
+            peers: machines that may connect.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -89,7 +89,7 @@ class Listener:
         return frames[0], frames[1]
 
     def send(self, to: bytes, message: bytes) -> None:
-        """Answer a sender; dropped if it is gone."""
+        """Send an answer; it is dropped if the sender has disconnected."""
         self._socket.send_multipart([to, message])
 
     def close(self) -> None:

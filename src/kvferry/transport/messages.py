@@ -164,14 +164,14 @@ class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The consumer, which has claimed these, still waits for them."""
+    """Extends the leases of tickets that the consumer has claimed."""
 
     consumer: Incarnation
     tickets: Tickets
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The consumer, which has claimed these, is done with them."""
+    """Ends the consumer's claims on these tickets."""
 
     consumer: Incarnation
     tickets: Tickets
@@ -215,7 +215,7 @@ class KeptTurn(msgspec.Struct, frozen=True):
     after: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)]
 
     def found(self, chunks: int, after: list[int]) -> KeptTurn:
-        """By so many chunks, which these tokens follow."""
+        """Return a copy that shares `chunks` chunks with a question, followed by the tokens `after`."""
         return msgspec.structs.replace(self, chunks=chunks, after=after)
 
 
@@ -238,15 +238,15 @@ _numbered = msgspec.msgpack.Decoder(Numbered)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """A message as bytes."""
+    """Encode a message."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
-    """A consumer's message.
+    """Decode a consumer's message.
 
     Raises:
-        ProtocolError: it is none, or is out of bounds.
+        ProtocolError: it cannot be decoded, or is out of bounds.
     """
     with as_protocol_error(f"a request of protocol {PROTOCOL}"):
         message: Request = _requests.decode(data)
@@ -254,10 +254,10 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """A producer's answer; what it says of ranks has been checked.
+    """Decode a producer's answer and check its ranks.
 
     Raises:
-        ProtocolError: it is none, or its ranks are out of bounds, or contradict themselves or each other.
+        ProtocolError: it cannot be decoded, or its ranks are out of bounds or contradict each other.
     """
     with as_protocol_error(f"an answer of protocol {PROTOCOL}"):
         message: Reply = _replies.decode(data)
@@ -267,7 +267,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def decode_numbered(data: bytes) -> Numbered | None:
-    """An answer to a question that has a number; None if it is another one, or none."""
+    """Decode an answer that carries the number of its question; return None for anything else."""
     try:
         answer: Numbered = _numbered.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -278,7 +278,8 @@ def decode_numbered(data: bytes) -> Numbered | None:
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
     """Return one sentence per fact that both state and that differs; of a group of settings, one per setting.
 
-    >>> compare({"dtype": "float16", "rope": {"theta": "1"}}, {"dtype": "float32", "rope": {"theta": "2"}})
+    >>> theirs = {"dtype": "float16", "rope": {"theta": "1"}}
+    >>> compare_facts(theirs, {"dtype": "float32", "rope": {"theta": "2"}})
     ['dtype: float16 there, float32 here', 'rope: theta is 1 there, 2 here']
     """
     found: list[str] = []

@@ -1,9 +1,8 @@
-"""A NIXL agent whose progress thread sleeps until something happens.
+"""Make a NIXL agent whose progress thread sleeps until an event arrives.
 
-That thread waits for events of the transport, but NIXL's Python API lets it wait for no time at all and
-offers no other choice: it spins. An engine then loses a core for as long as it runs, and every READ
-contends with it: on two cores, 256 MiB in 64 KiB descriptors took 72 ms so and 26 ms beside a thread that
-sleeps. The bindings below that API do take the time.
+NIXL's Python API starts the thread with a waiting time of zero and cannot change it, so the thread spins: it
+takes a core and contends with every READ. On two cores, 256 MiB in 64 KiB descriptors took 72 ms with it and
+26 ms beside a thread that sleeps. The bindings below that API accept a waiting time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvferry.transport.rdma_libraries import preload
 logger = logging.getLogger(__name__)
 
 WAIT_MICROSECONDS = 10_000
-"""How long the thread waits for an event before it looks anyway; an event wakes it at once."""
+"""Longest wait for an event; an event wakes the thread at once."""
 
 
 def nixl_package() -> str:
@@ -33,7 +32,7 @@ def nixl_package() -> str:
 
 
 def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
-    """What ``nixl_agent(name, nixl_agent_config(backends=backends))`` makes, with that wait, or no thread.
+    """Return a ``nixl_agent`` whose progress thread sleeps; without that thread if not `progress`.
 
     Raises:
         ImportError: NIXL cannot be imported.

@@ -1,11 +1,12 @@
-"""Cells that travel packed: one read's share of one route, chunk by chunk.
+"""Read packed cells: one lane's share of one route, segment by segment.
 
     staged      ASKED ─gathered─▶ READING ─done─▶ CHECKING ─word equal─▶ (scattered) over
     over-read                     READING ─done──────────────────────────▶ scattered  over
     any         ─refused, silent, no room─▶ the same cells go direct:  READING ─done─▶ over
 
-A chunk holds a lot of the source's outgoing area from ASKED to CHECKING, and one of our landing area from
-READING until it is scattered. A chunk in READING or CHECKING is never let go of: NIXL cannot cancel.
+A *segment* is some cells that move together. It holds an allocation of the source's outgoing area from ASKED
+to CHECKING, and one of this worker's landing area from READING until it is scattered. A segment in READING or
+CHECKING keeps both, because NIXL cannot cancel a READ.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 from kvferry.transport.staging import Allocation, StagingArea
 
 AHEAD = 4
-"""Chunks of one route that are under way at a time."""
+"""Segments of one route that move at a time."""
 
 ASK_SECONDS = 5.0
-"""How long the source may take to gather a chunk before its cells go direct."""
+"""Time for the source to gather a segment; then its cells go direct."""
 
 SILENT_SECONDS = 30.0
-"""How long a source that took longer is not asked again, unless it is heard from."""
+"""Pause before a source that took longer is asked again; any answer from it ends the pause."""
 
 ROOM_SECONDS = 5.0
-"""How long a chunk waits for room to land before its cells go direct: READs that hang may hold it all."""
+"""Time that a segment waits for landing memory, which READs that hang may hold; then it goes direct."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedReadResources:
-    """What all packed reads of a worker share.
+    """Resources that all packed reads of a lane share.
 
     Attributes:
         agent: the transport.
-        landing: where images are read into.
-        words: our landing place for words, uint64, registered.
-        free_words: positions in it that nobody uses; a chunk takes one before it reads what was gathered.
+        landing: staging memory that images are read into.
+        words: registered memory that words are read into, uint64.
+        free_words: unused indices of `words`; a segment takes one before it reads gathered images.
     """
 
     agent: Agent
@@ -59,14 +60,14 @@ class PackedReadResources:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedLists:
+class RankLists:
     """Prepared lists of one rank of the peer.
 
     Attributes:
-        local, remote: everything but words.
-        local_words, remote_words: our landing place for words, and its words.
-        incarnation: the high half of its words.
-        area_words: numbers of those that belong to its outgoing area.
+        local, remote: entries of cells and images.
+        local_words, remote_words: the memory that words are read into, and the rank's words.
+        incarnation: high half of the rank's words.
+        area_words: indices of the words of the rank's outgoing area.
     """
 
     local: Any
@@ -99,23 +100,23 @@ class _Segment:
 
 
 def segments_of(way: PreparedMethod, cells: Cells) -> list[Cells]:
-    """Cells as they are moved, so many at a time."""
+    """Split cells into segments."""
     per_chunk = way.chunk_cells(len(cells))
     return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
 
 
 class PackedRead:
-    """See the module.
+    """Moves the packed cells of one route for one read. Only its lane's thread uses it.
 
     Attributes:
-        failure: why it cannot succeed, None so far.
-        peer_lost: the transport failed, so that the source may have gone.
+        failure: why the read has failed; None if it has not.
+        peer_lost: the transport failed, so the source may be gone.
     """
 
     def __init__(
         self,
         bench: PackedReadResources,
-        lists: PreparedLists,
+        lists: RankLists,
         client: GatherClient | None,
         route: PreparedRoute,
         way: PreparedMethod,
@@ -132,21 +133,21 @@ class PackedRead:
 
     @property
     def finished(self) -> bool:
-        """Nothing is in flight, and nothing more will be."""
+        """True if no segment is left or in flight."""
         return not self._chunks and (not self._rest or self.failure is not None)
 
     @property
     def waits_for_source(self) -> bool:
-        """The source has been asked for something."""
+        """True if a segment waits for the source to gather it."""
         return any(chunk.state is _SegmentState.ASKED for chunk in self._chunks)
 
     @property
     def in_flight(self) -> bool:
-        """A READ has been posted and is not over."""
+        """True if a READ is in flight."""
         return any(chunk.handle is not None for chunk in self._chunks)
 
     def advance(self) -> bool:
-        """Do what can be done now; whether anything was."""
+        """Take every step that is possible now; return whether there was one."""
         moved = self._ask_ahead()
         for chunk in list(self._chunks):
             # As far as it gets, before another is looked at: what it frees, the source can use meanwhile.
@@ -156,7 +157,7 @@ class PackedRead:
         return moved
 
     def abandon(self, reason: str) -> None:
-        """Begin nothing more; what is in flight is waited for."""
+        """Fail the read: start no further segment, and wait for READs in flight."""
         self.failure = self.failure or reason
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class PackedRead:
         return moved
 
     def _stepped(self, chunk: _Segment) -> bool:
-        """One step of a chunk; whether it could be done."""
+        """Take one step of a segment; return whether it was possible."""
         try:
             return self._step(chunk)
         except Exception as error:  # noqa: BLE001 - a read fails alone
@@ -199,7 +200,7 @@ class PackedRead:
         if chunk.state is _SegmentState.NEW:
             return self._begin(chunk)
         if chunk.state is _SegmentState.ASKED:
-            return self._hear(chunk)
+            return self._handle_answer(chunk)
         if chunk.state is _SegmentState.GATHERED:
             return self._read(chunk)
         state = self._bench.agent.state(chunk.handle)
@@ -214,7 +215,7 @@ class PackedRead:
             self._land(chunk)
         return True
 
-    def _hear(self, chunk: _Segment) -> bool:
+    def _handle_answer(self, chunk: _Segment) -> bool:
         if self.failure is not None:
             self._over(chunk)
             return True
@@ -234,12 +235,12 @@ class PackedRead:
         return True
 
     def _is_sound(self, chunk: _Segment, answer: Gathered) -> bool:
-        """Whether an answer names images and a word of the area: entries past them are other memory."""
+        """Return whether an answer names images and a word inside the outgoing area."""
         inside = answer.position + len(chunk.cells) <= self._way.src.blocks
         return inside and answer.word in self._lists.area_words
 
     def _go_direct(self, chunk: _Segment, reason: str) -> None:
-        """These cells are not packed: every run is a descriptor."""
+        """Read the cells of a segment run by run instead, one descriptor each."""
         if self._route.direct is None:
             self._fail(chunk, f"cells that can only move packed were not packed: {reason}")
             return
@@ -261,7 +262,7 @@ class PackedRead:
         return True
 
     def _has_room(self, chunk: _Segment) -> bool:
-        """Take what reading needs: room for images to scatter, a place for the word of gathered ones."""
+        """Allocate the landing memory and word that this method needs; return False if there is none."""
         if chunk.gathered is not None and chunk.word < 0:
             if not self._bench.free_words:
                 return False
@@ -278,7 +279,7 @@ class PackedRead:
         self._start(chunk)
 
     def _check(self, chunk: _Segment, gathered: Gathered) -> None:
-        """Read the word of the lot, now that the images are here."""
+        """Read the word of the source's allocation, after the images have arrived."""
         expected = self._word(gathered)
         self._bench.words[chunk.word] = ~np.uint64(expected)
         here, there = np.array([chunk.word], np.int32), np.array([gathered.word], np.int32)
@@ -317,12 +318,12 @@ class PackedRead:
         self._over(chunk)
 
     def _over(self, chunk: _Segment) -> None:
-        """Nothing of this chunk is in flight."""
+        """Remove a segment that has nothing in flight."""
         self._chunks.remove(chunk)
         self._give_back(chunk)
 
     def _give_back(self, chunk: _Segment) -> None:
-        """What the chunk holds, here and at the source."""
+        """Free all memory that a segment holds, here and at the source."""
         if chunk.number and self._client is not None:
             self._client.done(chunk.number)
         if chunk.lot is not None:

@@ -1,6 +1,6 @@
-"""Prepared ways of a peer's routes: entries in the lists of both sides, and loops that unpack images.
+"""Prepared transfer methods of a peer's routes: descriptor lists of both sides, copies that unpack images.
 
-They are made at connect. A request adds only its blocks, and places in the staging areas.
+They are made when a peer connects. A read adds its blocks, and positions in the staging areas.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class DescriptorList:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMethod:
-    """One way, prepared.
+    """One transfer method, prepared.
 
     Attributes:
-        way: the way.
+        way: the method.
         rows: rows of a cell.
-        src, dst: its entries in each list.
+        src, dst: entries in the list of each side.
         gather: number of the route among those introduced to the source; -1 if nothing is gathered.
         scatter: loops from images to blocks; None if nothing is scattered.
     """
@@ -125,7 +125,7 @@ class PreparedMethod:
         return self.way.image.stride if self.way.image else 0
 
     def chunk_cells(self, cells: int) -> int:
-        """Return how many cells make a chunk: several chunks must fit in either staging area."""
+        """Return how many cells make a segment, so that several segments fit in either staging area."""
         areas = [self.src.blocks] if self.gather >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
         size = segment_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_SEGMENT_BYTES
@@ -133,7 +133,7 @@ class PreparedMethod:
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:
-        """Return the entries of a chunk of cells whose images begin at these positions of the areas."""
+        """Return the entries of a segment whose images begin at these positions of the staging areas."""
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
         dst: Int64s | Int32s = cells.dst_block
@@ -146,7 +146,7 @@ class PreparedMethod:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRoute:
-    """A route and the ways that it can go.
+    """A route and the methods that can move it.
 
     Attributes:
         route: the route.
@@ -160,11 +160,11 @@ class PreparedRoute:
 
     @property
     def direct(self) -> PreparedMethod | None:
-        """The direct way; None if there is none."""
+        """The direct method; None if there is none."""
         return next((p for p in self.methods if p.way.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> Indices:
-        """Return the entries of the direct way."""
+        """Return the entries of the direct method."""
         assert self.direct is not None  # noqa: S101 - callers have chosen it
         return self.direct.indices(cells, 0, 0)
 
@@ -173,11 +173,11 @@ class PreparedRoute:
         return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
-        """Return the fastest way for so many cells."""
+        """Return the fastest method for `cells` cells."""
         return self.methods[choose_method([prepared.way for prepared in self.methods], cells, costs, pinned)]
 
     def tally(self, cells: Cells, chosen: PreparedMethod) -> Tally:
-        """Count what cells move on this way."""
+        """Count bytes and descriptors of cells that move by a method."""
         if chosen.way.image is None:
             return tally(self.route, cells)
         count, longest = len(cells), chosen.way.image.longest
@@ -205,7 +205,11 @@ class RoutePreparation:
         self._cuts = [region.address for region in card.geometry.regions]
 
     def add(self, route: Route) -> None:
-        """Prepare one more route."""
+        """Prepare a route.
+
+        Raises:
+            TransferError: no method can move it.
+        """
         there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
         found = transfer_methods(route, self._costs, self._landing.largest_image, self._cuts)
@@ -228,7 +232,7 @@ class RoutePreparation:
         return self._card.outgoing is not None and way.image.stride <= room and few
 
     def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Leave out the ways with most entries until the lists have room for the rest."""
+        """Drop the methods with most entries until the lists have room for the rest."""
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
             for side, so_far in enumerate((self.src, self.dst))
@@ -238,7 +242,7 @@ class RoutePreparation:
         return found
 
     def _rows(self, route: Route, way: TransferMethod) -> tuple[_DescriptorRows, _DescriptorRows]:
-        """Return the rows of a way in either list."""
+        """Return the rows of a method in either list."""
         image = way.image
         pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
         if image is None:

@@ -1,4 +1,4 @@
-"""The system's RDMA libraries, loaded before NIXL's, so that a process that used NIXL can end.
+"""Load the system's RDMA libraries before NIXL's, so that a process that used NIXL can exit.
 
 NIXL 1.5.1 brings libibverbs and libnl of its own, but its module for EFA links the system's as well. Loaded
 by that module, the system's libnl-route takes functions of the other copy, and the process dies as it exits
@@ -17,7 +17,7 @@ LIBRARY = "libefa.so.1"
 
 @cache
 def preload() -> bool:
-    """Load what the system has of them; whether it has. Nothing is loaded twice."""
+    """Load the system's libraries once; return whether it has them."""
     try:
         ctypes.CDLL(LIBRARY, mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:

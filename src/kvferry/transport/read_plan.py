@@ -1,4 +1,4 @@
-"""Values of a read: the order, a lane's share of it, and the plan."""
+"""Values of a read: the order, a lane's share of it, the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.planning.select import Cells, LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.packed_read import PreparedLists
+from kvferry.transport.packed_read import RankLists
 from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 
 
@@ -29,7 +29,7 @@ class Share:
     least_bytes: int = 1
 
     def select(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
-        """Return the lane's part of a route's cells.
+        """Return the cells of a route that this lane reads.
 
         Args:
             cells: all cells of the route.
@@ -47,7 +47,7 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return where a part begins, at a block boundary."""
+    """Return the index of the first cell of a part, moved to a block boundary."""
     at = len(blocks) * part // parts
     while 0 < at < len(blocks) and blocks[at] == blocks[at - 1]:
         at += 1
@@ -83,7 +83,7 @@ class ReadOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackedCells:
-    """Cells of one route that do not go direct."""
+    """Cells of one route that travel packed."""
 
     route: PreparedRoute
     way: PreparedMethod
@@ -145,7 +145,7 @@ class SourceRank:
 
     agent: str
     routes: tuple[PreparedRoute, ...]
-    lists: PreparedLists
+    lists: RankLists
     client: GatherClient | None
     leases: int
 
@@ -158,15 +158,15 @@ class SourceRank:
 def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
     """Join the plans of several lanes; `seconds` is the longest."""
     return ReadPlan(
-        tuple(rank for plan in plans for rank in plan.ranks),
-        tuple(clear for plan in plans for clear in plan.clears),
-        tuple(map(sum, zip(*(plan.bytes_by_group for plan in plans), strict=True))),
-        tuple(
+        ranks=tuple(rank for plan in plans for rank in plan.ranks),
+        clears=tuple(clear for plan in plans for clear in plan.clears),
+        bytes_by_group=tuple(map(sum, zip(*(plan.bytes_by_group for plan in plans), strict=True))),
+        strategy_by_group=tuple(
             "+".join(dict.fromkeys(name for names in group if names for name in names.split("+")))
             for group in zip(*(plan.strategy_by_group for plan in plans), strict=True)
         ),
-        sum_tallies([plan.tally for plan in plans]),
-        max(plan.seconds for plan in plans),
+        tally=sum_tallies([plan.tally for plan in plans]),
+        seconds=max(plan.seconds for plan in plans),
     )
 
 

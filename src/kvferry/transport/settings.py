@@ -1,4 +1,4 @@
-"""How a worker moves bytes: decided by its operator, the same for all peers."""
+"""Settings of a worker's transfers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvferry.transport.security import Keys, random_keys
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """See the module.
+    """Settings that apply to all peers of a worker.
 
     Attributes:
-        strategy: pinned; None to choose the cheapest.
-        costs: of this machine.
-        staging_bytes: room for images, in each direction; 0 to move without.
+        strategy: the only strategy to use; None to choose the cheapest.
+        costs: measured costs of this machine.
+        staging_bytes: size of each of the two staging areas; 0 for none.
         host: address that the gather channel listens on.
-        advertise_host: address that readers are told.
-        keys: CURVE keys of the gather channel; by default such as no other engine has.
-        peers: who may ask to gather.
-        lanes: threads that read, at least 1.
-        lane_bytes: a route of fewer is not shared out among lanes.
+        advertise_host: address of the gather channel that is sent to readers.
+        keys: CURVE keys of the gather channel; by default random ones.
+        peers: machines that may connect to the gather channel.
+        lanes: number of threads that read, at least 1.
+        lane_bytes: one lane reads all of a route with fewer bytes.
     """
 
     strategy: Strategy | None = None

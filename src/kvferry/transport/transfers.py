@@ -1,7 +1,7 @@
-"""What a worker moves: lanes that read from peers, and what peers read from it.
+"""The transfers of a worker: lanes that read from peers, and the memory that peers read.
 
-An order is shared out among lanes, each of which plans and reads its own part: descriptors are posted, and
-images scattered, on several cores. Every order gets exactly one result, when no lane has anything of it in
+Each order is split over the lanes. Every lane plans and reads its own share, so descriptors are posted, and
+images scattered, on several cores. An order gets exactly one result, when no lane has anything of it in
 flight.
 """
 
@@ -34,11 +34,11 @@ MAX_IN_FLIGHT = 256
 
 
 class Transfers:
-    """See the module. All methods are for one thread, the engine's; none waits for a transfer.
+    """Reads from peers and serves their reads. For the engine's thread; no call waits for a transfer.
 
     Attributes:
-        words: our lease words.
-        card: what a peer needs to read from us.
+        words: this worker's lease words.
+        card: the description of this worker that is sent to peers.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Transfers:
             self._lanes = [
                 Lane(
                     f"{name}/reads-{number}",
-                    geometry,
-                    landing,
-                    settings,
-                    make_agent,
-                    self._validator,
-                    in_flight,
+                    geometry=geometry,
+                    landing=landing,
+                    settings=settings,
+                    make_agent=make_agent,
+                    validator=self._validator,
+                    in_flight=in_flight,
                 )
                 for number in range(settings.lanes)
             ]
@@ -98,7 +98,7 @@ class Transfers:
         self.card: RankCard = self._exposed.card
 
     def warm_up(self) -> None:
-        """Start what the first peer would wait for."""
+        """Start the validator's child process, so that the first peer does not wait for it."""
         self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
@@ -112,7 +112,7 @@ class Transfers:
             lane.disconnect(peer)
 
     def submit(self, order: ReadOrder) -> None:
-        """Have an order carried out; lanes take the first share in turn."""
+        """Queue an order on all lanes; the lane that gets the first share changes with every order."""
         turn, lanes = next(self._turns), len(self._lanes)
         self._parts[order.key] = []
         for number, lane in enumerate(self._lanes):
@@ -146,10 +146,10 @@ class Transfers:
 def _joined(parts: list[ReadResult]) -> ReadResult:
     plans = [part.plan for part in parts if part.plan is not None]
     return ReadResult(
-        parts[0].key,
-        next((part.failure for part in parts if part.failure is not None), None),
-        join_plans(plans) if plans else None,
-        max(part.transfer_seconds for part in parts),
-        max(part.check_seconds for part in parts),
-        any(part.peer_lost for part in parts),
+        key=parts[0].key,
+        failure=next((part.failure for part in parts if part.failure is not None), None),
+        plan=join_plans(plans) if plans else None,
+        transfer_seconds=max(part.transfer_seconds for part in parts),
+        check_seconds=max(part.check_seconds for part in parts),
+        peer_lost=any(part.peer_lost for part in parts),
     )

@@ -31,7 +31,7 @@ MAX_SILENT_SECONDS = 320.0
 
 @dataclass(frozen=True, slots=True)
 class TurnContent:
-    """What blocks hold, from the first token on.
+    """The content of blocks, from the first token on.
 
     Attributes:
         chunk_tokens: tokens of a chunk.
@@ -46,7 +46,7 @@ class TurnContent:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: TurnContent) -> bool:
-        """Whether this is the other, or goes on from it, for certain."""
+        """Return whether this content certainly starts with all of `other`."""
         chunks = len(other.keys)
         rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.tokens_after(chunks)
         return (
@@ -56,17 +56,17 @@ class TurnContent:
         )
 
     def tokens_after(self, chunks: int) -> Sequence[int]:
-        """Tokens that follow so many chunks, a chunk of them at most, up to what is not told by tokens."""
+        """Return at most one chunk of tokens after `chunks` chunks, up to the next item."""
         first = chunks * self.chunk_tokens
         last = next((at for at in self.items if at >= first), len(self.tokens))
         return self.tokens[first : min(first + self.chunk_tokens, last)]
 
 
 def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
-    """Tokens from the start that a prompt and a turn have in common.
+    """Return how many tokens a prompt and a turn share from the start.
 
     >>> from kvferry.transport.redeem import Grant
-    >>> prompt = Content(4, (b"a", b"b"), range(10))
+    >>> prompt = TurnContent(4, (b"a", b"b"), range(10))
     >>> shared_tokens(prompt, KeptTurn("P", 1, bytes(16), Grant.of(0, 0, [[1, 2, 3]]), 9, 0, 2, [8, 7]))
     9
     """
@@ -78,7 +78,7 @@ def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
 
 
 class TurnIndex:
-    """Turns that are kept, by their chunks. One thread changes it, another looks."""
+    """Index of kept turns by chunk key. One thread changes it, another looks turns up."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, tuple[TurnContent, KeptTurn, str]] = {}
@@ -89,13 +89,13 @@ class TurnIndex:
         return len(self._turns)
 
     def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
-        """From now on it is found; `lease` is the name of its lease in this engine."""
+        """Add a turn; `lease` is the name of its lease in this engine."""
         self._turns[kept.ticket] = content, kept, lease
         for number, key in enumerate(content.keys):
             self._by_key.setdefault((number, key), {})[kept.ticket] = None
 
     def withdraw(self, ticket: bytes) -> None:
-        """It is not found any more."""
+        """Remove a turn."""
         content, _, _ = self._turns.pop(ticket, (None, None, None))
         for number, key in enumerate(content.keys if content is not None else ()):
             tickets = self._by_key.get((number, key), {})
@@ -104,12 +104,12 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """The leases of those of these tickets that are of turns; whoever has found one may read it."""
+        """Return the leases of those tickets that belong to turns."""
         known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
         return [found[2] for found in known if found is not None]
 
     def find(self, question: AskTurn) -> Turns:
-        """The turns that have most of these chunks, from the first on; of many, the last."""
+        """Find the turns that share most chunks from the first on; of many, the latest."""
         for last in range(len(question.keys) - 1, -1, -1):
             tickets = list(self._by_key.get((last, question.keys[last]), ()))
             turns = [turn for ticket in reversed(tickets) if (turn := self._turns.get(ticket)) is not None]
@@ -125,7 +125,7 @@ class TurnIndex:
 
 @dataclass(slots=True)
 class _TurnQuery:
-    """What some peers were asked.
+    """A question to several peers.
 
     Attributes:
         waiting: who has not answered yet, and which run of it was asked.
@@ -140,7 +140,7 @@ class _TurnQuery:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """Of a peer that was asked and did not answer in time.
+    """The pause of a peer that did not answer in time.
 
     Attributes:
         run: which run of it.
@@ -154,7 +154,7 @@ class _Silence:
 
 
 class TurnQueries:
-    """What peers were asked, and have answered. The engine's thread asks, the channel's hears.
+    """Questions for turns, and their answers. The engine's thread asks; the channel's thread takes answers.
 
     Who is silent costs every prompt `ASK_SECONDS`, so it is left alone, and longer each time. One that has
     gone for good is hardly asked any more; another run of it, or one that is named by a ticket, is at once.
@@ -168,7 +168,7 @@ class TurnQueries:
         self._numbers = count()
 
     def begin(self, peers: Mapping[Address, int]) -> tuple[int, list[Address]]:
-        """A question, and whom of these to ask, each known by its run: who was silent lately is not."""
+        """Open a question; return its number and the peers to ask, without those that were silent lately."""
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
             self._silent.pop(gone, None)
@@ -177,12 +177,12 @@ class TurnQueries:
         return number, list(asked)
 
     def note_ticket(self, address: Address) -> None:
-        """A ticket of this peer has come: it was there lately, and is asked again."""
+        """Ask a peer again, because a ticket of it has arrived."""
         if (silence := self._silent.get(address)) is not None:
             self._silent[address] = replace(silence, until=self._clock())
 
     def handle_reply(self, address: Address, turns: Turns) -> None:
-        """An answer; one that nobody waits for is dropped."""
+        """Take an answer; drop it if nothing waits for it."""
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:
             question.answers += [(address, kept) for kept in turns.kept]
@@ -192,7 +192,7 @@ class TurnQueries:
             self._silent[address] = _Silence(silence.run, self._clock() + SILENT_SECONDS)
 
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """What peers keep; None while some of them may still say. Ends the question."""
+        """Return all answers and end the question; None while a peer may still answer in time."""
         question, now = self._open[number], self._clock()
         if question.waiting and now < question.began + ASK_SECONDS:
             return None
@@ -202,7 +202,7 @@ class TurnQueries:
         return question.answers
 
     def drop(self, number: int) -> None:
-        """Nobody wants to know any more."""
+        """Drop a question."""
         self._open.pop(number, None)
 
     def _is_left_alone(self, address: Address, run: int, now: float) -> bool:
@@ -210,7 +210,7 @@ class TurnQueries:
         return silence is not None and silence.run == run and now < silence.until
 
     def _silence(self, address: Address, run: int, asked: float, now: float) -> _Silence:
-        """Of a peer that was asked and has not answered: longer than the one before it."""
+        """Return the pause of a peer that has not answered, twice as long as its last one."""
         before = self._silent.get(address)
         if before is None or before.run != run:
             return _Silence(run, now + SILENT_SECONDS)

@@ -20,13 +20,13 @@ from kvferry.transport.packed_read import (
     SILENT_SECONDS,
     PackedRead,
     PackedReadResources,
-    PreparedLists,
+    RankLists,
 )
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 
 STRIDE = UNIT_BYTES // 4
 WORD = 5 << 32 | 9
-LISTS = PreparedLists("here", "there", "our words", "its words", 5, range(70, 80))
+LISTS = RankLists("here", "there", "our words", "its words", 5, range(70, 80))
 
 
 @dataclass
