@@ -143,7 +143,7 @@ class Replay:
         return sum(answer.failed for answer in self.answers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredChoice:
     """The results of a job.
 
@@ -225,7 +225,7 @@ def measure(job: ChoiceJob, progress: Callable[[str], None]) -> MeasuredChoice:
         found = _replay(job, engines, server, progress)
     learning = {policy: replays[0] for policy, replays in found.items()}
     rounds = {policy: tuple(replays[1:]) for policy, replays in found.items()}
-    return MeasuredChoice(job, machine_facts(), probed, learning, rounds)
+    return MeasuredChoice(job=job, machine=machine_facts(), probed=probed, learning=learning, rounds=rounds)
 
 
 def _replay(

@@ -60,7 +60,7 @@ class Runs:
     dst: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRow:
     """The results of one cell.
 
@@ -96,7 +96,7 @@ class LayoutRow:
         return middle, low, high
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTable:
     """The cells of one model.
 

@@ -82,12 +82,16 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
             readers[key] = stack.enter_context(Reader(dst, producer, read, settings=transfer))
         ferries = {
             (cell, way): KVFerryMover(
-                f"{cell} {way}", readers[cell.layout, cell.dst_tp], found.sources[cell.layout, cell.src_tp],
-                peers[cell.layout, cell.src_tp], None if way == CHOSEN else Strategy(way), _POLL_SECONDS,
+                f"{cell} {way}",
+                readers[cell.layout, cell.dst_tp],
+                found.sources[cell.layout, cell.src_tp],
+                peer=peers[cell.layout, cell.src_tp],
+                strategy=None if way == CHOSEN else Strategy(way),
+                poll_seconds=_POLL_SECONDS,
             )
             for cell in found.cells
             for way in METHODS
-        }  # fmt: skip
+        }
         largest = max(readers.values(), key=lambda reader: reader.bytes)
         raw = stack.enter_context(closing(RawReads(largest, next(iter(largest.cards)))))
         lists = raw.equal_descriptors(largest.cache.buffer.nbytes)
@@ -101,10 +105,24 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
     }
     progress(f"{reading.cache.name}: planning {job.planned_tokens:,} tokens")
     rows = [
-        _row(job, reading, cell, found, {w: series[cell, w] for w in METHODS}, ferries[cell, CHOSEN], speed)
+        _row(
+            job,
+            reading,
+            cell,
+            found,
+            ways={way: series[cell, way] for way in METHODS},
+            chosen=ferries[cell, CHOSEN],
+            speed=speed,
+        )
         for cell in found.cells
     ]
-    return LayoutTable(reading.cache.name, tokens, tuple(speed), tuple(rows), tuple(found.left_out))
+    return LayoutTable(
+        model=reading.cache.name,
+        tokens=tokens,
+        raw=tuple(speed),
+        rows=tuple(rows),
+        left_out=tuple(found.left_out),
+    )
 
 
 def moved_tokens(job: LayoutJob, reading: ModelReading) -> int:
@@ -189,6 +207,7 @@ def _row(
     reading: ModelReading,
     cell: Cell,
     found: _Engines,
+    *,
     ways: dict[str, MoverRounds],
     chosen: KVFerryMover,
     speed: Sequence[float],
@@ -202,4 +221,6 @@ def _row(
     long = pair_of(cell, reading, -(-job.planned_tokens // step) * step)
     planned = planning.measure(*long, max(5, np.size(speed)), lanes=job.lanes)
     strategy = "+".join(dict.fromkeys(s for s in chosen.strategies if s))
-    return LayoutRow(cell, runs_of(src, dst), strategy, ways, ratios, planned)
+    return LayoutRow(
+        cell=cell, runs=runs_of(src, dst), strategy=strategy, ways=ways, ratios=ratios, planning=planned
+    )

@@ -84,7 +84,9 @@ def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None
             if number > 1:
                 found[*asker, place].append(took)
     asks = tuple(_asks(*kind, took) for kind, took in found.items())
-    return AskResults(tokens, tokens // CHUNK_TOKENS, tuple(map(len, keys)), rounds, asks)
+    return AskResults(
+        tokens=tokens, chunks=tokens // CHUNK_TOKENS, known=tuple(map(len, keys)), rounds=rounds, asks=asks
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +160,11 @@ def _shares(asker: AskingScheduler) -> Iterator[list[float]]:
 def _asks(layers: str, policy: str, place: str, took: Sequence[_AskSeconds]) -> AskTimes:
     whole = [one for one in took if one.shares is None]
     return AskTimes(
-        layers,
-        policy,
-        place,
-        CallTimes.of([one.arriving for one in took]),
-        CallTimes.of([one.first for one in whole]),
-        CallTimes.of([seconds for one in took for seconds in one.again]),
-        tuple(np.median([one.shares for one in took if one.shares], axis=0).tolist()),
+        layers=layers,
+        policy=policy,
+        place=place,
+        arriving=CallTimes.of([one.arriving for one in took]),
+        first=CallTimes.of([one.first for one in whole]),
+        again=CallTimes.of([seconds for one in took for seconds in one.again]),
+        shares=tuple(np.median([one.shares for one in took if one.shares], axis=0).tolist()),
     )

@@ -30,7 +30,7 @@ class CallTimes:
         return CallTimes(percentile(values, 50), percentile(values, 99))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskTimes:
     """The times for one kind of request.
 
@@ -51,7 +51,7 @@ class AskTimes:
     shares: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskResults:
     """The times for all kinds of requests.
 

@@ -21,7 +21,7 @@ from kvferry.measuring.spread import Spread
 _WARMING_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
     """Seconds until the first token, per round.
 
@@ -71,7 +71,9 @@ def measure(
         for tier, seconds in warm.items():
             served.forget(host=tier == "file")
             seconds.append(_ask(served, prompt, tier))
-    return FirstToken(tokens, size, tuple(computed), {tier: tuple(s) for tier, s in warm.items()})
+    return FirstToken(
+        tokens=tokens, bytes=size, computed=tuple(computed), warm={tier: tuple(s) for tier, s in warm.items()}
+    )
 
 
 def _ask(served: SteppedEngine, prompt: list[int], tier: str | None) -> float:

@@ -54,7 +54,7 @@ class LookUpTimes:
     again: Spread
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LookUpResults:
     """The times of looking up a prompt.
 
@@ -150,7 +150,14 @@ def measure(
             )
         )
     digesting = Spread.of([one.keys for _, one in took])
-    return LookUpResults(tokens, tokens // CHUNK_TOKENS, stored, len(in_host), digesting, tuple(looks))
+    return LookUpResults(
+        tokens=tokens,
+        chunks=tokens // CHUNK_TOKENS,
+        stored=stored,
+        in_host=len(in_host),
+        keys=digesting,
+        looks=tuple(looks),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class StepTimes:
         return percentile(self.hooks, 99)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HookCost:
     """The cost of tiers per step.
 
@@ -98,7 +98,12 @@ def measure(served: SteppedEngine, steps: int, progress: Callable[[str], None]) 
     if served.hits() != before:
         raise TransferError("prompts that were drawn just now were found in the tiers: please report this")
     return HookCost(
-        REQUESTS, PROMPT_TOKENS, _times(storing), _times(decoding), Spread.of(arriving), _by_hook(decoding)
+        requests=REQUESTS,
+        prompt_tokens=PROMPT_TOKENS,
+        storing=_times(storing),
+        decoding=_times(decoding),
+        arriving=Spread.of(arriving),
+        by_hook=_by_hook(decoding),
     )
 
 

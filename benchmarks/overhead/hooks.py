@@ -23,7 +23,7 @@ STEP_SECONDS = 1e-3
 _ALL_SECONDS = 120.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HookTimes:
     """Seconds inside the hooks of one step.
 
@@ -76,8 +76,8 @@ def measure(
     if not loads or requests.under_way:
         raise TransferError(f"{requests.under_way} transfers were still under way after {_ALL_SECONDS:g} s")
     return HookTimes(
-        len(times), loads, requests.slots, requests.tokens,
-        percentile(times, 50), percentile(times, 99), max(times),
+        steps=len(times), loads=loads, in_flight=requests.slots, tokens=requests.tokens,
+        median=percentile(times, 50), p99=percentile(times, 99), longest=max(times),
     )  # fmt: skip
 
 

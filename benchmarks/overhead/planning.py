@@ -44,7 +44,7 @@ _WORDS = Region(1 << 30, 4096)
 _TICKET = LeaseWord(0, 0, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningTimes:
     """Seconds of planning one request.
 
@@ -101,13 +101,13 @@ def measure(
     del tables[0], plan[0], chunks[0]
     ours = [a + b for a, b in zip(tables, plan, strict=True)]
     return PlanningTimes(
-        dst.tokens,
-        pages,
-        paper.strategies,
-        Spread.of(tables),
-        Spread.of(plan),
-        Spread.of(ours),
-        Spread.of(chunks),
+        tokens=dst.tokens,
+        pages=pages,
+        strategies=paper.strategies,
+        tables=Spread.of(tables),
+        plan=Spread.of(plan),
+        ours=Spread.of(ours),
+        chunks=Spread.of(chunks),
     )
 
 

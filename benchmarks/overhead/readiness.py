@@ -26,7 +26,7 @@ PAIRS = (
 TOKENS = 32768
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness:
     """Preparation for one peer.
 
@@ -65,4 +65,10 @@ def _readiness(name: str, parallel: tuple[int, int], repeats: int) -> Readiness:
         descriptors = paper.descriptors
         paper.close()
     blocks = src.shape.block_tokens, dst.shape.block_tokens
-    return Readiness(reading.cache.name, parallel, blocks, descriptors, Spread.of(seconds[1:]))
+    return Readiness(
+        model=reading.cache.name,
+        parallel=parallel,
+        blocks=blocks,
+        descriptors=descriptors,
+        seconds=Spread.of(seconds[1:]),
+    )

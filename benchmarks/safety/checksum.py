@@ -92,7 +92,7 @@ def _without(load: Callable[[], _Took]) -> _Took:
 
 def _cost(work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float | None) -> ProtectionCost:
     on, off = (tuple(float(np.median(pair[side])) for pair in rounds) for side in (0, 1))
-    return ProtectionCost(_PART, work, on, off, target=target)
+    return ProtectionCost(part=_PART, work=work, on=on, off=off, target=target)
 
 
 @contextmanager

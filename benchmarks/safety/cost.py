@@ -25,7 +25,7 @@ class SafetyJob:
     repeats: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProtectionCost:
     """The rounds of one piece of work, with a protection and without.
 
@@ -48,7 +48,7 @@ class ProtectionCost:
     def extra(self) -> Spread:
         """Seconds that the protection adds.
 
-        >>> ProtectionCost("curve", "talk", (3.0, 5.0), (2.0, 2.0)).extra
+        >>> ProtectionCost(part="curve", work="talk", on=(3.0, 5.0), off=(2.0, 2.0)).extra
         Spread(median=2.0, low=1.0, high=3.0)
         """
         return Spread.of([on - off for on, off in zip(self.on, self.off, strict=True)])
@@ -57,7 +57,10 @@ class ProtectionCost:
     def share(self) -> Spread:
         """Seconds that the protection adds, as a share of the whole, or of the work without it.
 
-        >>> ProtectionCost("curve", "talk", (3.0, 5.0), (2.0, 2.0), (10.0, 10.0)).share.median
+        >>> cost = ProtectionCost(
+        ...     part="curve", work="talk", on=(3.0, 5.0), off=(2.0, 2.0), whole=(10.0, 10.0)
+        ... )
+        >>> cost.share.median
         0.2
         """
         whole = self.whole or self.off

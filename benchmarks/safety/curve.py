@@ -85,7 +85,7 @@ def _cost(work: str, talk: _Talk, on: _Pair, off: _Pair, repeats: int) -> Protec
         pair.say(talk)
     rounds = [_both(number, lambda: on.say(talk), lambda: off.say(talk)) for number in range(repeats)]
     with_it, without = zip(*rounds, strict=True)
-    return ProtectionCost(_PART, work, with_it, without)
+    return ProtectionCost(part=_PART, work=work, on=with_it, off=without)
 
 
 def _both(number: int, on: Callable[[], float], off: Callable[[], float]) -> tuple[float, float]:
@@ -109,7 +109,7 @@ def _connecting(keys: security.Keys, repeats: int) -> ProtectionCost:
     connected(keys)
     rounds = [_both(number, lambda: connected(keys), lambda: connected(None)) for number in range(repeats)]
     on, off = zip(*rounds, strict=True)
-    return ProtectionCost(_PART, "a connection and its first answer", on, off)
+    return ProtectionCost(part=_PART, work="a connection and its first answer", on=on, off=off)
 
 
 def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> ProtectionCost:
@@ -130,7 +130,7 @@ def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Prot
             talks.append(_both(number, partial(_often, on, talk), partial(_often, off, talk)))
     work = f"{len(talk)} messages of a {'+'.join(dict.fromkeys(ferry.strategies))} transfer"
     with_it, without = zip(*talks, strict=True)
-    return ProtectionCost(_PART, work, with_it, without, tuple(moved), TARGET)
+    return ProtectionCost(part=_PART, work=work, on=with_it, off=without, whole=tuple(moved), target=TARGET)
 
 
 def _often(pair: _Pair, talk: _Talk) -> float:

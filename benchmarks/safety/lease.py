@@ -49,12 +49,12 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionC
         on, off = run_rounds([checked, unchecked], job.repeats, progress)
     checks = tuple(check for _, _, check, _ in checked.stages[-job.repeats :])
     return [
-        ProtectionCost("lease", f"transfer of {job.tokens:,} tokens", tuple(on), tuple(off)),
+        ProtectionCost(part="lease", work=f"transfer of {job.tokens:,} tokens", on=tuple(on), off=tuple(off)),
         ProtectionCost(
-            "lease",
-            "the READ of the lease word",
-            checks,
-            (0.0,) * len(checks),
+            part="lease",
+            work="the READ of the lease word",
+            on=checks,
+            off=(0.0,) * len(checks),
             whole=tuple(on),
             target=TARGET,
         ),

@@ -52,6 +52,7 @@ class KVFerryMover:
         name: str,
         reader: Reader,
         source: SimulatedEngine,
+        *,
         peer: int = 0,
         strategy: Strategy | None = None,
         poll_seconds: float = _HOOK_POLL_SECONDS,

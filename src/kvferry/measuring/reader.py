@@ -110,8 +110,15 @@ class Reader:
         """Take a lease at a peer, and return a load under it."""
         self._leases += 1
         key = f"{self.engine.name}-{self._leases}"
-        tables = [table.tolist() for table in src_tables], [table.tolist() for table in dst_tables]
-        return LoadRequest(key, _name(peer), span, *tables, self.claim_lease(key, peer), strategy)
+        return LoadRequest(
+            key=key,
+            peer=_name(peer),
+            span=span,
+            src_tables=[table.tolist() for table in src_tables],
+            dst_tables=[table.tolist() for table in dst_tables],
+            lease=self.claim_lease(key, peer),
+            strategy=strategy,
+        )
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
         """Have the producer take a lease named `key`, claim it, and return its word.

@@ -24,7 +24,7 @@ from kvferry.transport.transfers import Transfers
 LOAD_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
     """A load, as a scheduler hands it over.
 

@@ -38,13 +38,13 @@ def measured(cost: float = 0.06, *, failed: int = 0) -> MeasuredChoice:
     }
     learning = {policy: replayed(1.0, 1.0) for policy in rounds}
     return MeasuredChoice(
-        ChoiceJob(
+        job=ChoiceJob(
             workload=WORKLOAD, sources="connectors", apart=20.0, near=0.25, rounds=2, path=Path("/tmp")
         ),
-        MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
-        SourceSpeeds(Spread(12_600e6, 11_000e6, 13_000e6), Spread(631e6, 600e6, 632.4e6), 700e6),
-        learning,
-        rounds,
+        machine=MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
+        probed=SourceSpeeds(Spread(12_600e6, 11_000e6, 13_000e6), Spread(631e6, 600e6, 632.4e6), 700e6),
+        learning=learning,
+        rounds=rounds,
     )
 
 

@@ -36,17 +36,31 @@ def _row(
     }
     spread = Spread(planning, planning, planning)
     return LayoutRow(
-        Cell(layout, 1, 1),
-        Runs(runs, runs, 65536),
-        strategy,
-        ways,
-        ratios,
-        PlanningTimes(131072, 262144, (strategy,), spread, spread, spread, spread),
+        cell=Cell(layout, 1, 1),
+        runs=Runs(runs, runs, 65536),
+        strategy=strategy,
+        ways=ways,
+        ratios=ratios,
+        planning=PlanningTimes(
+            tokens=131072,
+            pages=262144,
+            strategies=(strategy,),
+            tables=spread,
+            plan=spread,
+            ours=spread,
+            chunks=spread,
+        ),
     )
 
 
 def _table(*rows: LayoutRow, model: str = "Qwen3-0.6B") -> LayoutTable:
-    return LayoutTable(model, 1024, (16.0, 15.0, 17.0), rows, (("BHLNC TP 1→1", "pages of two shapes"),))
+    return LayoutTable(
+        model=model,
+        tokens=1024,
+        raw=(16.0, 15.0, 17.0),
+        rows=rows,
+        left_out=(("BHLNC TP 1→1", "pages of two shapes"),),
+    )
 
 
 def _verdict(words: str, *rows: LayoutRow):

@@ -21,21 +21,39 @@ from kvferry.measuring.spread import Spread
 from support.clock import Clock
 
 HOOKS = HookCost(
-    16,
-    520,
-    StepTimes((2e-3, 1e-3), (0.2, 0.2)),
-    StepTimes((1e-4, 2e-4, 3e-4), (0.01, 0.01, 0.06)),
-    Spread(3e-5, 2e-5, 1e-4),
-    {"get_kv_connector_stats": 8.1e-5, "build_connector_meta": 6.1e-5, "start_load_kv": 1e-6, "other": 1e-7},
+    requests=16,
+    prompt_tokens=520,
+    storing=StepTimes((2e-3, 1e-3), (0.2, 0.2)),
+    decoding=StepTimes((1e-4, 2e-4, 3e-4), (0.01, 0.01, 0.06)),
+    arriving=Spread(3e-5, 2e-5, 1e-4),
+    by_hook={
+        "get_kv_connector_stats": 8.1e-5,
+        "build_connector_meta": 6.1e-5,
+        "start_load_kv": 1e-6,
+        "other": 1e-7,
+    },
 )
-FIRST = FirstToken(16_384, 128 << 20, (50.0, 40.0, 60.0), {"host": (0.5, 0.4, 0.5), "file": (1.0, 1.0, 1.0)})
+FIRST = FirstToken(
+    tokens=16_384,
+    bytes=128 << 20,
+    computed=(50.0, 40.0, 60.0),
+    warm={"host": (0.5, 0.4, 0.5), "file": (1.0, 1.0, 1.0)},
+)
 
 
 def asks(place: str, first_us: float) -> AskTimes:
     """Of a hybrid under the policy whose names are longest."""
     times = CallTimes(first_us / 1e6, 1.162e-3)
     shares = (316e-6, 712e-6, 135e-6, 189e-6)
-    return AskTimes("attention", "weight", place, CallTimes(4e-3, 5e-3), times, CallTimes(4e-4, 9e-4), shares)
+    return AskTimes(
+        layers="attention",
+        policy="weight",
+        place=place,
+        arriving=CallTimes(4e-3, 5e-3),
+        first=times,
+        again=CallTimes(4e-4, 9e-4),
+        shares=shares,
+    )
 
 
 def measured(look_ms: float = 1.0, ask_us: float = 900) -> MeasuredOffload:
@@ -48,9 +66,15 @@ def measured(look_ms: float = 1.0, ask_us: float = 900) -> MeasuredOffload:
         machine=MachineFacts(128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", None),
         chunk_tokens=256,
         chunk_bytes=16 << 20,
-        lookup=LookUpResults(131_072, 512, 1_000_000, 64_292, wide, looks),
+        lookup=LookUpResults(
+            tokens=131_072, chunks=512, stored=1_000_000, in_host=64_292, keys=wide, looks=looks
+        ),
         asking=AskResults(
-            131_072, 512, (15_339,) * 4, 70, (asks("all five", 700), asks("each a part", ask_us))
+            tokens=131_072,
+            chunks=512,
+            known=(15_339,) * 4,
+            rounds=70,
+            asks=(asks("all five", 700), asks("each a part", ask_us)),
         ),
         hooks=HOOKS,
         first_token=FIRST,

@@ -25,13 +25,27 @@ def _measured(planning_ms: float = 1.0, ready_ms: float = 30.0) -> MeasuredOverh
         machine=MachineFacts(
             128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm"
         ),
-        planning=PlanningTimes(131_072, 262_144, ("direct",), wide, wide, wide, wide),
+        planning=PlanningTimes(
+            tokens=131_072,
+            pages=262_144,
+            strategies=("direct",),
+            tables=wide,
+            plan=wide,
+            ours=wide,
+            chunks=wide,
+        ),
         making=wide,
         readiness=tuple(
-            Readiness(name, (4, 16), (12_345, 6_789), 1_234_567, Spread(ready_ms / 1e3, 1e-3, ready_ms / 1e3))
+            Readiness(
+                model=name,
+                parallel=(4, 16),
+                blocks=(12_345, 6_789),
+                descriptors=1_234_567,
+                seconds=Spread(ready_ms / 1e3, 1e-3, ready_ms / 1e3),
+            )
             for name in ("Nemotron-3-Nano-30B-A3B", "Kimi-K3")
         ),
-        hooks=HookTimes(1500, 40, 4, 1024, 3e-6, 4e-5, 0.048),
+        hooks=HookTimes(steps=1500, loads=40, in_flight=4, tokens=1024, median=3e-6, p99=4e-5, longest=0.048),
     )
 
 

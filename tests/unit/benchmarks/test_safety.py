@@ -18,11 +18,20 @@ from support.keys import KEYS
 
 
 def test_a_share_is_taken_within_a_round_and_compared_with_its_target():
-    cost = ProtectionCost("curve", "talk", (3.0, 4.0, 9.0), (2.0, 2.0, 2.0), (100.0, 100.0, 100.0), 0.02)
+    cost = ProtectionCost(
+        part="curve",
+        work="talk",
+        on=(3.0, 4.0, 9.0),
+        off=(2.0, 2.0, 2.0),
+        whole=(100.0, 100.0, 100.0),
+        target=0.02,
+    )
     assert (cost.extra.median, cost.share.median, cost.share.high) == (2.0, 0.02, 0.07)
     assert cost.reached
-    assert not ProtectionCost("curve", "talk", (3.0,), (2.0,), (10.0,), 0.02).reached
-    assert ProtectionCost("curve", "talk", (3.0,), (2.0,)).share.median == 0.5
+    assert not ProtectionCost(
+        part="curve", work="talk", on=(3.0,), off=(2.0,), whole=(10.0,), target=0.02
+    ).reached
+    assert ProtectionCost(part="curve", work="talk", on=(3.0,), off=(2.0,)).share.median == 0.5
 
 
 @pytest.mark.parametrize("keys", [KEYS, None])
@@ -43,9 +52,16 @@ def test_a_transfer_that_asks_for_no_gathering_redeems_a_ticket_and_gives_it_bac
 def test_it_fits_80_columns():
     costs = (
         ProtectionCost(
-            "curve", "18 messages of a staged transfer", (3e-3,) * 7, (2e-3,) * 7, (1.0,) * 7, 0.02
+            part="curve",
+            work="18 messages of a staged transfer",
+            on=(3e-3,) * 7,
+            off=(2e-3,) * 7,
+            whole=(1.0,) * 7,
+            target=0.02,
         ),
-        ProtectionCost("curve", "a connection and its first answer", (3e-3,) * 7, (2e-3,) * 7),
+        ProtectionCost(
+            part="curve", work="a connection and its first answer", on=(3e-3,) * 7, off=(2e-3,) * 7
+        ),
     )
     job = SafetyJob(parts=("curve",), reading=read_geometry("Qwen3-0.6B"), tokens=4096, repeats=7)
     console = Console(width=80, record=True, highlight=False)
