@@ -24,7 +24,7 @@ from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.raw_reads import RawReads
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine, simulate_engine, span_of
-from kvferry.plan.side import Side, block_tokens
+from kvferry.plan.side import EngineSide, block_tokens
 from kvferry.planning.select import needed_tokens
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs_file import load_costs
@@ -139,7 +139,7 @@ def moved_tokens(job: LayoutJob, reading: ModelReading) -> int:
 def _block_tokens(reading: ModelReading, tp: int) -> int:
     """Return the block size of an engine with `tp` ranks, or 1 if no such engine is possible."""
     try:
-        return block_tokens(reading, Side(tp=tp))[0]
+        return block_tokens(reading, EngineSide(tp=tp))[0]
     except GeometryError:
         return 1
 
@@ -196,7 +196,9 @@ def pair_of(cell: Cell, reading: ModelReading, tokens: int) -> tuple[SimulatedEn
         GeometryError: one of them cannot exist.
     """
     src, dst = (
-        simulate_engine(f"{cell.layout}/{tp}", reading, Side(tp=tp, layout=cell.layout), tokens, seed=seed)
+        simulate_engine(
+            f"{cell.layout}/{tp}", reading, EngineSide(tp=tp, layout=cell.layout), tokens, seed=seed
+        )
         for seed, tp in ((1, cell.src_tp), (2, cell.dst_tp))
     )
     return src, dst

@@ -27,7 +27,7 @@ from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import Canonical
+from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys.chunk import ChunkKeys
 
 LAYERS = {
@@ -99,7 +99,7 @@ class _AskSeconds:
     shares: tuple[float, ...] | None
 
 
-def _keep(canonical: Canonical, prompt: list[int], place: str, keys: list[list[bytes]]) -> None:
+def _keep(canonical: CanonicalForm, prompt: list[int], place: str, keys: list[list[bytes]]) -> None:
     """Add the keys that each tier has of a prompt."""
     chunks, count = (
         PromptChunks(canonical.groups, ChunkKeys(CHUNK_TOKENS, prompt)),

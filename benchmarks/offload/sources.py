@@ -41,9 +41,9 @@ from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import Canonical, canonical_of
+from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.observe.traces import TraceBuffer
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -75,12 +75,12 @@ _SPEEDS = dict(zip((PEER, HOST, *SLOW), (400_000, 900_000, 200_000, 150_000, 50_
 
 def model(name: str, kinds: Iterable[GroupKind]) -> ModelCache:
     """Return a model with one layer of each kind, as small as layers can be."""
-    rows = tuple(Stored(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
-    state = (Stored("ssm", 4, 2, (("row", 8),)),)
+    rows = tuple(StoredField(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
+    state = (StoredField("ssm", 4, 2, (("row", 8),)),)
     return ModelCache(
         name,
         tuple(
-            LayerStore(
+            LayerCache(
                 kind, _WINDOW if kind is GroupKind.SLIDING else 0, state if kind is GroupKind.STATE else rows
             )
             for kind in kinds
@@ -88,9 +88,9 @@ def model(name: str, kinds: Iterable[GroupKind]) -> ModelCache:
     )
 
 
-def chunks_of(of: ModelCache) -> Canonical:
+def chunks_of(of: ModelCache) -> CanonicalForm:
     """Return the form of a model's chunks."""
-    return canonical_of(lay_out(of, _shape(of)), CHUNK_TOKENS)
+    return canonical_form_of(lay_out(of, _shape(of)), CHUNK_TOKENS)
 
 
 def _shape(of: ModelCache) -> EngineShape:
@@ -106,7 +106,7 @@ class KnownChunks:
     """
 
     def __init__(
-        self, stack: ExitStack, folder: Path, canonical: Canonical, keys: Sequence[Sequence[bytes]]
+        self, stack: ExitStack, folder: Path, canonical: CanonicalForm, keys: Sequence[Sequence[bytes]]
     ) -> None:
         """Make the tiers.
 

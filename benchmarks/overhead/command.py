@@ -38,12 +38,12 @@ def overhead(
     from benchmarks.overhead import report
     from benchmarks.overhead.measure import OverheadJob, measure
     from kvferry.measuring.simulated import read_geometry
-    from kvferry.plan.side import Side
+    from kvferry.plan.side import EngineSide
 
     changes = without_none(num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
     job = OverheadJob(
         reading=read_geometry(geometry, changes, dtype),
-        side=Side(block_tokens=block_size),
+        side=EngineSide(block_tokens=block_size),
         planned_tokens=tokens,
         moved_tokens=moved,
         repeats=repeats,

@@ -12,7 +12,7 @@ from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine, simulate_engine
 from kvferry.measuring.spread import Spread
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class OverheadJob:
     """
 
     reading: ModelReading
-    side: Side = field(default_factory=Side)
+    side: EngineSide = field(default_factory=EngineSide)
     planned_tokens: int = 131_072
     moved_tokens: int = 4096
     repeats: int = 9

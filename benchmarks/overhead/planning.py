@@ -20,14 +20,14 @@ import zmq
 from kvferry.geometry import GroupKind, Region
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.measuring.producer_process import ProducerProcess
 from kvferry.measuring.raw_reads import RawReads
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine, simulate_engine
 from kvferry.measuring.spread import Spread
 from kvferry.measuring.worker_steps import as_arrays
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strategy import LANE_BYTES
 from kvferry.transport.agent import Agent
@@ -120,7 +120,8 @@ def time_making(reading: ModelReading, tokens: int, repeats: int, settings: Mapp
     """
     small = small_pages(reading)
     src, dst = (
-        simulate_engine(name, small, Side(), tokens, seed=seed) for seed, name in enumerate(("src", "dst"))
+        simulate_engine(name, small, EngineSide(), tokens, seed=seed)
+        for seed, name in enumerate(("src", "dst"))
     )
     with (
         ProducerProcess([src], settings) as producer,
@@ -136,8 +137,8 @@ def small_pages(reading: ModelReading) -> ModelReading:
 
     The number of blocks, layers and descriptors stays the same; memory shrinks.
     """
-    stored = tuple(Stored(name, 2, 1, (("content", 4),)) for name in ("k", "v"))
-    layers = tuple(LayerStore(GroupKind.FULL, 0, stored) for _ in reading.cache.layers)
+    stored = tuple(StoredField(name, 2, 1, (("content", 4),)) for name in ("k", "v"))
+    layers = tuple(LayerCache(GroupKind.FULL, 0, stored) for _ in reading.cache.layers)
     return replace(reading, cache=ModelCache(f"{reading.cache.name}, small pages", layers))
 
 

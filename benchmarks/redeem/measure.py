@@ -22,7 +22,7 @@ from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.measuring.spread import Spread, percentile
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
@@ -165,8 +165,8 @@ def _producer(tickets: Sequence[bytes], tokens: int, keys: Keys, *, busy: bool) 
 
 def _produce(pipe: Connection, tickets: Sequence[bytes], tokens: int, keys: Keys, busy: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rows = tuple(Stored(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
-    cache = ModelCache("bench", (LayerStore(GroupKind.FULL, 0, rows),))
+    rows = tuple(StoredField(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
+    cache = ModelCache("bench", (LayerCache(GroupKind.FULL, 0, rows),))
     (rank,) = lay_out(cache, EngineShape(1, (1,), _BLOCK_TOKENS, "LBNHC", 2))
     facts = Facts("bench-producer", _RUN, "kvferry bench", {})
     server = ControlServer(_HOST, 0, ProducerCard(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)

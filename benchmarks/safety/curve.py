@@ -24,7 +24,7 @@ from kvferry.bench.movers import KVFerryMover
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import simulate_engine
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.planning.strategy import Strategy
 from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER
@@ -115,7 +115,7 @@ def _connecting(keys: security.Keys, repeats: int) -> ProtectionCost:
 def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> ProtectionCost:
     """Measure the messages of a transfer, as a share of its time."""
     # Short runs on one side, so that there is something to stage.
-    sides = Side(layout="LBNHC"), Side(layout="LBHNC" if strategy is Strategy.STAGED else "LBNHC")
+    sides = EngineSide(layout="LBNHC"), EngineSide(layout="LBHNC" if strategy is Strategy.STAGED else "LBNHC")
     source, destination = (
         simulate_engine(name, job.reading, side, job.tokens, seed=seed)
         for seed, (name, side) in enumerate(zip(("source", "destination"), sides, strict=True), 1)

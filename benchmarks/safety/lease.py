@@ -13,7 +13,7 @@ from kvferry.bench.rounds import run_rounds
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import simulate_engine
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.transport import lane
 
 TARGET = 0.02
@@ -38,7 +38,7 @@ class UncheckedMover:
 def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionCost]:
     """Measure whole transfers between two processes, with the lease check and without."""
     source, destination = (
-        simulate_engine(name, job.reading, Side(), job.tokens, seed=seed)
+        simulate_engine(name, job.reading, EngineSide(), job.tokens, seed=seed)
         for seed, name in enumerate(("source", "destination"), 1)
     )
     with ProducerProcess([source], use_transports(None)) as producer, Reader(destination, producer) as reader:

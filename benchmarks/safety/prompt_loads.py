@@ -23,9 +23,9 @@ from kvferry.cache.writing import Behind
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadPart, Piece, StoreOrder
 from kvferry.errors import TransferError
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.models import ModelReading
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.body import chunk_group
@@ -75,7 +75,7 @@ class PromptLoads:
         self._keys = [blake2b(b"%d" % number, digest_size=32).digest() for number in range(self.chunks)]
         self._fill(store)
         geometry = ranks.destination.geometry
-        canonical = canonical_of([geometry], CHUNK_TOKENS)
+        canonical = canonical_form_of([geometry], CHUNK_TOKENS)
         host = HostTier(
             ranks.arena.region.length, [self.chunk_bytes], EVICTION_POLICIES["lru"], store.keys.table
         )
@@ -177,8 +177,8 @@ def prompt_in_files(reading: ModelReading, tokens: int, folder: Path) -> Iterato
         TransferError: a chunk cannot be stored.
     """
     with ExitStack() as stack:
-        ranks = stack.enter_context(RankPair(reading, Side(), max(tokens // CHUNK_TOKENS, 1)))
-        (canonical,) = canonical_of([ranks.source.geometry], CHUNK_TOKENS).groups
+        ranks = stack.enter_context(RankPair(reading, EngineSide(), max(tokens // CHUNK_TOKENS, 1)))
+        (canonical,) = canonical_form_of([ranks.source.geometry], CHUNK_TOKENS).groups
         group = chunk_group(canonical, CHUNK_TOKENS)
         capacity = 2 * ranks.chunks * ranks.chunk_bytes
         store = FileTier(folder, bench_namespace(group), capacity=capacity, table=KeyTable())

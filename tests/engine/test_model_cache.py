@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import per_layer, read_model
-from kvferry.plan.side import Side, shape
+from kvferry.plan.side import EngineSide, shape
 from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.process import Engine
 
@@ -57,7 +57,7 @@ def test_an_engine_keeps_what_was_read(family: str, checkpoints: Path, tmp_path:
         for group in theirs
         for name, kind, attention_span, size in group
     }
-    groups = shape(reading, Side(), 1).groups
+    groups = shape(reading, EngineSide(), 1).groups
     assert Counter(len(group.layers) for group in groups) == Counter(map(len, theirs))
 
 

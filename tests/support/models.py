@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.pagemap import LAYOUTS, is_compact
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 
 COMPACT = tuple(name for name in LAYOUTS if is_compact(name))
 """Layouts in which pages of different size can share slots."""
@@ -13,7 +13,7 @@ SPLITS = [(name, kernels) for name in LAYOUTS for kernels in (1, 2) if kernels =
 """Layouts, and kernel blocks that a block is made of in them."""
 
 
-def model(*stores: LayerStore) -> ModelCache:
+def model(*stores: LayerCache) -> ModelCache:
     return ModelCache("made up", stores)
 
 
@@ -24,15 +24,15 @@ def attention(
     item: int = 2,
     kind: GroupKind = GroupKind.FULL,
     attention_span: int = 0,
-) -> LayerStore:
+) -> LayerCache:
     """K and V of so many elements per head."""
     widths = {"k": k, "v": v}
-    return LayerStore(
-        kind, attention_span, tuple(Stored(n, item, heads, (("content", w),)) for n, w in widths.items())
+    return LayerCache(
+        kind, attention_span, tuple(StoredField(n, item, heads, (("content", w),)) for n, w in widths.items())
     )
 
 
-def state(heads: int = 4, conv: int = 2) -> LayerStore:
+def state(heads: int = 4, conv: int = 2) -> LayerCache:
     """A convolution's inputs in two bytes, a recurrent state in four."""
-    ssm = Stored("ssm", 4, heads, (("row", 2), ("column", 3)))
-    return LayerStore(GroupKind.STATE, 0, (Stored("conv.x", 2, conv, (("width", 3),)), ssm))
+    ssm = StoredField("ssm", 4, heads, (("row", 2), ("column", 3)))
+    return LayerCache(GroupKind.STATE, 0, (StoredField("conv.x", 2, conv, (("width", 3),)), ssm))

@@ -29,7 +29,7 @@ from kvferry.measuring.machine import machine_facts
 from kvferry.measuring.producer_process import ProducerProcess
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs_file import read_costs, write_costs
 
@@ -46,7 +46,7 @@ def _quiet(_: str) -> None:
 
 
 def _engine(name: str, seed: int, **side: int | str) -> SimulatedEngine:
-    return simulate_engine(name, TINY, Side(**side), TOKENS, seed=seed)
+    return simulate_engine(name, TINY, EngineSide(**side), TOKENS, seed=seed)
 
 
 SOURCE = _engine("source", 1)
@@ -60,7 +60,7 @@ def reader():
 
 def test_everything_is_measured_once_through() -> None:
     measured = measure(
-        TransferJob(reading=TINY, side=Side(), tokens=TOKENS, order="scattered", repeats=7),
+        TransferJob(reading=TINY, side=EngineSide(), tokens=TOKENS, order="scattered", repeats=7),
         _quiet,
     )
     loaded = json.loads(json.dumps(transfer_report.as_json(measured)))

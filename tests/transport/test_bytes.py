@@ -112,7 +112,7 @@ def test_what_is_read_is_what_was_written(world, case, strategy):
         spans = [span] * len(case.dst.groups)
         expected = expect(reader.rank, sources, spans, dst_tables, reader.before, cleared=True)
         expected.check(reader.memory.bytes)
-        assert sum(result.plan.bytes_by_group) == result.plan.tally.bytes > 0
+        assert sum(result.plan.bytes_by_group) == result.plan.counts.bytes > 0
         assert strategy is None or set(result.plan.strategy_by_group) == {strategy}
 
 
@@ -153,5 +153,5 @@ def test_when_everything_is_there_nothing_is_read(world):
     result = reader.result("load")
     assert result is not None
     assert result.failure is None
-    assert result.plan.tally.bytes == reader.agent.posted == 0
+    assert result.plan.counts.bytes == reader.agent.posted == 0
     assert (reader.memory.bytes == reader.before).all()

@@ -10,12 +10,12 @@ from typing import Self
 
 from kvferry.connector.worker.chunk_routes import ChunkRoutes
 from kvferry.errors import ConfigError
-from kvferry.geometry.canonical import CanonicalGroup, canonical_of, chunk_pool
+from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of, chunk_pool
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.measuring import content
 from kvferry.measuring.simulated import simulate_engine
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.template import build_templates
 from kvferry.tiers.host.arena import Arena
@@ -29,8 +29,8 @@ def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalG
     Raises:
         ConfigError: the model has chunks of several kinds.
     """
-    held = simulate_engine("chunk", reading, Side(), tokens)
-    groups = canonical_of(lay_out(held.model, held.shape), tokens).groups
+    held = simulate_engine("chunk", reading, EngineSide(), tokens)
+    groups = canonical_form_of(lay_out(held.model, held.shape), tokens).groups
     if len(groups) > 1:
         raise ConfigError(
             f"{reading.cache.name} has layers of several kinds; this command measures models whose layers "
@@ -51,7 +51,7 @@ class RankPair:
         tables: blocks of the prompt, the same on both ranks.
     """
 
-    def __init__(self, reading: ModelReading, side: Side, chunks: int) -> None:
+    def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
         """Allocate three times the memory of all chunks.
 
         Args:
@@ -66,7 +66,7 @@ class RankPair:
         self.layout, self.chunks = side.layout, chunks
         self.source, self.destination = held.allocated(0), held.allocated(0)
         content.fill_blocks(self.source, held)
-        self._canonical = canonical_of([self.source.geometry], CHUNK_TOKENS)
+        self._canonical = canonical_form_of([self.source.geometry], CHUNK_TOKENS)
         self.chunk_bytes = self._canonical.groups[0].chunk_bytes
         self.arena = Arena.create(chunks * self.chunk_bytes)
         if self.arena.collapsing is not None:

@@ -12,7 +12,7 @@ from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
 from kvferry.bench.tier_cases import TierSpeed, measure_cases
 from kvferry.geometry.models import ModelReading
 from kvferry.measuring.machine import MachineFacts, machine_facts
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class TiersJob:
     """
 
     reading: ModelReading
-    sides: tuple[Side, ...]
+    sides: tuple[EngineSide, ...]
     depths: tuple[int, ...]
     repeats: int
     path: Path

@@ -12,7 +12,7 @@ from kvferry.measuring.machine import MachineFacts, machine_facts
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import simulate_engine
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class TransferJob:
     """
 
     reading: ModelReading
-    side: Side
+    side: EngineSide
     tokens: int
     order: str
     repeats: int

@@ -57,7 +57,7 @@ def transfer(
     from kvferry.bench import transfer_report
     from kvferry.bench.transfer import TransferJob, measure
     from kvferry.measuring.simulated import ORDERS, read_geometry
-    from kvferry.plan.side import Side
+    from kvferry.plan.side import EngineSide
 
     if order not in ORDERS:
         raise ConfigError(f"--order {order} is not known; choose one of {', '.join(ORDERS)}")
@@ -72,7 +72,7 @@ def transfer(
         measured = measure(
             TransferJob(
                 reading=reading,
-                side=Side(block_tokens=block_size),
+                side=EngineSide(block_tokens=block_size),
                 tokens=tokens,
                 order=order,
                 repeats=repeats,
@@ -155,10 +155,10 @@ def tiers(
     from kvferry.bench import tiers_report
     from kvferry.bench.tiers import TiersJob, measure
     from kvferry.measuring.simulated import read_geometry
-    from kvferry.plan.side import Side
+    from kvferry.plan.side import EngineSide
 
     reading = read_geometry(geometry, without_none(num_hidden_layers=layers))
-    sides = tuple(Side(layout=layout, block_tokens=block_size) for layout in parse_layouts(layouts))
+    sides = tuple(EngineSide(layout=layout, block_tokens=block_size) for layout in parse_layouts(layouts))
     chunks_in_flight = _parse_depths(depths)
     with work_folder(path) as folder, progress_line() as progress:
         measured = measure(

@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError
 if TYPE_CHECKING:
     from kvferry.geometry.models import ModelReading
     from kvferry.plan.forecast import Forecast
-    from kvferry.plan.kept import Kept
+    from kvferry.plan.kept import TierForecast
 
 _STEP_TOKENS, _PROMPT_TOKENS = 8192, 128 << 10
 
@@ -65,17 +65,17 @@ def plan(
     separate = _checked(tokens, kv)
     from kvferry.plan.cost import Pricing, link, pinned
     from kvferry.plan.forecast import forecast
-    from kvferry.plan.kept import Asked, keep
-    from kvferry.plan.side import Side, layout_of
+    from kvferry.plan.kept import KeptSettings, keep
+    from kvferry.plan.side import EngineSide, layout_of
     from kvferry.plan.snapshots import retention_of
     from kvferry.transport.costs_file import load_costs
 
-    source = Side(tp, pp, layout_of(layout, reading), block_size)
+    source = EngineSide(tp, pp, layout_of(layout, reading), block_size)
     to = layout_of(to_layout, reading) if to_layout else None
     destination = replace(source, **without_none(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size))
     pricing = Pricing(link(load_costs(costs), bandwidth), pinned(strategy))
     made = forecast(reading, (source, destination), tokens, pricing, separate=separate)
-    asked = Asked(step_tokens, retention_of(retention), chunk_tokens, snapshot_tokens, kept_tokens)
+    asked = KeptSettings(step_tokens, retention_of(retention), chunk_tokens, snapshot_tokens, kept_tokens)
     kept = keep(reading, source, asked)
     if html is not None:
         _draw(html, made, reading, separate=separate)
@@ -111,7 +111,7 @@ def _print_table() -> None:
     show_table(Console(highlight=False))
 
 
-def _print(made: Forecast, kept: Kept) -> None:
+def _print(made: Forecast, kept: TierForecast) -> None:
     from rich.console import Console
 
     from kvferry.plan.show import show
@@ -122,7 +122,7 @@ def _print(made: Forecast, kept: Kept) -> None:
     show_kept(kept, console)
 
 
-def _print_json(made: Forecast, kept: Kept) -> None:
+def _print_json(made: Forecast, kept: TierForecast) -> None:
     from kvferry.plan.numbers import as_json
     from kvferry.plan.numbers_kept import kept_as_json
 

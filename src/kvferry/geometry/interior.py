@@ -15,7 +15,7 @@ from kvferry.errors import GeometryError
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
 from kvferry.geometry.pagemap import PageMap
 from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerStore, Stored
+from kvferry.geometry.store import LayerCache, StoredField
 
 HEAD = "head"
 STATE = "state"
@@ -46,7 +46,7 @@ def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlacedField:
     """One field inside a page.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
         offset: first byte, inside the content of a head and token, or inside the snapshot.
     """
 
-    stored: Stored
+    stored: StoredField
     start: int
     count: int
     offset: int
@@ -89,7 +89,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Interior:
+class PageInterior:
     """The inside of one rank's page.
 
     Attributes:
@@ -109,7 +109,7 @@ class Interior:
     tokens: int
     content: int
     alignment: int
-    parts: tuple[Part, ...]
+    placed_fields: tuple[PlacedField, ...]
 
     @property
     def page_bytes(self) -> int:
@@ -120,18 +120,18 @@ class Interior:
         """Describe a page whose heads and tokens lie as `where` maps them."""
         _, kernel, head, token, _ = where.strides
         if self.snapshot:
-            fields = tuple(part.field(part.stored.head_bytes, ()) for part in self.parts)
+            fields = tuple(part.field(part.stored.head_bytes, ()) for part in self.placed_fields)
             return PageFormat("state", 0, self.content, fields)
         if self.state_tokens > 1:
-            whole = tuple(part.entries(self.tokens, token) for part in self.parts)
+            whole = tuple(part.entries(self.tokens, token) for part in self.placed_fields)
             return PageFormat("compressed", self.tokens * self.state_tokens, self.page_bytes, whole)
         split = ((self.kernels, kernel),) if self.kernels > 1 else ()
-        fields = tuple(part.field(head, (*split, (self.tokens, token))) for part in self.parts)
+        fields = tuple(part.field(head, (*split, (self.tokens, token))) for part in self.placed_fields)
         reach = max(field.extent()[1] for field in fields)
         return PageFormat("packed", self.kernels * self.tokens, reach, fields)
 
 
-def interior_of(store: LayerStore, tokens: int, kernels: int, tp_rank: int, tp: int) -> Interior:
+def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp: int) -> PageInterior:
     """Compute the inside of one rank's page of a layer.
 
     Args:
@@ -151,11 +151,11 @@ def interior_of(store: LayerStore, tokens: int, kernels: int, tp_rank: int, tp: 
             f"a page of {store.kind} packs its fields per head, so all need as many heads, "
             f"but there are {listed}; describe what has other heads as a layer of its own"
         )
-    parts = []
+    placed_fields = []
     at = 0
     for stored, (start, count) in zip(store.fields, held, strict=True):
         at = round_up(at, _alignment(stored))
-        parts.append(Part(stored, start, count, at))
+        placed_fields.append(PlacedField(stored, start, count, at))
         at += stored.head_bytes * (count if snapshot else 1)
     alignment = max(_alignment(stored) for stored in store.fields)
     heads = 1 if snapshot else held[0][1]
@@ -165,8 +165,15 @@ def interior_of(store: LayerStore, tokens: int, kernels: int, tp_rank: int, tp: 
         if any(stored.heads for stored in store.fields):
             raise GeometryError(f"an entry per {store.state_tokens} tokens cannot be shared out by head")
         tokens = max(tokens // store.state_tokens, 1)
-    return Interior(
-        snapshot, store.state_tokens, kernels, heads, tokens, round_up(at, alignment), alignment, tuple(parts)
+    return PageInterior(
+        snapshot,
+        store.state_tokens,
+        kernels,
+        heads,
+        tokens,
+        round_up(at, alignment),
+        alignment,
+        tuple(placed_fields),
     )
 
 
@@ -175,6 +182,6 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _alignment(stored: Stored) -> int:
+def _alignment(stored: StoredField) -> int:
     """Return the alignment of elements: the largest power of two, at most 16, that divides their size."""
     return gcd(stored.item_bytes, 16)

@@ -20,21 +20,21 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvferry.errors import GeometryError
-from kvferry.geometry.interior import Interior, interior_of, round_up
-from kvferry.geometry.pagemap import LAYOUTS, PageMap, Room, is_compact, page_map
+from kvferry.geometry.interior import PageInterior, page_interior, round_up
+from kvferry.geometry.pagemap import LAYOUTS, PageMap, PoolRoom, is_compact, page_map
 from kvferry.geometry.rank import Group, Layer, RankGeometry, Region
-from kvferry.geometry.store import LayerStore, ModelCache
+from kvferry.geometry.store import LayerCache, ModelCache
 
 __all__ = [
     "LAYOUTS",
     "EngineShape",
     "GroupShape",
     "RankLayout",
-    "even_stages",
     "group_layers",
     "lay_out",
+    "lay_out_rank",
     "layer_name",
-    "place_rank",
+    "split_stages",
 ]
 
 
@@ -101,10 +101,10 @@ class EngineShape:
         return self.block_tokens // self.kernel_tokens if self.kernel_tokens else 1
 
 
-def even_stages(layers: int, pp: int) -> tuple[int, ...]:
+def split_stages(layers: int, pp: int) -> tuple[int, ...]:
     """Layers per pipeline rank as vLLM shares them out: the rest goes to the ranks before the last.
 
-    >>> even_stages(30, 4), even_stages(5, 2)
+    >>> split_stages(30, 4), split_stages(5, 2)
     ((7, 8, 8, 7), (3, 2))
 
     Args:
@@ -124,7 +124,7 @@ def even_stages(layers: int, pp: int) -> tuple[int, ...]:
 
 
 def group_layers(
-    model: ModelCache, counts: Mapping[LayerStore, int] | None = None
+    model: ModelCache, counts: Mapping[LayerCache, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Numbers of the layers of each group: those that keep the same, groups by their first layer.
 
@@ -133,7 +133,7 @@ def group_layers(
         counts: groups that the layers of each kind are dealt out to, in turns, so that each has layers on
             every pipeline rank; None: one group per kind.
     """
-    alike: dict[LayerStore, list[int]] = {}
+    alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
         alike.setdefault(store, []).append(number)
     groups = []
@@ -170,9 +170,9 @@ def lay_out(
     page has 2 heads of 16 tokens of 32 bytes.
 
     >>> from kvferry.geometry.rank import GroupKind
-    >>> from kvferry.geometry.store import Stored
-    >>> fields = tuple(Stored(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
-    >>> model = ModelCache("tiny", (LayerStore(GroupKind.FULL, 0, fields),) * 2)
+    >>> from kvferry.geometry.store import StoredField
+    >>> fields = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
+    >>> model = ModelCache("tiny", (LayerCache(GroupKind.FULL, 0, fields),) * 2)
     >>> first, second = lay_out(model, EngineShape(2, (2,), 16, "LBHNC", 10), (0, 1 << 20))
     >>> [(layer.address, layer.block_stride) for layer in first.groups[0].layers]
     [(0, 1024), (10240, 1024)]
@@ -191,10 +191,12 @@ def lay_out(
         addresses = [(1 << 40) + (rank << 38) for rank in range(engine.ranks)]
     if len(addresses) != engine.ranks:
         raise GeometryError(f"{len(addresses)} addresses for {engine.ranks} ranks")
-    return tuple(place_rank(model, engine, rank, address).geometry for rank, address in enumerate(addresses))
+    return tuple(
+        lay_out_rank(model, engine, rank, address).geometry for rank, address in enumerate(addresses)
+    )
 
 
-def place_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) -> RankLayout:
+def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) -> RankLayout:
     """Where one rank keeps its part, in a pool that begins at `address`; its one region is the pool.
 
     Args:
@@ -249,10 +251,10 @@ def _by_kind(model: ModelCache, block_tokens: int) -> tuple[GroupShape, ...]:
     return tuple(GroupShape(n, model.layers[n[0]].block_tokens or block_tokens) for n in found)
 
 
-def _inside(store: LayerStore, tokens: int, engine: EngineShape, tp_rank: int) -> Interior:
+def _inside(store: LayerCache, tokens: int, engine: EngineShape, tp_rank: int) -> PageInterior:
     if tokens != engine.block_tokens:
-        return interior_of(store, tokens, 1, tp_rank, engine.tp)
-    return interior_of(store, engine.kernel_tokens or tokens, engine.kernels, tp_rank, engine.tp)
+        return page_interior(store, tokens, 1, tp_rank, engine.tp)
+    return page_interior(store, engine.kernel_tokens or tokens, engine.kernels, tp_rank, engine.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,7 @@ class _Pool:
     block_bytes: int
 
     @classmethod
-    def of(cls, engine: EngineShape, groups: Sequence[tuple[Interior, int]]) -> Self:
+    def of(cls, engine: EngineShape, groups: Sequence[tuple[PageInterior, int]]) -> Self:
         """The pool of groups, each with how many layers of it are on this rank.
 
         Raises:
@@ -285,14 +287,14 @@ class _Pool:
         widest = max(layers * inside.page_bytes for inside, layers in groups)
         return cls(slots, 0, round_up(widest, alignment))
 
-    def room(self, inside: Interior) -> Room:
+    def room(self, inside: PageInterior) -> PoolRoom:
         """What the pages of a group have, in kernel blocks."""
         if not self.slot_bytes:
-            return Room(self.slots, block_stride=self.block_bytes)
-        return Room(self.slots, self.slot_bytes // inside.kernels)
+            return PoolRoom(self.slots, block_stride=self.block_bytes)
+        return PoolRoom(self.slots, self.slot_bytes // inside.kernels)
 
 
-def _slot_bytes(engine: EngineShape, insides: Sequence[Interior]) -> int:
+def _slot_bytes(engine: EngineShape, insides: Sequence[PageInterior]) -> int:
     """Bytes of one block in one slot.
 
     Raises:

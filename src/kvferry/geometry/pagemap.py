@@ -75,7 +75,7 @@ class PageMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class PoolRoom:
     """What a pool has for the pages of a group, where that is more than they need.
 
     Attributes:
@@ -94,7 +94,7 @@ def page_map(
     address: int,
     counts: tuple[int, int, int, int, int],
     kernels: int = 1,
-    room: Room = Room(),
+    room: PoolRoom = PoolRoom(),
 ) -> PageMap:
     """The strides of a layout.
 

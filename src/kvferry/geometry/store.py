@@ -1,8 +1,9 @@
 """What a model keeps per layer, before any engine decides where.
 
-A `Stored` field is the same whoever serves the model: its name, its element, its heads and the rest of its
-axes. A `LayerStore` is all that one layer keeps, a `ModelCache` is the layers of a model. `layout` turns one
-of these and the decisions of an engine (parallel sizes, block size, memory layout) into its ranks' geometry.
+A `StoredField` field is the same whoever serves the model: its name, its element, its heads and the rest of
+its axes. A `LayerCache` is all that one layer keeps, a `ModelCache` is the layers of a model. `layout`
+turns one of these and the decisions of an engine (parallel sizes, block size, memory layout) into its
+ranks' geometry.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvferry.geometry.rank import GroupKind
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredField:
     """One field of a layer, over all ranks.
 
     Attributes:
@@ -45,7 +46,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerStore:
+class LayerCache:
     """What one layer keeps.
 
     Attributes:
@@ -59,7 +60,7 @@ class LayerStore:
 
     kind: GroupKind
     attention_span: int
-    fields: tuple[Stored, ...]
+    fields: tuple[StoredField, ...]
     block_tokens: int = 0
     state_tokens: int = 1
 
@@ -92,5 +93,5 @@ class ModelCache:
     """
 
     name: str
-    layers: tuple[LayerStore, ...]
+    layers: tuple[LayerCache, ...]
     query_heads: int = 0

@@ -64,7 +64,7 @@ class Namespace:
             dtype: what is computed in.
             kv_dtype: element type of the cache.
             scales: of quantised KV, by name; those that were computed at run time differ from run to run.
-            form: what every byte of a chunk is, the lines of `Canonical.describe`.
+            form: what every byte of a chunk is, the lines of `CanonicalForm.describe`.
             name: the model's, for people.
 
         Raises:

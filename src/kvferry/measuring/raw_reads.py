@@ -14,7 +14,7 @@ from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine
-from kvferry.planning.prepared_lists import Indices
+from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.connected_peer import ConnectedPeer
@@ -40,7 +40,7 @@ class PreparedLists:
 
     local: Any
     remote: Any
-    indices: Indices
+    indices: DescriptorIndices
     bytes: int
 
 
@@ -70,7 +70,7 @@ class RawReads:
         (rank,) = plan.ranks
         lists = rank.source.lists
         assert rank.direct is not None  # noqa: S101 - the strategy is pinned
-        return PreparedLists(lists.local, lists.remote, rank.direct, plan.tally.bytes)
+        return PreparedLists(lists.local, lists.remote, rank.direct, plan.counts.bytes)
 
     def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
         """Prepare descriptors of one length over the same memory, shuffled on both sides.
@@ -90,7 +90,7 @@ class RawReads:
         )
         self._extra += [local, remote]
         shuffle = np.random.default_rng(3).permutation
-        indices = Indices(*(shuffle(places)[:count].astype(np.int32) for _ in range(2)))
+        indices = DescriptorIndices(*(shuffle(places)[:count].astype(np.int32) for _ in range(2)))
         return PreparedLists(local, remote, indices, count * length)
 
     def read(self, lists: PreparedLists) -> float:

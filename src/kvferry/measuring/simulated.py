@@ -16,10 +16,10 @@ from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.models import ModelReading, read_model
-from kvferry.geometry.store import LayerStore, ModelCache
+from kvferry.geometry.store import LayerCache, ModelCache
 from kvferry.memory.owned import OwnedCache, allocate
 from kvferry.plan.find import find_config
-from kvferry.plan.side import Side, shape
+from kvferry.plan.side import EngineSide, shape
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, needed_tokens
 
@@ -99,7 +99,13 @@ def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: st
 
 
 def simulate_engine(
-    name: str, reading: ModelReading, side: Side, tokens: int, *, order: str = "scattered", seed: int = 1
+    name: str,
+    reading: ModelReading,
+    side: EngineSide,
+    tokens: int,
+    *,
+    order: str = "scattered",
+    seed: int = 1,
 ) -> SimulatedEngine:
     """Describe an engine with room for one request and the null block.
 
@@ -133,7 +139,7 @@ def plain_engine(name: str, size: int) -> SimulatedEngine:
     """Describe an engine of full attention that holds a request of about `size` bytes."""
     reading = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
     tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))
-    return simulate_engine(name, reading, Side(layout="BLHNC"), tokens)
+    return simulate_engine(name, reading, EngineSide(layout="BLHNC"), tokens)
 
 
 def block_ids(blocks: int, order: str, seed: int) -> Int64s:
@@ -142,7 +148,7 @@ def block_ids(blocks: int, order: str, seed: int) -> Int64s:
     return np.random.default_rng(seed).permutation(ids) if order == "scattered" else ids
 
 
-def _positions(store: LayerStore, block_tokens: int, tokens: int) -> tuple[int, int]:
+def _positions(store: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
     """Return the range of positions in a group's table that are needed, the end excluded."""
     if store.kind is GroupKind.STATE:
         return 0, 1

@@ -14,7 +14,7 @@ import torch
 
 from kvferry.errors import GeometryError
 from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry, Region
-from kvferry.geometry.layout import EngineShape, place_rank
+from kvferry.geometry.layout import EngineShape, lay_out_rank
 from kvferry.geometry.pagemap import PageMap
 from kvferry.geometry.store import ModelCache
 from kvferry.memory.guard import guard
@@ -125,9 +125,9 @@ def allocate(model: ModelCache, engine: EngineShape, rank: int, device: torch.de
     Raises:
         GeometryError: the engine cannot keep this model; says why.
     """
-    size = place_rank(model, engine, rank, 0).geometry.regions[0].length
+    size = lay_out_rank(model, engine, rank, 0).geometry.regions[0].length
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    placed = place_rank(model, engine, rank, buffer.data_ptr())
+    placed = lay_out_rank(model, engine, rank, buffer.data_ptr())
     on_host = buffer.device.type == "cpu"
     region = Region(
         buffer.data_ptr(), size, "DRAM" if on_host else "VRAM", 0 if on_host else buffer.device.index or 0

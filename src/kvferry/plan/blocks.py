@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvferry.errors import GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.interior import interior_of
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.interior import page_interior
+from kvferry.geometry.store import LayerCache
 
 BLOCK_TOKENS = 16
 _HYBRID_LATENT_ALIGNMENT = 128
@@ -28,7 +28,7 @@ _INDEXED = {GroupKind.MLA: 64, GroupKind.FULL: 128}
 _SIMILAR = 1.5
 
 
-def base_tokens(stores: Iterable[LayerStore], tp: int, asked: int | None) -> tuple[int, str]:
+def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tuple[int, str]:
     """Tokens of a block, and why, in words; empty if it is what was asked for or vLLM's ordinary one.
 
     vLLM's rule for models with recurrent state (`Platform._align_hybrid_block_size`): the least multiple of
@@ -62,7 +62,7 @@ def base_tokens(stores: Iterable[LayerStore], tp: int, asked: int | None) -> tup
     )
 
 
-def _of_kernels(stores: Iterable[LayerStore], asked: int | None) -> tuple[int, str]:
+def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, str]:
     """The size that attention kernels take, where the engine is told none."""
     if asked is not None:
         return asked, ""
@@ -75,8 +75,8 @@ def _of_kernels(stores: Iterable[LayerStore], asked: int | None) -> tuple[int, s
 
 
 def block_sizes(
-    stores: Iterable[LayerStore], tp: int, layout: str, tokens: int
-) -> tuple[dict[LayerStore, int], str]:
+    stores: Iterable[LayerCache], tp: int, layout: str, tokens: int
+) -> tuple[dict[LayerCache, int], str]:
     """Tokens of a block of every kind of layer, and why some have more than others, in words.
 
     vLLM's rule (`unify_kv_cache_spec_page_size`): where a page divides the largest, its block gets as many
@@ -114,8 +114,8 @@ def block_sizes(
 
 
 def group_counts(
-    layers: Iterable[LayerStore], tp: int, layout: str, sizes: Mapping[LayerStore, int]
-) -> dict[LayerStore, int]:
+    layers: Iterable[LayerCache], tp: int, layout: str, sizes: Mapping[LayerCache, int]
+) -> dict[LayerCache, int]:
     """Groups that the layers of every kind are dealt out to.
 
     vLLM's rules: one block table for all layers that need the same tokens. Else groups of as many layers as
@@ -141,15 +141,15 @@ def group_counts(
 
 
 def _packed(
-    alike: Mapping[LayerStore, int], pages: Mapping[LayerStore, int], sizes: Mapping[LayerStore, int]
-) -> dict[LayerStore, int]:
+    alike: Mapping[LayerCache, int], pages: Mapping[LayerCache, int], sizes: Mapping[LayerCache, int]
+) -> dict[LayerCache, int]:
     """Groups by kind of layer where blocks are outermost and pages differ.
 
     Layers that need the same tokens are a *bucket*. Buckets whose layers come in pairs of different pages
     stay whole, and others are dealt out to groups of about as many layers. Without such a bucket only windows
     are dealt out, to groups that fit into the block that the other buckets need.
     """
-    buckets: dict[object, list[LayerStore]] = {}
+    buckets: dict[object, list[LayerCache]] = {}
     for store in alike:
         buckets.setdefault((*_needs(store), sizes[store]), []).append(store)
     even = {need: alike[of[0]] for need, of in buckets.items() if len({alike[store] for store in of}) == 1}
@@ -178,21 +178,21 @@ def _least_padding(counts: Sequence[int], least: int) -> int:
     )
 
 
-def _differ(pages: Mapping[LayerStore, int]) -> bool:
+def _differ(pages: Mapping[LayerCache, int]) -> bool:
     """Whether pages stay of different sizes; snapshots are padded to the size of the others."""
     return len({page for store, page in pages.items() if store.kind is not GroupKind.STATE}) > 1
 
 
-def _one_table(stores: Iterable[LayerStore]) -> bool:
+def _one_table(stores: Iterable[LayerCache]) -> bool:
     """Whether all layers need the same tokens, so that they share a block table, whatever their pages."""
     return len({(*_needs(store), store.block_tokens) for store in stores}) == 1
 
 
-def _needs(store: LayerStore) -> tuple[GroupKind, int]:
+def _needs(store: LayerCache) -> tuple[GroupKind, int]:
     """What decides which tokens a layer needs. Latents are full attention."""
     return GroupKind.FULL if store.kind is GroupKind.MLA else store.kind, store.attention_span
 
 
-def page_bytes(store: LayerStore, tp: int, tokens: int) -> int:
+def page_bytes(store: LayerCache, tp: int, tokens: int) -> int:
     """Bytes of a snapshot, or of a page of so many tokens, on one rank."""
-    return interior_of(store, tokens, 1, 0, tp).page_bytes
+    return page_interior(store, tokens, 1, 0, tp).page_bytes

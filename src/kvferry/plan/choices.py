@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import Canonical
-from kvferry.plan.snapshots import Steps
+from kvferry.geometry.canonical import CanonicalForm
+from kvferry.plan.snapshots import SnapshotSteps
 from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 
@@ -23,7 +23,7 @@ _THINNED = (16, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StorageChoice:
     """What a prompt comes to under some settings.
 
     Attributes:
@@ -35,7 +35,7 @@ class Choice:
             begins alike may have to compute anew of what it shares.
     """
 
-    steps: Steps
+    steps: SnapshotSteps
     snapshot_tokens: int
     snapshots: int
     bytes: int
@@ -43,7 +43,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class StoredPrompt:
     """A prompt that is kept.
 
     Attributes:
@@ -52,11 +52,11 @@ class Prompt:
         tokens: how long it is.
     """
 
-    canonical: Canonical
+    canonical: CanonicalForm
     file_bytes: tuple[int, ...]
     tokens: int
 
-    def choices(self, steps: Steps, every: int) -> tuple[Choice, ...]:
+    def choices(self, steps: SnapshotSteps, every: int) -> tuple[StorageChoice, ...]:
         """What these settings come to, then others that keep more snapshots, or fewer windows.
 
         Args:
@@ -72,14 +72,14 @@ class Prompt:
     def _has_state(self) -> bool:
         return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
 
-    def _coarser(self, steps: Steps, every: int) -> Iterator[tuple[Steps, int]]:
+    def _coarser(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
         """Settings that keep fewer windows."""
         yield steps, every
         if any(group.attention_span for group in self.canonical.groups):
             thinned = (chunks * self.canonical.chunk_tokens for chunks in _THINNED)
             yield from ((steps, tokens) for tokens in thinned if tokens > every)
 
-    def _choice(self, steps: Steps, every: int) -> Choice:
+    def _choice(self, steps: SnapshotSteps, every: int) -> StorageChoice:
         at_hand = self._at_hand(steps, every)
         kept = at_hand.sum(axis=1).tolist()
         tail = 0 if self._has_state or self.tokens % self.canonical.chunk_tokens == 0 else 1
@@ -87,9 +87,9 @@ class Prompt:
         state = [group.kind is GroupKind.STATE for group in self.canonical.groups]
         snapshots = sum(count for count, is_state in zip(kept, state, strict=True) if is_state)
         ends = [0, *self._usable(at_hand), self.tokens]
-        return Choice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
+        return StorageChoice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
 
-    def _at_hand(self, steps: Steps, every: int) -> Bools:
+    def _at_hand(self, steps: SnapshotSteps, every: int) -> Bools:
         """Which whole chunks are kept, bool of shape (groups, chunks)."""
         chunk = self.canonical.chunk_tokens
         ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
@@ -112,7 +112,7 @@ class Prompt:
                 yield end
 
 
-def _finer(steps: Steps, every: int) -> Iterator[tuple[Steps, int]]:
+def _finer(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
     """Settings that leave more snapshots of a long prompt, the finest last."""
     dense = replace(steps, retention=None)
     quarter = max(steps.apart // 4 // steps.block_tokens, 1) * steps.block_tokens

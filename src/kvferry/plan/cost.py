@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from kvferry.errors import ConfigError
-from kvferry.planning.prepared_lists import Tally
+from kvferry.planning.prepared_lists import TransferCounts
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, Strategy, choose_method, segment_bytes, transfer_methods
 from kvferry.planning.template import Route
@@ -86,12 +86,12 @@ def pinned(name: str) -> Strategy | None:
         ) from None
 
 
-def expected(route: Route, cells: Cells, tally: Tally, pricing: Pricing) -> Expected:
+def expected(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> Expected:
     """How the cells of a route will move.
 
     Args:
         route, cells: what moves.
-        tally: counted over both.
+        counts: totals over both.
         pricing: what work costs.
     """
     costs = pricing.costs
@@ -100,7 +100,7 @@ def expected(route: Route, cells: Cells, tally: Tally, pricing: Pricing) -> Expe
     seconds = way.work.seconds(len(cells), costs)
     read_bytes = round(way.work.read_bytes * len(cells))
     if way.strategy is Strategy.DIRECT:
-        descriptors = tally.descriptors
+        descriptors = counts.descriptors
     else:
         # An image that is read whole goes in chunks.
         descriptors = ceil(way.work.descriptors * len(cells)) or ceil(read_bytes / segment_bytes(read_bytes))

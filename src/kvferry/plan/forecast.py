@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.models import ModelReading, per_layer
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.store import LayerCache
 from kvferry.plan.cost import Pricing
-from kvferry.plan.moved import Moved, Sum
-from kvferry.plan.setting import Setting, set_up
-from kvferry.plan.side import Side, block_tokens
+from kvferry.plan.moved import TransferEstimate, TransferTotals
+from kvferry.plan.setting import PlannedTransfer, set_up
+from kvferry.plan.side import EngineSide, block_tokens
 from kvferry.planning.select import needed_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LayerForecast:
     """Layers that keep the same.
 
     Attributes:
@@ -28,13 +28,13 @@ class Row:
         moved: in all.
     """
 
-    store: LayerStore
+    store: LayerCache
     layers: int
     tables: int
     tokens: int
     page_bytes: int
     to_page_bytes: int
-    moved: Moved
+    moved: TransferEstimate
 
     @property
     def is_state(self) -> bool:
@@ -57,12 +57,12 @@ class Forecast:
     """
 
     model: str
-    source: Side
-    destination: Side
+    source: EngineSide
+    destination: EngineSide
     blocks: tuple[int, int]
     tokens: int
-    rows: tuple[Row, ...]
-    whole: Moved
+    rows: tuple[LayerForecast, ...]
+    whole: TransferEstimate
     notes: tuple[str, ...]
 
     @property
@@ -78,7 +78,7 @@ class Forecast:
 
 def forecast(
     reading: ModelReading,
-    sides: tuple[Side, Side],
+    sides: tuple[EngineSide, EngineSide],
     tokens: int,
     pricing: Pricing,
     *,
@@ -97,7 +97,7 @@ def forecast(
         KVFerryError: an engine cannot be set up so, or the two cannot exchange this model's cache.
     """
     setting = set_up(reading, sides, tokens, separate=separate)
-    sums = [Sum() for _ in setting.kinds]
+    sums = [TransferTotals() for _ in setting.kinds]
     for number, dst in enumerate(setting.dsts):
         for route in (route for template in setting.templates(number) for route in template.routes):
             group = dst.groups[route.dst_group]
@@ -110,21 +110,21 @@ def forecast(
         _row(setting, number, counts[kind], sums[number].moved(full_bytes[number]))
         for number, kind in enumerate(setting.kinds)
     )
-    whole = Sum.of(sums).moved(None if None in full_bytes else sum(filter(None, full_bytes)))
+    whole = TransferTotals.of(sums).moved(None if None in full_bytes else sum(filter(None, full_bytes)))
     sizes = [block_tokens(reading, side) for side in sides]
     notes = dict.fromkeys([*reading.notes, *(why for _, why in sizes if why)])
     blocks = (sizes[0][0], sizes[1][0])
     return Forecast(reading.cache.name, *sides, blocks, tokens, rows, whole, tuple(notes))
 
 
-def _row(setting: Setting, number: int, layers: int, moved: Moved) -> Row:
+def _row(setting: PlannedTransfer, number: int, layers: int, moved: TransferEstimate) -> LayerForecast:
     store = setting.kinds[number]
     low, high = needed_tokens(store.kind, store.attention_span, setting.span)
     here, there = (
         [n for n, row in enumerate(rows) if row == number] for rows in (setting.src_rows, setting.dst_rows)
     )
     pages = _page_bytes(setting.srcs, here), _page_bytes(setting.dsts, there)
-    return Row(store, layers, len(there), high - low, *pages, moved)
+    return LayerForecast(store, layers, len(there), high - low, *pages, moved)
 
 
 def _without_window(kind: GroupKind) -> GroupKind:
@@ -139,9 +139,9 @@ def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
 
 def _full_bytes(
     reading: ModelReading,
-    kinds: Sequence[LayerStore],
+    kinds: Sequence[LayerCache],
     totals: Sequence[int],
-    counts: Mapping[LayerStore, int],
+    counts: Mapping[LayerCache, int],
 ) -> list[int | None]:
     """Per kind, what would move if it were full attention.
 
@@ -153,7 +153,7 @@ def _full_bytes(
         for kind, total in zip(kinds, totals, strict=True)
         if kind.kind is not GroupKind.STATE
     ]
-    alone = Counter[LayerStore]()
+    alone = Counter[LayerCache]()
     for stores in per_layer(reading):
         if all(store.kind is GroupKind.STATE for store in stores):
             alone.update(stores)

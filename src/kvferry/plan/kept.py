@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import CanonicalGroup, canonical_of
+from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of
 from kvferry.geometry.canonical.length import check_windows, chunk_length, first_prefix, snapshots_apart
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
-from kvferry.plan.choices import Choice, Prompt
-from kvferry.plan.side import Side, block_tokens, shape
-from kvferry.plan.snapshots import LAST_ONLY, STEP_TOKENS, Steps
+from kvferry.plan.choices import StorageChoice, StoredPrompt
+from kvferry.plan.side import EngineSide, block_tokens, shape
+from kvferry.plan.snapshots import LAST_ONLY, STEP_TOKENS, SnapshotSteps
 from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import NAMESPACE_BYTES, Chunk
 
@@ -22,11 +22,11 @@ _NAME = bytes(NAMESPACE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class KeptSettings:
     """Settings of the engine and of the tiers.
 
     Attributes:
-        step_tokens, retention: as of `Steps`.
+        step_tokens, retention: as of `SnapshotSteps`.
         chunk_tokens, snapshot_tokens: of the connector; None for what it does by itself.
         prompt: tokens of the prompt that is kept.
     """
@@ -66,7 +66,7 @@ class KeptGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TierForecast:
     """What the tiers keep.
 
     Attributes:
@@ -82,11 +82,11 @@ class Kept:
     chunk_tokens: int
     first_tokens: int
     groups: tuple[KeptGroup, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[StorageChoice, ...]
     why_not: str = ""
 
 
-def keep(reading: ModelReading, side: Side, asked: Asked) -> Kept:
+def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierForecast:
     """What the tiers of an engine keep.
 
     Args:
@@ -99,23 +99,23 @@ def keep(reading: ModelReading, side: Side, asked: Asked) -> Kept:
     """
     kinds = {store.kind for store in reading.cache.layers}
     _check_retention(kinds, asked.retention)
-    steps = Steps(block_tokens(reading, side)[0], asked.step_tokens, asked.retention)
+    steps = SnapshotSteps(block_tokens(reading, side)[0], asked.step_tokens, asked.retention)
     apart = snapshots_apart(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
     block = steps.block_tokens if kinds & {GroupKind.SLIDING, GroupKind.CHUNKED} else 1
     chunk = chunk_length(asked.chunk_tokens, apart, block)
     check_windows(chunk, block)
     first = first_prefix(chunk, apart)
     try:
-        canonical = canonical_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)
+        canonical = canonical_form_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)
     except GeometryError as error:
-        return Kept(asked.prompt, 0, 0, (), (), str(error))
+        return TierForecast(asked.prompt, 0, 0, (), (), str(error))
     groups = tuple(_group(group) for group in canonical.groups)
-    prompt = Prompt(canonical, tuple(group.file_bytes for group in groups), asked.prompt)
+    prompt = StoredPrompt(canonical, tuple(group.file_bytes for group in groups), asked.prompt)
     choices = prompt.choices(steps, _every(asked.snapshot_tokens, chunk))
     if first > asked.prompt:
         why = f"no prefix below {first:,} tokens can be loaded, the prompt has {asked.prompt:,}"
-        return Kept(asked.prompt, chunk, first, groups, choices, why)
-    return Kept(asked.prompt, chunk, first, groups, choices)
+        return TierForecast(asked.prompt, chunk, first, groups, choices, why)
+    return TierForecast(asked.prompt, chunk, first, groups, choices)
 
 
 def _check_retention(kinds: Iterable[GroupKind], retention: int | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvferry.plan.cost import Pricing, expected
-from kvferry.planning.prepared_lists import tally
+from kvferry.planning.prepared_lists import count_transfer
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route
@@ -18,7 +18,7 @@ MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferEstimate:
     """What moves, of one kind of layer or of all.
 
     Attributes:
@@ -46,11 +46,11 @@ class Moved:
 
 
 @dataclass(slots=True)
-class Sum:
+class TransferTotals:
     """Counts, added up.
 
     Attributes:
-        pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: as in `Moved`.
+        pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: as in `TransferEstimate`.
         runs: bytes by length of the run they are in.
         strategies: those taken.
         seconds: by rank of the destination.
@@ -76,11 +76,11 @@ class Sum:
             full: those that would if the layers were full attention.
             pricing: what work costs.
         """
-        counted = tally(route, cells)
+        counted = count_transfer(route, cells)
         self.pages += len(route.layers) * len(set(cells.dst_block.tolist()))
         self.descriptors += counted.descriptors
         self.bytes += counted.bytes
-        self.full_bytes += tally(route, full).bytes
+        self.full_bytes += count_transfer(route, full).bytes
         for cell_copy in route.cell_copies:
             for length, count in cell_copy.lengths:
                 self.runs[length] += length * count * len(cells)
@@ -107,15 +107,15 @@ class Sum:
                 whole.seconds[rank] += seconds
         return whole
 
-    def moved(self, full_bytes: int | None) -> Moved:
+    def moved(self, full_bytes: int | None) -> TransferEstimate:
         """As it is shown.
 
         Args:
-            full_bytes: as in `Moved`, where more than these counts decides it.
+            full_bytes: as in `TransferEstimate`, where more than these counts decides it.
         """
         runs = {length: total for length, total in self.runs.items() if total}
         strategies = sorted(self.strategies) or [Strategy.DIRECT]
-        return Moved(
+        return TransferEstimate(
             self.pages,
             self.descriptors,
             self.bytes,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.plan.forecast import Forecast, Row
-from kvferry.plan.moved import Moved
-from kvferry.plan.side import Side
+from kvferry.plan.forecast import Forecast, LayerForecast
+from kvferry.plan.moved import TransferEstimate
+from kvferry.plan.side import EngineSide
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
@@ -29,11 +29,11 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _side(side: Side, block_tokens: int) -> dict[str, Any]:
+def _side(side: EngineSide, block_tokens: int) -> dict[str, Any]:
     return {"tp": side.tp, "pp": side.pp, "block_size": block_tokens, "layout": side.layout}
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: LayerForecast) -> dict[str, Any]:
     kept = row.layers * row.store.bytes_of(1)
     return {
         "kind": row.store.kind.value,
@@ -50,7 +50,7 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _moved(moved: Moved) -> dict[str, Any]:
+def _moved(moved: TransferEstimate) -> dict[str, Any]:
     return {
         "pages": moved.pages,
         "descriptors": moved.descriptors,

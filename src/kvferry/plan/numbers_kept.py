@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.plan.choices import Choice
-from kvferry.plan.kept import Kept, KeptGroup
+from kvferry.plan.choices import StorageChoice
+from kvferry.plan.kept import KeptGroup, TierForecast
 
 
-def kept_as_json(kept: Kept) -> dict[str, Any]:
+def kept_as_json(kept: TierForecast) -> dict[str, Any]:
     """In bytes and tokens."""
     return {
         "prompt_tokens": kept.prompt,
@@ -31,7 +31,7 @@ def _group(one: KeptGroup) -> dict[str, Any]:
     }
 
 
-def _choice(one: Choice) -> dict[str, Any]:
+def _choice(one: StorageChoice) -> dict[str, Any]:
     return {
         "prefix_cache_retention_interval": one.steps.retention,
         "max_num_batched_tokens": one.steps.step_tokens,

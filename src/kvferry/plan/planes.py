@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvferry.geometry.models import ModelReading, per_layer
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.store import LayerCache
 
 
-def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerStore, LayerStore]]:
+def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
     """The model with a layer for K and a layer for V in place of every layer that has both.
 
     Returns:
         It, and for each kind of its layers the kind in `reading` that it is part of.
     """
-    origin: dict[LayerStore, LayerStore] = {}
-    parts: dict[LayerStore, tuple[LayerStore, ...]] = {}
+    origin: dict[LayerCache, LayerCache] = {}
+    parts: dict[LayerCache, tuple[LayerCache, ...]] = {}
     for store in dict.fromkeys(reading.cache.layers):
         names = dict.fromkeys(field.name.partition(".")[0] for field in store.fields)
         planes = [tuple(f for f in store.fields if f.name.partition(".")[0] == name) for name in names]

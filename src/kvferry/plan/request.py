@@ -9,7 +9,7 @@ import numpy as np
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import ModelReading
-from kvferry.plan.side import Side, shape
+from kvferry.plan.side import EngineSide, shape
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
 
@@ -35,7 +35,7 @@ class Tables:
     num_blocks: int
 
 
-def tables(reading: ModelReading, side: Side, tokens: int) -> Tables:
+def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
     """Block tables of all groups of one side; no block in two of them, none of them the null block."""
     layers = reading.cache.layers
     return scattered(

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.store import LayerCache
 from kvferry.plan.planes import apart
 from kvferry.plan.request import Tables, span_of, tables
-from kvferry.plan.side import Side, shape
+from kvferry.plan.side import EngineSide, shape
 from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PlannedTransfer:
     """Two engines and a request, laid out at made-up addresses.
 
     Attributes:
@@ -27,7 +27,7 @@ class Setting:
         span: how much moves.
     """
 
-    kinds: tuple[LayerStore, ...]
+    kinds: tuple[LayerCache, ...]
     src_rows: tuple[int, ...]
     dst_rows: tuple[int, ...]
     srcs: tuple[RankGeometry, ...]
@@ -51,8 +51,8 @@ class Setting:
 
 
 def set_up(
-    reading: ModelReading, sides: tuple[Side, Side], tokens: int, *, separate: bool = False
-) -> Setting:
+    reading: ModelReading, sides: tuple[EngineSide, EngineSide], tokens: int, *, separate: bool = False
+) -> PlannedTransfer:
     """Lay both engines out, and the request on them.
 
     Args:
@@ -71,4 +71,4 @@ def set_up(
     shapes = [shape(laid, side, t.num_blocks) for side, t in zip(sides, (here, there), strict=True)]
     rows = [tuple(row_of[group.layers[0]] for group in each.groups) for each in shapes]
     srcs, dsts = (lay_out(laid.cache, each) for each in shapes)
-    return Setting(kinds, rows[0], rows[1], srcs, dsts, here, there, span_of(tokens))
+    return PlannedTransfer(kinds, rows[0], rows[1], srcs, dsts, here, there, span_of(tokens))

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import read_model
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.store import LayerCache
 from kvferry.plan.forecast import Forecast
-from kvferry.plan.moved import Moved
-from kvferry.plan.side import Side
+from kvferry.plan.moved import TransferEstimate
+from kvferry.plan.side import EngineSide
 from kvferry.plan.table import entries
 from kvferry.units import format_bytes, format_count, format_seconds
 
@@ -42,7 +42,7 @@ def show(forecast: Forecast, console: Console) -> None:
         console.print(f"[dim]Note: {escape(note)}.[/]", highlight=False)
 
 
-def describe(store: LayerStore) -> str:
+def describe(store: LayerCache) -> str:
     """What a layer keeps, in few words: ``full attention``, ``window 1,024``, ``latent``."""
     name = store.fields[0].name if store.kind is GroupKind.MLA else _NAMES[store.kind]
     return f"{name} {store.attention_span:,}" if store.attention_span else name
@@ -58,7 +58,7 @@ def _heading(forecast: Forecast) -> Iterator[str]:
     yield f"keeps {' and '.join(kept)}"
 
 
-def engine(side: Side, block_tokens: int) -> str:
+def engine(side: EngineSide, block_tokens: int) -> str:
     """One side in words."""
     return f"{side.label}, blocks of {block_tokens:,}"
 
@@ -91,7 +91,7 @@ def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
         yield _ALL, "", *_moved(forecast.whole)
 
 
-def _moved(moved: Moved) -> Iterator[str]:
+def _moved(moved: TransferEstimate) -> Iterator[str]:
     yield format_bytes(moved.run_bytes)
     yield format_count(moved.descriptors)
     yield format_bytes(moved.bytes)

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.plan.choices import Choice
-from kvferry.plan.kept import Kept, KeptGroup
+from kvferry.plan.choices import StorageChoice
+from kvferry.plan.kept import KeptGroup, TierForecast
 from kvferry.units import format_bytes
 
 PER_TOKENS = 1024
 """Tokens that sizes of attention are said per."""
 
 
-def show_kept(kept: Kept, console: Console) -> None:
+def show_kept(kept: TierForecast, console: Console) -> None:
     """Print it."""
     console.print()
     if not kept.groups:
@@ -31,7 +31,7 @@ def show_kept(kept: Kept, console: Console) -> None:
         console.print(f"[bold]Nothing of it can be loaded[/]: {escape(kept.why_not)}.", highlight=False)
 
 
-def _first(kept: Kept) -> str:
+def _first(kept: TierForecast) -> str:
     alone = kept.first_tokens == kept.chunk_tokens
     return "" if alone else f", snapshots every {kept.first_tokens:,} tokens at the closest"
 
@@ -44,7 +44,7 @@ def _table(titles: tuple[str, ...]) -> Table:
     return table
 
 
-def _groups(kept: Kept) -> Table:
+def _groups(kept: TierForecast) -> Table:
     table = _table(("layers", "chunk or\nsnapshot", "its file", f"files of\n{PER_TOKENS:,} tokens"))
     for group in kept.groups:
         table.add_row(*_group(group, kept.chunk_tokens))
@@ -58,7 +58,7 @@ def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
     yield "" if one.is_state else format_bytes(one.file_bytes * PER_TOKENS / chunk_tokens)
 
 
-def _choices(kept: Kept) -> Table:
+def _choices(kept: TierForecast) -> Table:
     """A line per choice, the one that was asked for first."""
     state = any(group.is_state for group in kept.groups)
     thinned = any(group.group.attention_span for group in kept.groups) or any(
@@ -72,7 +72,7 @@ def _choices(kept: Kept) -> Table:
     return table
 
 
-def _choice(choice: Choice, *, state: bool, thinned: bool) -> Iterator[str]:
+def _choice(choice: StorageChoice, *, state: bool, thinned: bool) -> Iterator[str]:
     if state:
         retention = choice.steps.retention
         yield "None" if retention is None else f"{retention:,}"

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import LAYOUTS, EngineShape, GroupShape, even_stages, group_layers
+from kvferry.geometry.layout import LAYOUTS, EngineShape, GroupShape, group_layers, split_stages
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.blocks import base_tokens, block_sizes, group_counts
 
@@ -22,7 +22,7 @@ _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class EngineSide:
     """One engine, as it is asked for.
 
     Attributes:
@@ -69,7 +69,7 @@ def layout_of(name: str, reading: ModelReading) -> str:
     return "BLHNC" if len(kinds) > 1 else "BHLNC"
 
 
-def block_tokens(reading: ModelReading, side: Side) -> tuple[int, str]:
+def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
     """Tokens of a block of most layers, and why, in words; empty if it is the ordinary size.
 
     Raises:
@@ -80,7 +80,7 @@ def block_tokens(reading: ModelReading, side: Side) -> tuple[int, str]:
     return tokens, "; ".join(filter(None, (why, more)))
 
 
-def shape(reading: ModelReading, side: Side, num_blocks: int) -> EngineShape:
+def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
     """The engine's shape, with `num_blocks` blocks in each rank's pool.
 
     Raises:
@@ -96,7 +96,7 @@ def shape(reading: ModelReading, side: Side, num_blocks: int) -> EngineShape:
 
 def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
     """Layers that keep something, per pipeline rank: ranks share the model's layers out, all of them."""
-    cuts = [0, *accumulate(even_stages(len(reading.kept), pp))]
+    cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]
     if min(stages) < 1:
         raise ConfigError(

@@ -26,12 +26,13 @@ _EVERY = ("none", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class SnapshotSteps:
     """Settings of an engine that decide where it leaves snapshots.
 
     A prompt of 2,000 tokens in blocks of 128: in one step, in steps of 512, and of those every 1,024:
 
-    >>> [list(Steps(128, step, keep).positions(2000)) for step, keep in ((2048, 0), (600, None), (600, 1024))]
+    >>> settings = ((2048, 0), (600, None), (600, 1024))
+    >>> [list(SnapshotSteps(128, step, keep).positions(2000)) for step, keep in settings]
     [[1920], [512, 1024, 1536, 1920], [1024, 1920]]
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ModelEntry:
     """One model.
 
     Attributes:
@@ -29,15 +29,16 @@ class Entry:
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[ModelEntry, ...]:
     """The table, by name."""
     raw = tomllib.loads((files("kvferry.plan") / "models.toml").read_text())
     return tuple(
-        Entry(name, said["source"], tuple(said.get("also", ())), said["config"]) for name, said in raw.items()
+        ModelEntry(name, said["source"], tuple(said.get("also", ())), said["config"])
+        for name, said in raw.items()
     )
 
 
-def lookup(name: str) -> Entry | None:
+def lookup(name: str) -> ModelEntry | None:
     """The entry of that name, in any case, with or without the organisation in front."""
     wanted = _plain(name)
     return next((entry for entry in entries() if wanted in map(_plain, (entry.name, *entry.also))), None)

@@ -43,7 +43,7 @@ NO_TIER = 1 << 16
 
 
 class GroupPattern(Protocol):
-    """What decides how a group is continued; a `geometry.Group` and a `geometry.store.LayerStore` say it."""
+    """What decides how a group is continued; a `geometry.Group` and a `geometry.store.LayerCache` say it."""
 
     @property
     def kind(self) -> GroupKind:
@@ -218,8 +218,8 @@ def coverage(groups: Sequence[GroupPattern], cut: ChunkedPrompt, places: TierNum
     Raises:
         TransferError: `places` is of another shape, or there is no group.
 
-    >>> from kvferry.geometry.store import LayerStore
-    >>> full, state = LayerStore(GroupKind.FULL, 0, ()), LayerStore(GroupKind.STATE, 0, ())
+    >>> from kvferry.geometry.store import LayerCache
+    >>> full, state = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.STATE, 0, ())
     >>> found = np.array([[0, 0, 1, NO_TIER], [NO_TIER, 0, NO_TIER, 0]])
     >>> both = coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
     >>> both.longest(), both.alone, both.better, both.missing

@@ -2,8 +2,8 @@
 
 A transport prepares the rows of a route once per cell of a block and per block, so that descriptor
 ``base + (row·cells + cell)·blocks + block`` exists before any request does; a request is then two arrays of
-indices (`Entries`). `expand_cells` gives the same descriptors spelled out, for a mover that has no prepared
-lists.
+indices (`PreparedEntries`). `expand_cells` gives the same descriptors spelled out, for a mover that has no
+prepared lists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Indices:
+class DescriptorIndices:
     """Positions in the prepared lists of both sides, paired.
 
     Attributes:
@@ -35,7 +35,7 @@ class Indices:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class TransferCounts:
     """Totals of what a request moves over one route.
 
     Attributes:
@@ -53,7 +53,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class PreparedEntries:
     """The place of one way's rows in the prepared list of one side.
 
     Attributes:
@@ -71,7 +71,7 @@ class Entries:
 
         Row-major: consecutive blocks of one row are neighbours, as pages of a layer are in memory.
 
-        >>> Entries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
+        >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
         Args:
@@ -102,7 +102,7 @@ def expand_cells(route: Route, cells: Cells) -> Descriptors:
     return concatenate(found)
 
 
-def tally(route: Route, cells: Cells) -> Tally:
+def count_transfer(route: Route, cells: Cells) -> TransferCounts:
     """Count what a request moves over `route`, without expanding its descriptors."""
     total = pages = descriptors = largest = 0
     n = len(cells)
@@ -115,7 +115,7 @@ def tally(route: Route, cells: Cells) -> Tally:
             pages += rows * n
             descriptors += rows * (breaks + 1)
             largest = max(largest, length * longest)
-    return Tally(total, pages, descriptors, largest)
+    return TransferCounts(total, pages, descriptors, largest)
 
 
 def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s, Int64s]:

@@ -40,8 +40,8 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     Chunks of 256 tokens of a window of 1,024, wanted every 4,096: the last four before each multiple.
 
     >>> from kvferry.geometry import GroupKind
-    >>> from kvferry.geometry.store import LayerStore
-    >>> window = LayerStore(GroupKind.SLIDING, 1024, ())
+    >>> from kvferry.geometry.store import LayerCache
+    >>> window = LayerCache(GroupKind.SLIDING, 1024, ())
     >>> [n for n in range(40) if keeps_chunk(window, n, 256, 4096, last_prefix_ends(10240, 256, 0))]
     [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
 

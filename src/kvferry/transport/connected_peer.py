@@ -19,7 +19,7 @@ from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.prepared_lists import Indices
+from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, absent_layers, build_templates
@@ -105,7 +105,7 @@ class ConnectedPeer:
         clears = self._clears_of_absent(order)
         number = 0
         for source in self.sources:
-            direct, packed = list[Indices](), list[PackedCells]()
+            direct, packed = list[DescriptorIndices](), list[PackedCells]()
             for prepared in source.routes:
                 route = prepared.route
                 group = self._ours.groups[route.dst_group]
@@ -123,7 +123,7 @@ class ConnectedPeer:
                 if not len(cells):
                     continue
                 way = prepared.chosen(len(cells), self._settings.costs, pinned)
-                counted = prepared.tally(cells, way)
+                counted = prepared.counts(cells, way)
                 by_group[route.dst_group] += counted.bytes
                 strategies[route.dst_group][way.way.strategy] = None
                 tallies.append(counted)
@@ -141,7 +141,7 @@ class ConnectedPeer:
             clears=tuple(clears),
             bytes_by_group=tuple(by_group),
             strategy_by_group=tuple("+".join(found) for found in strategies),
-            tally=sum_tallies(tallies),
+            counts=sum_tallies(tallies),
             seconds=time.perf_counter() - started,
         )
 
@@ -219,7 +219,7 @@ def _word_rows(region: Region) -> Int64s:
     return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
 
 
-def _joined(parts: Sequence[Indices]) -> Indices | None:
+def _joined(parts: Sequence[DescriptorIndices]) -> DescriptorIndices | None:
     if len(parts) < 2:
         return parts[0] if parts else None
-    return Indices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))
+    return DescriptorIndices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.planning.prepared_lists import Indices
+from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.select import Cells
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.gather_client import GatherClient
@@ -272,7 +272,7 @@ class PackedRead:
             return chunk.lot is not None
         return True
 
-    def _post(self, chunk: _Segment, indices: Indices) -> None:
+    def _post(self, chunk: _Segment, indices: DescriptorIndices) -> None:
         agent = self._bench.agent
         chunk.handle = agent.read(self._lists.local, indices.dst, self._lists.remote, indices.src)
         chunk.state = _SegmentState.READING

@@ -16,7 +16,13 @@ from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, Offsets, PoolCopies
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.prepared_lists import Entries, Indices, Int32s, Tally, tally
+from kvferry.planning.prepared_lists import (
+    DescriptorIndices,
+    Int32s,
+    PreparedEntries,
+    TransferCounts,
+    count_transfer,
+)
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import (
     FETCHED_SEGMENT_BYTES,
@@ -114,8 +120,8 @@ class PreparedMethod:
 
     way: TransferMethod
     rows: int
-    src: Entries
-    dst: Entries
+    src: PreparedEntries
+    dst: PreparedEntries
     gather: int = -1
     scatter: StagingCopies | None = None
 
@@ -132,7 +138,7 @@ class PreparedMethod:
         wanted = size // self.stride
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
-    def indices(self, cells: Cells, outgoing: int, landing: int) -> Indices:
+    def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
         """Return the entries of a segment whose images begin at these positions of the staging areas."""
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
@@ -141,7 +147,9 @@ class PreparedMethod:
             src = np.arange(outgoing, outgoing + count, dtype=np.int32)
         if self.scatter is not None:
             dst = np.arange(landing, landing + count, dtype=np.int32)
-        return Indices(self.src.of(self.rows, src, cells.number), self.dst.of(self.rows, dst, cells.number))
+        return DescriptorIndices(
+            self.src.of(self.rows, src, cells.number), self.dst.of(self.rows, dst, cells.number)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +171,7 @@ class PreparedRoute:
         """The direct method; None if there is none."""
         return next((p for p in self.methods if p.way.strategy is Strategy.DIRECT), None)
 
-    def direct_indices(self, cells: Cells) -> Indices:
+    def direct_indices(self, cells: Cells) -> DescriptorIndices:
         """Return the entries of the direct method."""
         assert self.direct is not None  # noqa: S101 - callers have chosen it
         return self.direct.indices(cells, 0, 0)
@@ -176,15 +184,15 @@ class PreparedRoute:
         """Return the fastest method for `cells` cells."""
         return self.methods[choose_method([prepared.way for prepared in self.methods], cells, costs, pinned)]
 
-    def tally(self, cells: Cells, chosen: PreparedMethod) -> Tally:
+    def counts(self, cells: Cells, chosen: PreparedMethod) -> TransferCounts:
         """Count bytes and descriptors of cells that move by a method."""
         if chosen.way.image is None:
-            return tally(self.route, cells)
+            return count_transfer(self.route, cells)
         count, longest = len(cells), chosen.way.image.longest
         if chosen.way.landing is not None:
             longest = chosen.stride
         rows = count * chosen.rows
-        return Tally(self.route.cell_bytes * count, rows, rows, longest if count else 0)
+        return TransferCounts(self.route.cell_bytes * count, rows, rows, longest if count else 0)
 
 
 class RoutePreparation:
@@ -283,8 +291,8 @@ class RoutePreparation:
         self, route: Route, way: TransferMethod, src: _DescriptorRows, dst: _DescriptorRows
     ) -> PreparedMethod:
         ends = (
-            Entries(self.src.add(src), src.count, src.cells),
-            Entries(self.dst.add(dst), dst.count, dst.cells),
+            PreparedEntries(self.src.add(src), src.count, src.cells),
+            PreparedEntries(self.dst.add(dst), dst.count, dst.cells),
         )
         scatter = None
         if way.scatters is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.memory.staging_copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.prepared_lists import Indices, Tally
+from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts
 from kvferry.planning.select import Cells, LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.gather_client import GatherClient
@@ -101,7 +101,7 @@ class RankRead:
     """
 
     source: SourceRank
-    direct: Indices | None
+    direct: DescriptorIndices | None
     packed: tuple[PackedCells, ...]
 
 
@@ -122,7 +122,7 @@ class ReadPlan:
     clears: tuple[tuple[StagingCopies, Int64s], ...]
     bytes_by_group: tuple[int, ...]
     strategy_by_group: tuple[str, ...]
-    tally: Tally
+    counts: TransferCounts
     seconds: float
 
     def clear(self) -> None:
@@ -165,14 +165,14 @@ def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
             "+".join(dict.fromkeys(name for names in group if names for name in names.split("+")))
             for group in zip(*(plan.strategy_by_group for plan in plans), strict=True)
         ),
-        tally=sum_tallies([plan.tally for plan in plans]),
+        counts=sum_tallies([plan.counts for plan in plans]),
         seconds=max(plan.seconds for plan in plans),
     )
 
 
-def sum_tallies(tallies: Sequence[Tally]) -> Tally:
+def sum_tallies(tallies: Sequence[TransferCounts]) -> TransferCounts:
     """Return the sum of some tallies."""
-    return Tally(
+    return TransferCounts(
         sum(t.bytes for t in tallies),
         sum(t.pages for t in tallies),
         sum(t.descriptors for t in tallies),

@@ -14,7 +14,7 @@ from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
 from kvferry.bench.storage_chunks import ChunkBodies, LoadMover, open_queue, store_all
 from kvferry.errors import ConfigError, TransferError
 from kvferry.measuring.simulated import read_geometry
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from support.stores import open_store
 
 TINY = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32})
@@ -36,7 +36,7 @@ def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fi
     files, objects = folders
     job = tiers.TiersJob(
         reading=TINY,
-        sides=(Side(layout="LBNHC"), Side(layout="BHLNC", block_tokens=64)),
+        sides=(EngineSide(layout="LBNHC"), EngineSide(layout="BHLNC", block_tokens=64)),
         depths=(1, 3),
         repeats=2,
         path=files,
@@ -57,7 +57,7 @@ def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fi
 
 
 def test_a_rank_that_got_other_bytes_is_noticed() -> None:
-    with RankPair(TINY, Side(layout="LBNHC"), 2) as ranks, ExitStack() as stack:
+    with RankPair(TINY, EngineSide(layout="LBNHC"), 2) as ranks, ExitStack() as stack:
         made = tier_cases(stack, ranks, (2,))
         verify_copies(made, ranks)
         store, load = made

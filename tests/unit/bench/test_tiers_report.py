@@ -16,7 +16,7 @@ from kvferry.bench.tiers import MeasuredTiers, TiersJob
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.simulated import read_geometry
 from kvferry.measuring.spread import Spread
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 
 SIZE = 512 << 20
 
@@ -40,7 +40,7 @@ def measured(*speeds: TierSpeed) -> MeasuredTiers:
     return MeasuredTiers(
         job=TiersJob(
             reading=read_geometry("Llama-3.1-8B"),
-            sides=(Side(layout="LBNHC"),),
+            sides=(EngineSide(layout="LBNHC"),),
             depths=(1, 8),
             repeats=7,
             path=Path("/tmp"),

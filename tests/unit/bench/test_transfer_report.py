@@ -14,7 +14,7 @@ from kvferry.bench.transfer import MeasuredTransfer, TransferJob
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.simulated import read_geometry
 from kvferry.measuring.spread import Spread
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 
 
 def _measured(ferry_seconds: tuple[float, ...]) -> MeasuredTransfer:
@@ -25,7 +25,11 @@ def _measured(ferry_seconds: tuple[float, ...]) -> MeasuredTransfer:
     )
     return MeasuredTransfer(
         job=TransferJob(
-            reading=read_geometry("Llama-3.1-8B"), side=Side(), tokens=4096, order="scattered", repeats=9
+            reading=read_geometry("Llama-3.1-8B"),
+            side=EngineSide(),
+            tokens=4096,
+            order="scattered",
+            repeats=9,
         ),
         blocks=256,
         layers=32,

@@ -14,7 +14,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Want
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileTier
@@ -26,7 +26,7 @@ from support.stores import NAMESPACE
 
 CHUNK, SLOTS = 64, 16
 KV = attention(k=8, v=8)
-GROUPS = canonical_of(lay_out(model(KV, KV), EngineShape(1, (2,), 16, "LBHNC", 9)), CHUNK).groups
+GROUPS = canonical_form_of(lay_out(model(KV, KV), EngineShape(1, (2,), 16, "LBHNC", 9)), CHUNK).groups
 SIZE = GROUPS[0].chunk_bytes
 KEYS = [b"%031d" % n + b"\0" for n in range(8)]
 

@@ -17,9 +17,9 @@ from kvferry.cache.fetch import Want
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.cache.writing import WRITE_BACK_SHARE, Behind
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.store import LayerCache
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
@@ -29,8 +29,8 @@ from support.slow_tiers import answer, fake_tiers, jobs_of, queue_by_hand, table
 
 PAGE, CHUNK = 4096, 64
 KV = attention(k=8, v=8)
-MODEL = model(KV, KV, LayerStore(GroupKind.SLIDING, 24, KV.fields), state())
-GROUPS = canonical_of(lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9)), CHUNK).groups
+MODEL = model(KV, KV, LayerCache(GroupKind.SLIDING, 24, KV.fields), state())
+GROUPS = canonical_form_of(lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9)), CHUNK).groups
 KEYS = [b"%031d" % n + bytes((n % len(GROUPS),)) for n in range(9)]
 MISSES = [GetOutcome.ABSENT, GetOutcome.CORRUPT, GetOutcome.OTHER_SHAPE, GetOutcome.IO_ERROR, OSError]
 MOSTLY = st.sampled_from([True, True, True, False])

@@ -7,7 +7,7 @@ import pytest
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.worker.half import _report
 from kvferry.transport.lane import ReadResult
-from kvferry.transport.read_plan import ReadPlan, Tally
+from kvferry.transport.read_plan import ReadPlan, TransferCounts
 from kvferry.transport.transfers import _joined
 
 
@@ -43,7 +43,7 @@ def test_one_failure_is_a_failure_of_all(late, lost):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_that_the_peer_is_lost_comes_from_any_lane_with_or_without_a_plan(lost):
-    plan = ReadPlan((), (), (), (), Tally(0, 0, 0, 0), 0.0)
+    plan = ReadPlan((), (), (), (), TransferCounts(0, 0, 0, 0), 0.0)
     whole = _joined(
         [ReadResult("a", None, plan, 1.0, 0.1), ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)]
     )

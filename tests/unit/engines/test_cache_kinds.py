@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.errors import ConfigError, GeometryError, Incompatible
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
 from support.backends import emulated
@@ -167,7 +167,7 @@ def test_pages_of_equal_engines_move_and_others_are_refused(make: Make) -> None:
         first = max(tokens - attention_span + 1, 0) // block if attention_span else 0
         assert cells.src_block.tolist() == table[first:4].tolist()
     with pytest.raises(GeometryError, match="has no canonical form"):
-        canonical_of([here], 64)
+        canonical_form_of([here], 64)
 
 
 @pytest.mark.parametrize("make", [indexer, compressed_indexer, compressed_keys])
@@ -196,10 +196,10 @@ def test_keys_of_a_sparse_indexer_are_fields_where_their_operation_runs(
     ((layer,),) = (group.layers for group in here.groups)
     assert [field.name for field in layer.page.fields] == ["indexer", "indexer.scale"]
     assert build_templates([there], here)[0].routes[0].cell_tokens == 64
-    (group,) = canonical_of([here], 128).groups
+    (group,) = canonical_form_of([here], 128).groups
     parts = [(part.field, part.item_bytes, part.inner) for of in group.sections for part in of.parts]
     assert parts == [("indexer.scale", 4, (("content", 1),)), ("indexer", 1, (("content", 128),))]
-    assert canonical_of([there], 128) == canonical_of([here], 128)
+    assert canonical_form_of([there], 128) == canonical_form_of([here], 128)
     assert described(compressed_indexer).groups[0].layers[0].page.opaque
 
 

@@ -28,7 +28,7 @@ from kvferry.connector.source import Load
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
-from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
+from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.planning.chunk_cells import TableSlice, cells_to_load
 from kvferry.planning.coverage import NO_TIER
 from kvferry.planning.select import Cells, LoadSpan, partly_written_blocks, select_cells, writable_blocks
@@ -99,8 +99,8 @@ class Case:
         return rank(self.kinds, self.ours, 1 << 40)
 
     @cached_property
-    def canonical(self) -> Canonical:
-        return canonical_of([self.rank], self.chunk_tokens)
+    def canonical(self) -> CanonicalForm:
+        return canonical_form_of([self.rank], self.chunk_tokens)
 
     def looked_at(self, group: int, end: int, here: int) -> set[int]:
         """Tokens that are not here, and that the first token to be computed after `end` looks at."""

@@ -15,7 +15,7 @@ from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.compat.drafts import keeps_draft_layers
 from kvferry.engines.vllm.drafts import draft_layers, draft_weights
 from kvferry.errors import ConfigError
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from support.engines import ranks
 from transport.cards import ATTENTION, spec
 
@@ -87,7 +87,7 @@ def namespace(digest):
             own, last = group.layers
             group = replace(group, layers=(own, replace(last, draft=digest(config))))
             rank = replace(rank, groups=(group,))
-        return identity.namespace_of(config, agree, canonical_of([rank], 16)).digest
+        return identity.namespace_of(config, agree, canonical_form_of([rank], 16)).digest
 
     return of
 

@@ -14,7 +14,7 @@ from kvferry.engines.vllm.identifiers import Identifiers
 from kvferry.engines.vllm.items import name_of
 from kvferry.engines.vllm.scheduler import VLLMScheduler
 from kvferry.errors import Unnameable
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from support.block_pool import request
 from support.mm import feature
@@ -73,7 +73,7 @@ def test_content_that_is_not_sent_again_changes_nothing() -> None:
 
 def test_a_running_requests_chunks_lose_their_names() -> None:
     book = Identifiers()
-    form = canonical_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 9)), 4)
+    form = canonical_form_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 9)), 4)
     prompts = Prompts(form, Adapters())
     cat = ask(book, CAT, "mine")
     assert prompts.add(cat) is not None

@@ -14,10 +14,10 @@ import pytest
 
 from kvferry.errors import GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.interior import interior_of
+from kvferry.geometry.interior import page_interior
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import per_layer, read_model
-from kvferry.plan.side import Side, shape
+from kvferry.plan.side import EngineSide, shape
 from kvferry.plan.table import entries
 from support.families import ARCHITECTURES, default_config
 from support.vllm_engine.built import ask
@@ -118,7 +118,7 @@ def ours(config: dict[str, Any], tp: int) -> tuple[Counter[Any], int]:
     found: Counter[Any] = Counter()
     for number, stores in enumerate(per_layer(reading)):
         for store in stores:
-            inside = interior_of(store, 1, 1, 0, tp)
+            inside = page_interior(store, 1, 1, 0, tp)
             heads = 0 if inside.snapshot else inside.heads
             found[number, store.kind, store.attention_span, heads, inside.page_bytes, store.state_tokens] += 1
     return found, len(reading.kept)
@@ -129,7 +129,7 @@ def test_a_model_of_the_table_keeps_what_vllm_builds(name, tp, built):
     answer = built[name, tp]
     if "must be divisible by tensor parallel size" in answer.get("error", ""):
         with pytest.raises(GeometryError, match=f"attention heads on {tp} tensor-parallel ranks"):
-            lay_out(read_model(TABLE[name]).cache, shape(read_model(TABLE[name]), Side(tp), 1))
+            lay_out(read_model(TABLE[name]).cache, shape(read_model(TABLE[name]), EngineSide(tp), 1))
         return
     assert "error" not in answer
     found, layers = ours(TABLE[name], tp)
@@ -137,10 +137,10 @@ def test_a_model_of_the_table_keeps_what_vllm_builds(name, tp, built):
 
 
 SIDES = {
-    "cuda L": Side(layout="LBNHC"),
-    "cuda B": Side(layout="BLHNC"),
+    "cuda L": EngineSide(layout="LBNHC"),
+    "cuda B": EngineSide(layout="BLHNC"),
     # Blocks on CPUs have 128 tokens, unless state makes them larger.
-    "cpu": Side(block_tokens=128),
+    "cpu": EngineSide(block_tokens=128),
 }
 """What is planned, by vLLM's set-up."""
 ON_CPU = [name for name in MIXED if GroupKind.STATE in MIXED[name] and GroupKind.MLA not in MIXED[name]]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.interior import interior_of
+from kvferry.geometry.interior import page_interior
 from kvferry.geometry.models import read_model
 from kvferry.plan.table import entries
 
@@ -109,7 +109,7 @@ def vllm_page_bytes(config: dict, tp: int) -> int:
 def test_a_snapshot_has_as_many_bytes_as_vllms(name, tp):
     config = WITH_STATE[name]
     (state,) = {layer for layer in read_model(config).cache.layers if layer.kind is GroupKind.STATE}
-    assert interior_of(state, 1, 1, 0, tp).page_bytes == vllm_page_bytes(config, tp)
+    assert page_interior(state, 1, 1, 0, tp).page_bytes == vllm_page_bytes(config, tp)
 
 
 def vllm_token_bytes(config: dict, cache_dtype: str) -> int:

@@ -6,9 +6,9 @@ import pytest
 
 from kvferry.errors import GeometryError
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
-from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
+from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.geometry.layout import EngineShape, GroupShape, lay_out
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.prepared_lists import expand_cells
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
@@ -17,9 +17,11 @@ from support.pages import kv_page, rank_of, state_page
 
 GQA = ModelCache(
     "gqa",
-    (LayerStore(GroupKind.FULL, 0, tuple(Stored(n, 2, 8, (("content", 64),)) for n in ("k", "v"))),) * 4,
+    (LayerCache(GroupKind.FULL, 0, tuple(StoredField(n, 2, 8, (("content", 64),)) for n in ("k", "v"))),) * 4,
 )
-MLA = ModelCache("mla", (LayerStore(GroupKind.MLA, 0, (Stored("latent", 2, 0, (("content", 576),)),)),) * 4)
+MLA = ModelCache(
+    "mla", (LayerCache(GroupKind.MLA, 0, (StoredField("latent", 2, 0, (("content", 576),)),)),) * 4
+)
 TABLE = np.arange(1, 5)
 """Blocks, or slots, 1 to 4."""
 
@@ -28,14 +30,14 @@ def engine(model: ModelCache, tp: int, tokens: int = 128, layout: str = "LBHNC")
     return lay_out(model, EngineShape(tp, (len(model.layers),), tokens, layout, 5))
 
 
-def only_pool(canonical: Canonical) -> RankGeometry:
+def only_pool(canonical: CanonicalForm) -> RankGeometry:
     assert len(canonical.groups) == 1
     return chunk_pool(canonical, 0, 1 << 50, 5)
 
 
 def bytes_stored(ranks) -> list[int]:
     """Bytes of a chunk that every rank stores."""
-    pool = only_pool(canonical_of(ranks, 128))
+    pool = only_pool(canonical_form_of(ranks, 128))
     return [sum(r.rows.total_bytes for r in t.routes) for t in build_templates(ranks, pool)]
 
 
@@ -44,8 +46,8 @@ def bytes_stored(ranks) -> list[int]:
 
 def test_gqa_stored_by_four_is_read_by_two_as_one_run():
     four, two = engine(GQA, 4), engine(GQA, 2, layout="BHLNC")
-    canonical = canonical_of(four, 128)
-    assert canonical == canonical_of(two, 128)
+    canonical = canonical_form_of(four, 128)
+    assert canonical == canonical_form_of(two, 128)
     (section,) = canonical.groups[0].sections
     assert (section.units, section.unit_bytes) == (8, 4 * 128 * 2 * 64 * 2)
     for rank in two:
@@ -55,7 +57,7 @@ def test_gqa_stored_by_four_is_read_by_two_as_one_run():
 
 
 def test_a_head_of_a_layer_is_one_run_from_a_head_major_page():
-    (template,) = build_templates(engine(GQA, 1), only_pool(canonical_of(engine(GQA, 1), 128)))
+    (template,) = build_templates(engine(GQA, 1), only_pool(canonical_form_of(engine(GQA, 1), 128)))
     assert set(template.routes[0].rows.length.tolist()) == {128 * 2 * 64 * 2}
 
 
@@ -67,7 +69,7 @@ def test_what_ranks_hold_copies_of_is_stored_by_one():
 
 
 def test_a_latent_is_one_unit():
-    (group,) = canonical_of(engine(MLA, 4), 128).groups
+    (group,) = canonical_form_of(engine(MLA, 4), 128).groups
     assert [(s.axis, s.units, s.unit_bytes) for s in group.sections] == [("", 1, 4 * 128 * 576 * 2)]
 
 
@@ -101,8 +103,8 @@ EVEN, QUARTERS, UNEVEN = (
 @pytest.mark.parametrize("ranges", [EVEN, QUARTERS, UNEVEN])
 def test_a_rank_reads_one_run_of_units_of_every_section_of_a_state(ranges: list[tuple[int, int]]):
     ranks = mamba2(ranges)
-    canonical = canonical_of(ranks, 256)
-    assert canonical == canonical_of(mamba2(EVEN), 256)
+    canonical = canonical_form_of(ranks, 256)
+    assert canonical == canonical_form_of(mamba2(EVEN), 256)
     (group,) = canonical.groups
     assert [(s.axis, s.total, s.units, s.unit_bytes) for s in group.sections] == [
         ("head", 16, 16, 3 * 128),
@@ -134,8 +136,8 @@ def test_channels_may_be_cut_inside_a_unit(cuts: list[int]):
         ]
 
     writers, readers = ranks(cuts, 1 << 40), ranks([0, 256, 512], 1 << 44)
-    canonical = canonical_of(writers, 1)
-    assert canonical == canonical_of(readers, 1)
+    canonical = canonical_form_of(writers, 1)
+    assert canonical == canonical_form_of(readers, 1)
     hand_over(writers, only_pool(canonical), readers)
 
 
@@ -169,28 +171,28 @@ def test_layers_are_in_the_order_of_their_numbers_whichever_rank_has_them():
     (rank,) = engine(ModelCache("deep", GQA.layers * 3), 1)
     (group,) = rank.groups
     backwards = replace(rank, groups=(replace(group, layers=group.layers[::-1]),))
-    names = [name for name, _ in canonical_of([backwards], 16).groups[0].sections[0].layers()]
+    names = [name for name, _ in canonical_form_of([backwards], 16).groups[0].sections[0].layers()]
     assert names == [f"layers.{number}" for number in range(12)]
 
 
 def test_layers_that_need_the_same_are_one_chunk_however_the_engine_groups_them():
     fields = GQA.layers[0].fields
     windows = ModelCache(
-        "gemma", (*[LayerStore(GroupKind.SLIDING, 64, fields)] * 5, LayerStore(GroupKind.FULL, 0, fields))
+        "gemma", (*[LayerCache(GroupKind.SLIDING, 64, fields)] * 5, LayerCache(GroupKind.FULL, 0, fields))
     )
     groups = tuple(GroupShape((number,), 16) for number in range(6))
     apart = lay_out(windows, EngineShape(2, (6,), 16, "BLHNC", 5, groups=groups))
     together = lay_out(windows, EngineShape(1, (2, 4), 16, "LBHNC", 5))
     assert [len(ranks[0].groups) for ranks in (apart, together)] == [6, 2]
-    canonical = canonical_of(apart, 32)
-    assert canonical == canonical_of(together, 32)
+    canonical = canonical_form_of(apart, 32)
+    assert canonical == canonical_form_of(together, 32)
     assert [group.label for group in canonical.groups] == ["full_attention", "sliding_window(64)"]
     assert [canonical.index(group.label) for group in apart[0].groups] == [1, 1, 1, 1, 1, 0]
 
 
 def test_layers_of_different_heads_have_sections_of_their_own():
     ranks = [rank_of(kv_page(heads=2), kv_page(heads=4))]
-    (group,) = canonical_of(ranks, 16).groups
+    (group,) = canonical_form_of(ranks, 16).groups
     assert [(s.total, s.unit_bytes) for s in group.sections] == [(2, 256), (4, 256)]
 
 
@@ -205,12 +207,14 @@ def test_layers_of_different_heads_have_sections_of_their_own():
     ids=["element", "width", "heads", "name"],
 )
 def test_what_changes_the_meaning_of_bytes_changes_the_content(other: PageFormat):
-    assert canonical_of([rank_of(kv_page())], 16).content != canonical_of([rank_of(other)], 16).content
+    assert (
+        canonical_form_of([rank_of(kv_page())], 16).content != canonical_form_of([rank_of(other)], 16).content
+    )
 
 
 def test_content_stays_what_it_was():
     # Chunks on disk are found by it: if this changes, raise FORMAT.
-    assert canonical_of([rank_of(kv_page())], 16).content[:16] == "feb5fd9ece5038f5"
+    assert canonical_form_of([rank_of(kv_page())], 16).content[:16] == "feb5fd9ece5038f5"
 
 
 # -- what has no canonical form
@@ -218,7 +222,7 @@ def test_content_stays_what_it_was():
 
 def refusal(ranks, chunk_tokens: int = 16) -> str:
     with pytest.raises(GeometryError) as caught:
-        canonical_of(ranks, chunk_tokens)
+        canonical_form_of(ranks, chunk_tokens)
     return str(caught.value)
 
 
@@ -253,7 +257,7 @@ def test_chunks_of_no_tokens_are_refused():
 
 
 def test_slots_that_do_not_hold_a_chunk_are_refused():
-    canonical = canonical_of(engine(GQA, 1), 128)
+    canonical = canonical_form_of(engine(GQA, 1), 128)
     with pytest.raises(
         GeometryError, match=r"5 slots of 4096 bytes for chunks of 1048576 bytes \(full_attention\)"
     ):
@@ -264,4 +268,4 @@ def test_slots_that_do_not_hold_a_chunk_are_refused():
 
 def test_a_label_that_no_group_has_is_a_key_error():
     with pytest.raises(KeyError):
-        canonical_of(engine(GQA, 1), 128).index("state")
+        canonical_form_of(engine(GQA, 1), 128).index("state")

@@ -13,13 +13,13 @@ from kvferry.geometry.layout import (
     LAYOUTS,
     EngineShape,
     GroupShape,
-    even_stages,
     group_layers,
     lay_out,
+    lay_out_rank,
     layer_name,
-    place_rank,
+    split_stages,
 )
-from kvferry.geometry.store import LayerStore, Stored
+from kvferry.geometry.store import LayerCache, StoredField
 from support.models import COMPACT, SPLITS, attention, model, state
 
 
@@ -44,7 +44,7 @@ def addresses_of(layer: Layer, block: int, name: str, order: tuple[str, ...]) ->
 def test_every_element_lies_where_the_letters_say(layout, tp, kernels):
     """K and V of different widths, in fp8 with a scale, on two pipeline ranks."""
     k, v = attention(k=7, v=3, item=1).fields
-    store = LayerStore(GroupKind.FULL, 0, (k, Stored("scale", 4, 4), v))
+    store = LayerCache(GroupKind.FULL, 0, (k, StoredField("scale", 4, 4), v))
     engine = EngineShape(tp, (2, 3), 6, layout, 5, 6 // kernels)
     for rank, geometry in enumerate(lay_out(model(*[store] * 5), engine)):
         geometry.check()
@@ -71,7 +71,7 @@ def test_every_element_lies_where_the_letters_say(layout, tp, kernels):
 @pytest.mark.parametrize("layout", COMPACT)
 def test_groups_of_a_hybrid_share_slots_of_the_largest_page(layout):
     """Full attention 0, 3; a latent 1; state 2, 4, 5: three slots."""
-    latent = LayerStore(GroupKind.MLA, 0, (Stored("latent", 2, 0, (("content", 5),)),))
+    latent = LayerCache(GroupKind.MLA, 0, (StoredField("latent", 2, 0, (("content", 5),)),))
     full, snapshot = attention(), state()
     parts = (full, latent, snapshot, full, snapshot, snapshot)
     (rank,) = lay_out(model(*parts), EngineShape(1, (6,), 4, layout, 7), (1 << 20,))
@@ -108,11 +108,11 @@ def test_every_element_can_be_viewed_as_a_tensor(layout):
 def test_a_snapshot_keeps_its_fields_one_after_the_other_each_with_its_own_shard():
     """Two channels and eight heads on four ranks, a field of odd length before an aligned one."""
     fields = (
-        Stored("conv.x", 2, 2, (("width", 3),)),
-        Stored("norm", 1, 0),
-        Stored("ssm", 4, 8, (("row", 2), ("column", 3))),
+        StoredField("conv.x", 2, 2, (("width", 3),)),
+        StoredField("norm", 1, 0),
+        StoredField("ssm", 4, 8, (("row", 2), ("column", 3))),
     )
-    ranks = lay_out(model(LayerStore(GroupKind.STATE, 0, fields)), EngineShape(4, (1,), 16, "BLHNC", 3))
+    ranks = lay_out(model(LayerCache(GroupKind.STATE, 0, fields)), EngineShape(4, (1,), 16, "BLHNC", 3))
     for rank in ranks:
         rank.check()
         page = rank.groups[0].layers[0].page
@@ -147,7 +147,7 @@ def test_ranks_hold_every_head_equally_often_or_the_engine_is_refused(heads, tp)
 
 
 def test_a_latent_is_whole_on_every_rank():
-    latent = LayerStore(GroupKind.MLA, 0, (Stored("latent", 2, 0, (("content", 9),)),))
+    latent = LayerCache(GroupKind.MLA, 0, (StoredField("latent", 2, 0, (("content", 9),)),))
     for rank in lay_out(model(latent), EngineShape(3, (1,), 4, "LBNHC", 3)):
         (field,) = rank.groups[0].layers[0].page.fields
         assert field.held == ()
@@ -208,7 +208,7 @@ def test_large_groups_are_dealt_out_so_that_each_has_layers_on_every_pipeline_ra
     [(4, 2, (2, 2)), (5, 2, (3, 2)), (6, 4, (1, 2, 2, 1)), (7, 4, (2, 2, 2, 1)), (3, 1, (3,))],
 )
 def test_layers_left_over_go_to_the_ranks_before_the_last(layers, pp, stages):
-    assert even_stages(layers, pp) == stages
+    assert split_stages(layers, pp) == stages
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in COMPACT])
@@ -229,7 +229,7 @@ def test_kernel_blocks_need_pages_without_gaps_between_them():
 
 
 def test_a_token_page_whose_fields_differ_in_heads_is_refused():
-    store = LayerStore(GroupKind.FULL, 0, (Stored("k", 2, 4), Stored("indexer", 2, 0)))
+    store = LayerCache(GroupKind.FULL, 0, (StoredField("k", 2, 4), StoredField("indexer", 2, 0)))
     with pytest.raises(GeometryError, match="k 4, indexer 0; describe what has other heads as a layer"):
         lay_out(model(store), EngineShape(1, (1,), 4, "LBHNC", 3))
 
@@ -258,7 +258,7 @@ def test_engines_of_other_models_are_refused():
     with pytest.raises(GeometryError, match="3 addresses for 4 ranks"):
         lay_out(model(*[attention()] * 2), engine, (0, 1, 2))
     with pytest.raises(GeometryError, match="rank 4 of 4 does not exist"):
-        place_rank(model(*[attention()] * 2), engine, 4, 0)
+        lay_out_rank(model(*[attention()] * 2), engine, 4, 0)
 
 
 @pytest.mark.parametrize(("layout", "kernels"), SPLITS)
@@ -266,7 +266,7 @@ def test_strides_and_fields_describe_the_same_bytes(layout, kernels):
     """A page map is computed with by kernels, fields by the planner: they must never part."""
     window = attention(kind=GroupKind.SLIDING, attention_span=8)
     stores = (attention(), window, window)
-    placed = place_rank(model(*stores), EngineShape(2, (3,), 4, layout, 5, 4 // kernels), 1, 1 << 20)
+    placed = lay_out_rank(model(*stores), EngineShape(2, (3,), 4, layout, 5, 4 // kernels), 1, 1 << 20)
     for group, where in zip(placed.geometry.groups, placed.maps, strict=True):
         assert where.counts == (len(group.layers), 5 * kernels, 2, 4 // kernels, 12)
         for j, layer in enumerate(group.layers):

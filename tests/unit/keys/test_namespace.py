@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvferry.errors import Unnameable
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import Canonical, CanonicalGroup, Part, Section
+from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, FormSection, SectionField
 from kvferry.keys import Namespace, differences
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
@@ -31,13 +31,13 @@ FACTS = st.recursive(
     ),
     max_leaves=8,
 )
-PART = Part("layers.0", "kv", 2, (("content", 128),))
+PART = SectionField("layers.0", "kv", 2, (("content", 128),))
 
 
 def form(part=PART, kind=GroupKind.FULL, attention_span=0, axis=("head", 4), chunk_tokens=256) -> list[str]:
     """What chunks of a model with one group of one field are."""
-    section = Section(*axis, 0 if kind is GroupKind.STATE else chunk_tokens, (part,))
-    return list(Canonical(chunk_tokens, (CanonicalGroup(kind, attention_span, (section,)),)).describe())
+    section = FormSection(*axis, 0 if kind is GroupKind.STATE else chunk_tokens, (part,))
+    return list(CanonicalForm(chunk_tokens, (CanonicalGroup(kind, attention_span, (section,)),)).describe())
 
 
 def made(**changes) -> Namespace:
@@ -115,12 +115,12 @@ def test_it_is_the_same_in_another_process_with_another_hash_seed(seed):
         {"form": form(kind=GroupKind.STATE)},
         {"form": form(axis=("head", 8))},
         {"form": form(axis=("", 1))},
-        {"form": form(Part("layers.9", "kv", 2, (("content", 128),)))},
-        {"form": form(Part("layers.0", "kx", 2, (("content", 128),)))},
-        {"form": form(Part("layers.0", "kv", 1, (("content", 128),)))},
-        {"form": form(Part("layers.0", "kv", 2, (("content", 64),)))},
-        {"form": form(Part("layers.0", "kv", 2, (("other", 128),)))},
-        {"form": form(Part("layers.0", "kv", 2, ()))},
+        {"form": form(SectionField("layers.9", "kv", 2, (("content", 128),)))},
+        {"form": form(SectionField("layers.0", "kx", 2, (("content", 128),)))},
+        {"form": form(SectionField("layers.0", "kv", 1, (("content", 128),)))},
+        {"form": form(SectionField("layers.0", "kv", 2, (("content", 64),)))},
+        {"form": form(SectionField("layers.0", "kv", 2, (("other", 128),)))},
+        {"form": form(SectionField("layers.0", "kv", 2, ()))},
     ],
     ids=lambda change: next(iter(change)),
 )

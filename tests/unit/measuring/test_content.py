@@ -10,7 +10,7 @@ from kvferry.errors import TransferError
 from kvferry.measuring.content import check_memory, fill_blocks
 from kvferry.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
 from kvferry.memory.owned import OwnedCache
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 
 ATTENTION = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 8})
 HYBRID = {"num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
@@ -23,7 +23,7 @@ def _filled(one: SimulatedEngine, rank: int = 0) -> OwnedCache:
 
 
 def _attention(seed: int, **side: int | str) -> SimulatedEngine:
-    return simulate_engine("tiny", ATTENTION, Side(**side), 64, seed=seed)
+    return simulate_engine("tiny", ATTENTION, EngineSide(**side), 64, seed=seed)
 
 
 def test_the_same_token_and_head_hold_the_same_on_every_engine() -> None:
@@ -38,7 +38,7 @@ def test_the_same_token_and_head_hold_the_same_on_every_engine() -> None:
 
 def test_state_is_the_same_on_ranks_that_share_it_out() -> None:
     reading = read_geometry("Qwen3-Next-80B-A3B", HYBRID)
-    whole, part = (simulate_engine("tiny", reading, Side(tp=tp), 1088) for tp in (1, 2))
+    whole, part = (simulate_engine("tiny", reading, EngineSide(tp=tp), 1088) for tp in (1, 2))
     one, other = (_filled(e, rank).states(guarded=False) for e, rank in ((whole, 0), (part, 1)))
     here = {layer.name: int(t[0]) for g, t in zip(_groups(whole), whole.tables, strict=True) for layer in g}
     there = {layer.name: int(t[0]) for g, t in zip(_groups(part), part.tables, strict=True) for layer in g}

@@ -15,13 +15,13 @@ from kvferry.measuring.simulated import (
     read_geometry,
     simulate_engine,
 )
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.planning.select import select_cells
 from kvferry.planning.template import build_templates
 
 
 def _engine(name: str, tokens: int, **side: int | str) -> SimulatedEngine:
-    return simulate_engine(name, read_geometry(name), Side(**side), tokens)
+    return simulate_engine(name, read_geometry(name), EngineSide(**side), tokens)
 
 
 def test_llama_has_pages_of_64_kib_and_half_a_gigabyte_for_4096_tokens() -> None:

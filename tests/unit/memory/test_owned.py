@@ -9,7 +9,7 @@ import torch
 from kvferry.errors import GeometryError, SilentCopy
 from kvferry.geometry import GroupKind, Layer, RankGeometry
 from kvferry.geometry.layout import LAYOUTS, EngineShape
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.memory.owned import OwnedCache, allocate
 from kvferry.planning.prepared_lists import expand_cells
 from kvferry.planning.select import LoadSpan, select_cells
@@ -138,7 +138,7 @@ def test_recurrent_views_are_guarded_unless_asked_otherwise():
 
 
 def test_a_recurrent_field_that_all_ranks_have_whole_is_one_head():
-    store = LayerStore(GroupKind.STATE, 0, (Stored("conv.b", 2, 0, (("width", 3),)), *state().fields))
+    store = LayerCache(GroupKind.STATE, 0, (StoredField("conv.b", 2, 0, (("width", 3),)), *state().fields))
     for rank in range(2):
         cache = allocate(model(store), EngineShape(2, (1,), 4, "BLHNC", 5), rank, "cpu")
         view = cache.states()["layers.0"]["conv.b"]
@@ -149,8 +149,8 @@ def test_a_recurrent_field_that_all_ranks_have_whole_is_one_head():
 
 
 def test_fp8_with_scales_is_viewed_as_bytes():
-    scale = Stored("scale", 4, 4)
-    store = LayerStore(GroupKind.FULL, 0, (*attention(item=1).fields, scale))
+    scale = StoredField("scale", 4, 4)
+    store = LayerCache(GroupKind.FULL, 0, (*attention(item=1).fields, scale))
     cache = allocate(ModelCache("fp8", (store,)), EngineShape(1, (1,), 4, "BLHNC", 3), 0, "cpu")
     (view,) = cache.views().values()
     assert (view.dtype, view.shape) == (torch.uint8, (3, 4, 4, 12))

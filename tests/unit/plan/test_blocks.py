@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.store import LayerStore, Stored
+from kvferry.geometry.store import LayerCache, StoredField
 from kvferry.plan.blocks import base_tokens, block_sizes, group_counts
 from support.models import attention
 
@@ -47,8 +47,8 @@ def test_where_blocks_are_outermost_windows_fill_the_block_of_the_other_layers()
     assert group_counts(LAYERS, 4, "BLHNC", sizes) == {WIDE: 5, NARROW: 1}
 
 
-def latent(name: str, width: int, **more: int) -> LayerStore:
-    return LayerStore(GroupKind.MLA, 0, (Stored(name, 2, 0, (("content", width),)),), **more)
+def latent(name: str, width: int, **more: int) -> LayerCache:
+    return LayerCache(GroupKind.MLA, 0, (StoredField(name, 2, 0, (("content", width),)),), **more)
 
 
 def test_sparse_attention_has_the_blocks_of_its_kernels():

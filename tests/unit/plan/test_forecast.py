@@ -11,7 +11,7 @@ from kvferry.geometry.models import read_model
 from kvferry.plan.blocks import group_counts
 from kvferry.plan.cost import Pricing, link
 from kvferry.plan.forecast import forecast
-from kvferry.plan.side import Side, block_tokens
+from kvferry.plan.side import EngineSide, block_tokens
 from kvferry.planning.strategy import Costs, Strategy
 
 DIRECT = Pricing(Costs(), Strategy.DIRECT)
@@ -36,7 +36,7 @@ PAGE = 16 * 4 * 64
 LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
-def planned(config, here=Side(), there=None, tokens=160, pricing=DIRECT, **more):  # noqa: B008 - frozen
+def planned(config, here=EngineSide(), there=None, tokens=160, pricing=DIRECT, **more):  # noqa: B008 - frozen
     return forecast(read_model(config), (here, there or here), tokens, pricing, **more)
 
 
@@ -49,35 +49,38 @@ def test_pages_of_one_layer_are_one_run_each():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_moves_the_same_bytes_in_runs_of_its_own(layout):
-    whole = planned(DENSE, Side(layout=layout)).whole
+    whole = planned(DENSE, EngineSide(layout=layout)).whole
     runs = {"L": PAGE, "B": 4 * PAGE}[layout[0]] if layout != "LHBNC" else PAGE // 4
     assert (whole.bytes, whole.run_bytes) == (40 * PAGE, runs)
     assert whole.descriptors == whole.bytes // runs
 
 
 def test_heads_outside_tokens_are_shared_out_in_one_piece_per_layer():
-    nhd, hnd = (planned(DENSE, Side(layout=each), Side(2, layout=each)).whole for each in ("LBNHC", "LBHNC"))
+    nhd, hnd = (
+        planned(DENSE, EngineSide(layout=each), EngineSide(2, layout=each)).whole
+        for each in ("LBNHC", "LBHNC")
+    )
     assert (nhd.run_bytes, nhd.descriptors) == (2 * 64, 2 * 40 * 16)
     assert (hnd.run_bytes, hnd.descriptors) == (PAGE // 2, 2 * 40)
     assert nhd.bytes == hnd.bytes == 40 * PAGE
 
 
 def test_one_descriptor_per_block_and_rank_with_heads_outside_layers():
-    whole = planned(DENSE, Side(layout="BHLNC"), Side(4, layout="BHLNC")).whole
+    whole = planned(DENSE, EngineSide(layout="BHLNC"), EngineSide(4, layout="BHLNC")).whole
     assert (whole.descriptors, whole.block_run_bytes) == (4 * 10, PAGE)
 
 
 def test_more_ranks_than_heads_get_copies():
-    assert planned(DENSE, Side(), Side(8)).whole.bytes == 2 * 40 * PAGE
+    assert planned(DENSE, EngineSide(), EngineSide(8)).whole.bytes == 2 * 40 * PAGE
 
 
 def test_a_latent_goes_to_every_rank_whole():
-    whole = planned(LATENT, Side(), Side(4)).whole
+    whole = planned(LATENT, EngineSide(), EngineSide(4)).whole
     assert whole.bytes == 4 * 4 * 10 * 16 * 576 * 2
 
 
 def test_pipeline_ranks_have_layers_of_their_own():
-    one, two = planned(DENSE), planned(DENSE, Side(), Side(pp=2))
+    one, two = planned(DENSE), planned(DENSE, EngineSide(), EngineSide(pp=2))
     assert two.whole.bytes == one.whole.bytes
     assert two.whole.seconds == pytest.approx(one.whole.seconds / 2)
 
@@ -99,7 +102,7 @@ def test_a_window_moves_the_blocks_that_hold_it():
 
 
 def test_groups_have_as_many_layers_as_the_rarest_kind():
-    window, full = planned(WINDOWED, Side(layout="BLHNC")).rows
+    window, full = planned(WINDOWED, EngineSide(layout="BLHNC")).rows
     assert (window.tables, full.tables) == (5, 1)
     assert window.moved.block_run_bytes == PAGE
 
@@ -132,7 +135,7 @@ def test_the_longest_run_of_a_block_is_that_of_the_longest_kind():
 
 
 def test_state_is_compared_with_attention_in_its_place():
-    made = planned(HYBRID, Side(block_tokens=16), tokens=160)
+    made = planned(HYBRID, EngineSide(block_tokens=16), tokens=160)
     state, full = made.rows
     assert full.moved.full_bytes == 10 * PAGE
     assert state.moved.full_bytes == 2 * 10 * PAGE
@@ -148,21 +151,21 @@ def test_a_model_without_attention_has_nothing_to_compare_with():
 def test_a_page_of_attention_holds_a_snapshot_unless_asked_otherwise():
     reading = read_model(HYBRID)
     # 18304 bytes of state, 16 x 256 bytes of attention in the least block: 5 of those.
-    tokens, why = block_tokens(reading, Side())
+    tokens, why = block_tokens(reading, EngineSide())
     assert (STATE, tokens) == (18304, 80)
     assert "hold a snapshot of state (18,304 bytes)" in why
     assert planned(HYBRID).notes == (why,)
     # At TP4 a rank has a head of attention and two of state, but the groups of B and C are copied.
-    assert block_tokens(reading, Side(4))[0] == 16 * -(
+    assert block_tokens(reading, EngineSide(4))[0] == 16 * -(
         -(3 * (2 * 32 + 2 * 16) * 2 + 2 * 32 * 16 * 4) // (16 * 64)
     )
     # A block size that was asked for is multiplied, unless it is large enough.
-    assert block_tokens(reading, Side(block_tokens=32))[0] == 96
-    assert block_tokens(reading, Side(block_tokens=128)) == (128, "")
+    assert block_tokens(reading, EngineSide(block_tokens=32))[0] == 96
+    assert block_tokens(reading, EngineSide(block_tokens=128)) == (128, "")
 
 
 def test_a_larger_block_on_one_side_cuts_runs_to_the_smaller_one():
-    whole = planned(DENSE, Side(), Side(block_tokens=32)).whole
+    whole = planned(DENSE, EngineSide(), EngineSide(block_tokens=32)).whole
     assert (whole.run_bytes, whole.descriptors, whole.bytes) == (PAGE, 40, 40 * PAGE)
     assert whole.pages == 20
 
@@ -185,7 +188,7 @@ def test_time_is_the_planners_own_and_a_slow_link_makes_it_longer():
 
 
 def test_short_runs_are_staged_and_a_pinned_strategy_is_kept():
-    here, there = Side(), Side(2)
+    here, there = EngineSide(), EngineSide(2)
     cheapest = planned(DENSE, here, there, 16_000, Pricing(Costs())).whole
     direct = planned(DENSE, here, there, 16_000).whole
     assert cheapest.strategy == "staged"
@@ -196,15 +199,15 @@ def test_short_runs_are_staged_and_a_pinned_strategy_is_kept():
 
 def test_what_cannot_be_set_up_is_said():
     with pytest.raises(GeometryError, match="4 heads on 3 tensor-parallel ranks"):
-        planned(DENSE, Side(3))
+        planned(DENSE, EngineSide(3))
     with pytest.raises(GeometryError, match="4 layers on 5 pipeline ranks"):
-        planned(DENSE, Side(pp=5))
+        planned(DENSE, EngineSide(pp=5))
     with pytest.raises(GeometryError, match="all pages of a rank must have one shape"):
-        planned(HYBRID, Side(layout="BHLNC"))
+        planned(HYBRID, EngineSide(layout="BHLNC"))
 
 
 def test_blocks_that_have_only_a_token_in_common_move_token_by_token():
-    whole = planned(DENSE, Side(block_tokens=1024), Side(block_tokens=1023), 3000).whole
+    whole = planned(DENSE, EngineSide(block_tokens=1024), EngineSide(block_tokens=1023), 3000).whole
     assert whole.bytes == 2999 * 4 * 4 * 64
     # The tokens of a layer lie side by side: only where a block ends on either side, a run does.
     assert whole.descriptors == 4 * 5

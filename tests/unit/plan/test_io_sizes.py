@@ -11,7 +11,7 @@ from kvferry.geometry.models import read_model
 from kvferry.plan.cost import Pricing
 from kvferry.plan.find import find_config
 from kvferry.plan.forecast import forecast
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.planning.strategy import Costs
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -31,7 +31,7 @@ TABLE = [
 
 def planned(model, tp, block, layout, *, separate=False):
     name, config = find_config(model)
-    side = Side(tp, 1, layout, block)
+    side = EngineSide(tp, 1, layout, block)
     return forecast(
         read_model(config, name=name), (side, side), 1024, Pricing(Costs()), separate=separate
     ).whole

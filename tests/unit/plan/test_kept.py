@@ -7,8 +7,8 @@ import pytest
 from kvferry.cli import plan as command
 from kvferry.errors import ConfigError
 from kvferry.geometry.models import read_model
-from kvferry.plan.kept import Asked, keep
-from kvferry.plan.side import Side
+from kvferry.plan.kept import KeptSettings, keep
+from kvferry.plan.side import EngineSide
 
 # 4 KV heads of 16 elements of 2 bytes, K and V: 256 bytes per token and layer.
 DENSE = {
@@ -28,8 +28,8 @@ HYBRID = {
 PAGE = 4096
 
 
-def kept(config, side=Side(), **asked):  # noqa: B008 - frozen
-    return keep(read_model(config), side, Asked(**asked))
+def kept(config, side=EngineSide(), **asked):  # noqa: B008 - frozen
+    return keep(read_model(config), side, KeptSettings(**asked))
 
 
 def rows(config, **asked):
@@ -55,7 +55,7 @@ def test_what_is_no_whole_chunk_at_the_end_is_kept_as_well():
 
 
 def test_nothing_depends_on_the_ranks():
-    assert kept(DENSE, Side(4)).groups == kept(DENSE, Side(1, layout="BHLNC")).groups
+    assert kept(DENSE, EngineSide(4)).groups == kept(DENSE, EngineSide(1, layout="BHLNC")).groups
 
 
 def test_a_state_is_kept_as_its_parts_each_from_a_page_on():
@@ -115,7 +115,7 @@ def test_what_has_no_canonical_form_is_said(monkeypatch):
     def fail(*_):
         raise GeometryError("its bytes are opaque")
 
-    monkeypatch.setattr(module, "canonical_of", fail)
+    monkeypatch.setattr(module, "canonical_form_of", fail)
     assert kept(DENSE).why_not == "its bytes are opaque"
 
 
@@ -136,4 +136,4 @@ def test_settings_that_would_be_refused_are_refused(config, asked, said):
 
 
 def test_the_commands_defaults_are_these():
-    assert Asked(command._STEP_TOKENS, prompt=command._PROMPT_TOKENS) == Asked()
+    assert KeptSettings(command._STEP_TOKENS, prompt=command._PROMPT_TOKENS) == KeptSettings()

@@ -13,12 +13,12 @@ from kvferry.plan.cost import Pricing
 from kvferry.plan.find import find_config
 from kvferry.plan.forecast import forecast
 from kvferry.plan.page import picture
-from kvferry.plan.page.place import WIDTH, Lane, place
-from kvferry.plan.page.runs import Run, by_strip, cut, runs_of
+from kvferry.plan.page.place import WIDTH, MemoryLane, place
+from kvferry.plan.page.runs import DrawnRun, by_strip, cut, runs_of
 from kvferry.plan.page.scene import MAX_RANKS, MAX_STRIPS, scene
 from kvferry.plan.page.strips import Strip, strips
 from kvferry.plan.setting import set_up
-from kvferry.plan.side import Side
+from kvferry.plan.side import EngineSide
 from kvferry.planning.strategy import Costs
 
 DENSE = {
@@ -29,7 +29,7 @@ PAGE = 16 * 4 * 64
 LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
-def setting(here=Side(), there=None, config=DENSE):  # noqa: B008 - frozen
+def setting(here=EngineSide(), there=None, config=DENSE):  # noqa: B008 - frozen
     return set_up(read_model(config), (here, there or here), 160)
 
 
@@ -61,7 +61,7 @@ def page_of(model, *sides):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_page_is_whole_and_needs_nothing(layout):
-    page = page_of("Llama-3.1-8B", Side(layout=layout), Side(2, layout=layout))
+    page = page_of("Llama-3.1-8B", EngineSide(layout=layout), EngineSide(2, layout=layout))
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
@@ -76,7 +76,7 @@ def test_the_page_is_whole_and_needs_nothing(layout):
 
 
 def test_everything_that_is_drawn_says_what_it_is_and_stays_inside():
-    page = page_of("Llama-3.1-8B", Side(), Side(2))
+    page = page_of("Llama-3.1-8B", EngineSide(), EngineSide(2))
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         tree = ET.fromstring(svg)
         rects, ribbons = tree.findall("rect"), [p for p in tree.findall("path") if p.get("class") != "rule"]
@@ -88,7 +88,7 @@ def test_everything_that_is_drawn_says_what_it_is_and_stays_inside():
 
 
 def test_a_kind_of_layer_each_has_its_pictures():
-    page = page_of("Nemotron-3-Nano-30B-A3B", Side(), Side(2))
+    page = page_of("Nemotron-3-Nano-30B-A3B", EngineSide(), EngineSide(2))
     assert re.findall(r"<h2>(.*?)</h2>", page) == ["23 state", "6 full attention"]
     assert page.count("<svg") == 4
     assert "one of 4 block tables" in page
@@ -96,7 +96,7 @@ def test_a_kind_of_layer_each_has_its_pictures():
 
 def test_names_from_outside_cannot_become_markup():
     reading = read_model(DENSE, name="<script>alert(1)</script>")
-    page = picture(forecast(reading, (Side(), Side()), 64, Pricing(Costs())), reading)
+    page = picture(forecast(reading, (EngineSide(), EngineSide()), 64, Pricing(Costs())), reading)
     assert "<script" not in page
     assert "&lt;script&gt;" in page
 
@@ -104,7 +104,7 @@ def test_names_from_outside_cannot_become_markup():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("one_layer", [False, True])
 def test_all_bytes_of_a_block_are_drawn_once_on_either_side(layout, one_layer):
-    found = scene(setting(Side(layout=layout), Side(2, layout="LBHNC")), 0, one_layer=one_layer)
+    found = scene(setting(EngineSide(layout=layout), EngineSide(2, layout="LBHNC")), 0, one_layer=one_layer)
     size = PAGE if one_layer else 3 * PAGE
     for lanes in (found.src, found.dst):
         assert sum(strip.length for lane in lanes for strip in lane.strips) == size
@@ -113,7 +113,7 @@ def test_all_bytes_of_a_block_are_drawn_once_on_either_side(layout, one_layer):
 
 
 def test_runs_are_counted_as_they_travel_not_as_they_are_drawn():
-    found = scene(setting(Side(layout="BHLNC"), Side(2, layout="BHLNC")), 0, one_layer=False)
+    found = scene(setting(EngineSide(layout="BHLNC"), EngineSide(2, layout="BHLNC")), 0, one_layer=False)
     assert found.runs == 2
     assert len(found.ribbons) == 3 * 4
     assert {ribbon.run.longest for ribbon in found.ribbons} == {3 * PAGE // 2}
@@ -121,19 +121,19 @@ def test_runs_are_counted_as_they_travel_not_as_they_are_drawn():
 
 
 def test_several_small_blocks_stand_above_a_large_one():
-    found = scene(setting(Side(), Side(block_tokens=48)), 0, one_layer=True)
+    found = scene(setting(EngineSide(), EngineSide(block_tokens=48)), 0, one_layer=True)
     assert (found.src_blocks, found.dst_blocks) == (3, 1)
     assert [strip.block for strip in found.src[0].strips] == [0, 1, 2]
-    found = scene(setting(Side(block_tokens=48), Side()), 0, one_layer=True)
+    found = scene(setting(EngineSide(block_tokens=48), EngineSide()), 0, one_layer=True)
     assert (found.src_blocks, found.dst_blocks) == (1, 3)
     assert sum(ribbon.run.bytes for ribbon in found.ribbons) == 3 * PAGE
 
 
 def test_only_the_first_ranks_are_drawn_and_as_many_strips_as_can_be_told_apart():
-    found = scene(setting(Side(), Side(8)), 0, one_layer=False)
+    found = scene(setting(EngineSide(), EngineSide(8)), 0, one_layer=False)
     assert len(found.dst) == MAX_RANKS
     deep = {**DENSE, "num_hidden_layers": 500}
-    found = scene(setting(Side(layout="LHBNC"), config=deep), 0, one_layer=False)
+    found = scene(setting(EngineSide(layout="LHBNC"), config=deep), 0, one_layer=False)
     assert found.of_layers == 500
     assert len(found.layers) == 125
     assert sum(len(lane.strips) for lane in (*found.src, *found.dst)) <= MAX_STRIPS
@@ -142,13 +142,13 @@ def test_only_the_first_ranks_are_drawn_and_as_many_strips_as_can_be_told_apart(
 def test_a_pipeline_rank_without_these_layers_has_no_lane():
     config = {**DENSE, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64,
               "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
-    found = scene(setting(Side(pp=2), Side(), config), 2, one_layer=False)
+    found = scene(setting(EngineSide(pp=2), EngineSide(), config), 2, one_layer=False)
     assert [lane.label for lane in found.src] == ["source, PP rank 1 of 2, TP rank 0 of 1"]
     assert {ribbon.src for ribbon in found.ribbons} == {0}
 
 
 def test_strips_are_the_pages_memory():
-    rank = setting(Side(layout="LHBNC")).srcs[0]
+    rank = setting(EngineSide(layout="LHBNC")).srcs[0]
     found = strips(rank.groups[0], [1], 2)
     # Heads are outside of blocks: a stretch per head and block.
     assert [strip.length for strip in found] == [PAGE // 4] * 8
@@ -159,34 +159,34 @@ def test_strips_are_the_pages_memory():
 def test_a_run_is_cut_where_strips_end_and_skips_what_is_not_drawn():
     src = [Strip(100, 10, 0, 0, "a"), Strip(120, 10, 0, 0, "a")]
     dst = [Strip(1000, 40, 0, 0, "a")]
-    parts = list(cut(Run(95, 995, 40, 40, 40, 40), src, dst))
+    parts = list(cut(DrawnRun(95, 995, 40, 40, 40, 40), src, dst))
     assert [(a, b, part.src, part.dst, part.bytes) for a, b, part in parts] == [
         (0, 0, 100, 1000, 10),
         (1, 0, 120, 1020, 10),
     ]
-    assert list(cut(Run(500, 2000, 8, 8, 8, 8), src, dst)) == []
+    assert list(cut(DrawnRun(500, 2000, 8, 8, 8, 8), src, dst)) == []
 
 
 def test_parts_between_two_strips_are_joined():
     parts = [
-        (0, 0, Run(100, 1000, 4, 4, 4, 8)),
-        (0, 0, Run(108, 1004, 4, 4, 4, 4)),
-        (0, 1, Run(112, 2000, 4, 4, 4, 4)),
+        (0, 0, DrawnRun(100, 1000, 4, 4, 4, 8)),
+        (0, 0, DrawnRun(108, 1004, 4, 4, 4, 4)),
+        (0, 1, DrawnRun(112, 2000, 4, 4, 4, 4)),
     ]
-    assert by_strip(parts) == [Run(100, 1000, 12, 8, 8, 8, 2), Run(112, 2000, 4, 4, 4, 4)]
+    assert by_strip(parts) == [DrawnRun(100, 1000, 12, 8, 8, 8, 2), DrawnRun(112, 2000, 4, 4, 4, 4)]
 
 
 def test_runs_of_every_cell_of_the_blocks_that_are_drawn():
-    (template,) = setting(Side(), Side(block_tokens=32)).templates(0)
+    (template,) = setting(EngineSide(), EngineSide(block_tokens=32)).templates(0)
     runs = list(runs_of(template.routes[0], 2, 1))
     assert len(runs) == 2 * 3
     assert len({run.dst for run in runs}) == 6
 
 
 def test_memory_that_touches_is_drawn_touching_and_the_rest_apart():
-    lane = Lane("a", (Strip(0, 50, 0, 0, "a"), Strip(50, 50, 1, 0, "b"), Strip(900, 100, 2, 0, "c")))
+    lane = MemoryLane("a", (Strip(0, 50, 0, 0, "a"), Strip(50, 50, 1, 0, "b"), Strip(900, 100, 2, 0, "c")))
     (placed,) = place([lane])
     width = (WIDTH - 5) / 200
     assert placed.starts == pytest.approx((0, 50 * width, 100 * width + 5))
-    assert placed.reach(40, 20) == pytest.approx((40 * width, 60 * width))
+    assert placed.interval(40, 20) == pytest.approx((40 * width, 60 * width))
     assert placed.at(950) == pytest.approx(100 * width + 5 + 50 * width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.plan.snapshots import Steps, retention_of
+from kvferry.plan.snapshots import SnapshotSteps, retention_of
 
 
 @pytest.mark.parametrize(
@@ -25,24 +25,24 @@ from kvferry.plan.snapshots import Steps, retention_of
     ],
 )
 def test_snapshots_are_where_a_real_engine_left_them(prompt, step, retention, seen):
-    assert list(Steps(128, step, retention).positions(prompt)) == seen
+    assert list(SnapshotSteps(128, step, retention).positions(prompt)) == seen
 
 
 def test_a_prompt_of_whole_blocks_has_one_at_its_end_only_if_that_is_retained():
     # The last token is computed again, so the prompt itself continues a block before its end.
-    assert list(Steps(128, 256, 0).positions(512)) == [384]
-    assert list(Steps(128, 256, None).positions(512)) == [256, 384, 512]
-    assert list(Steps(128, 256, 256).positions(512)) == [256, 384, 512]
+    assert list(SnapshotSteps(128, 256, 0).positions(512)) == [384]
+    assert list(SnapshotSteps(128, 256, None).positions(512)) == [256, 384, 512]
+    assert list(SnapshotSteps(128, 256, 256).positions(512)) == [256, 384, 512]
 
 
 @pytest.mark.parametrize("prompt", [1, 127, 128])
 def test_a_prompt_within_the_first_block_leaves_none(prompt):
-    assert not list(Steps(128, 2048, 0).positions(prompt))
+    assert not list(SnapshotSteps(128, 2048, 0).positions(prompt))
 
 
 def test_an_interval_that_vllm_refuses_is_refused():
     with pytest.raises(ConfigError, match="--retention is 300; vLLM takes 0, None or multiples of a block"):
-        Steps(128, 2048, 300)
+        SnapshotSteps(128, 2048, 300)
 
 
 @pytest.mark.parametrize("text", ["-1", "all", "1.5"])

@@ -12,8 +12,8 @@ from kvferry.errors import GeometryError
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading, read_model
-from kvferry.plan.side import Side, block_tokens, layout_of, shape
-from kvferry.plan.table import Entry, entries
+from kvferry.plan.side import EngineSide, block_tokens, layout_of, shape
+from kvferry.plan.table import ModelEntry, entries
 from kvferry.planning.template import Template, build_templates
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def sides(reading: ModelReading) -> dict[int, tuple[RankGeometry, ...]]:
     heads = {field.heads for store in reading.cache.layers for field in store.fields if field.heads}
     found = {}
     for tp in SIZES:
-        side = Side(tp, layout=layout_of("auto", reading))
+        side = EngineSide(tp, layout=layout_of("auto", reading))
         if reading.cache.query_heads % tp:
             with pytest.raises(GeometryError, match=f"heads on {tp} tensor-parallel ranks"):
                 lay_out(reading.cache, shape(reading, side, BLOCKS))
@@ -46,7 +46,7 @@ def block_bytes(templates: tuple[Template, ...]) -> int:
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
-def test_a_model_moves_between_any_two_sizes(entry: Entry):
+def test_a_model_moves_between_any_two_sizes(entry: ModelEntry):
     ranks = sides(read_model(entry.config))
     assert len(ranks) >= len(SIZES) - 2
     for srcs in ranks.values():
@@ -60,7 +60,7 @@ def test_a_model_moves_between_any_two_sizes(entry: Entry):
 def test_the_table_has_pairs_whose_blocks_have_little_in_common():
     """Without them the sweep shows nothing of what it is for."""
     found = {
-        (entry.name, src, dst): tuple(block_tokens(reading, Side(tp))[0] for tp in (src, dst))
+        (entry.name, src, dst): tuple(block_tokens(reading, EngineSide(tp))[0] for tp in (src, dst))
         for entry in entries()
         if entry.name in ("Qwen3.5-27B", "Kimi-K3", "Falcon-H1-7B")
         for reading in [read_model(entry.config)]

@@ -10,7 +10,7 @@ import torch
 
 from kvferry.errors import Incompatible
 from kvferry.geometry import GroupKind, Layer, RankGeometry, Region
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.planning.select import LoadSpan, unwritten_blocks_needed
 from kvferry.planning.template import absent_layer_names, absent_layers, build_templates, window_mismatches
 from kvferry.transport.prepared_routes import page_clearings
@@ -95,7 +95,7 @@ def test_a_window_of_a_draft_may_differ():
 
 def test_chunks_of_a_draft_are_another_models():
     plain, one, other = (
-        canonical_of([rank], 16) for rank in (without_last(ALL), with_draft(ALL), with_draft(ALL, "b"))
+        canonical_form_of([rank], 16) for rank in (without_last(ALL), with_draft(ALL), with_draft(ALL, "b"))
     )
     assert len({form.content for form in (plain, one, other)}) == 3
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.geometry.canonical import Canonical, canonical_of, chunk_pool
+from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.planning.prepared_lists import expand_cells
 from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, build_templates
@@ -144,7 +144,7 @@ def carry(route: Route, cells: Cells, src: Memory, dst: Memory, writes: np.ndarr
 def test_engines_of_one_model_agree_on_the_canonical_form(case: Kept):
     with cut_like(case.finest):
         forms = [
-            canonical_of(ranks(engine.spec, case.families), case.chunk_tokens)
+            canonical_form_of(ranks(engine.spec, case.families), case.chunk_tokens)
             for engine in (*case.writers, case.reader)
         ]
         assert forms[0] == forms[1] == forms[2]
@@ -152,11 +152,11 @@ def test_engines_of_one_model_agree_on_the_canonical_form(case: Kept):
         assert form_of(case, case.chunk_tokens + 1).content != forms[0].content
 
 
-def form_of(case: Kept, chunk_tokens: int = 0) -> Canonical:
-    return canonical_of(ranks(case.writers[0].spec, case.families), chunk_tokens or case.chunk_tokens)
+def form_of(case: Kept, chunk_tokens: int = 0) -> CanonicalForm:
+    return canonical_form_of(ranks(case.writers[0].spec, case.families), chunk_tokens or case.chunk_tokens)
 
 
-def pools_of(canonical: Canonical, case: Kept) -> list[RankGeometry]:
+def pools_of(canonical: CanonicalForm, case: Kept) -> list[RankGeometry]:
     """A pool per group, with a gap between slots."""
     return [
         chunk_pool(canonical, number, (1 << 50) + (number << 32), case.chunks + 2, group.chunk_bytes + 3)
@@ -164,7 +164,7 @@ def pools_of(canonical: Canonical, case: Kept) -> list[RankGeometry]:
     ]
 
 
-def slots_of(canonical: Canonical, case: Kept) -> list[np.ndarray]:
+def slots_of(canonical: CanonicalForm, case: Kept) -> list[np.ndarray]:
     """Slots by chunk, none of them 0; of a snapshot, the one."""
     order = np.random.default_rng(case.seed).permutation(case.chunks + 1)[: case.chunks] + 1
     return [order[:1] if group.kind is GroupKind.STATE else order for group in canonical.groups]

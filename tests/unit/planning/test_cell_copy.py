@@ -6,10 +6,10 @@ from hypothesis import given, strategies as st
 
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.cell_copy import CellCopy, split_tokens
 from kvferry.planning.page_copy import plan_page_copy
-from kvferry.planning.prepared_lists import Tally, tally
+from kvferry.planning.prepared_lists import TransferCounts, count_transfer
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, transfer_methods
 from kvferry.planning.strided_copy import StridedCopy
@@ -78,7 +78,7 @@ def test_tokens_that_descend_begin_at_the_cell_that_lies_lowest():
     assert (dst_at, dst.tolist()) == ((0, 8, 16), [0, 4])
 
 
-KV = LayerStore(GroupKind.FULL, 0, tuple(Stored(name, 2, 4, (("content", 64),)) for name in "kv"))
+KV = LayerCache(GroupKind.FULL, 0, tuple(StoredField(name, 2, 4, (("content", 64),)) for name in "kv"))
 
 
 def routes(src: int, dst: int, layout: str = "LBHNC") -> Route:
@@ -123,5 +123,5 @@ def test_the_last_cell_of_a_block_may_touch_the_first_of_the_next():
     cell_copy = CellCopy((0, 48), (0, 48), (StridedCopy(0, 0, 16),))
     route = Route(0, 0, ("a",), 16, 2, 2, 64, 64, 9, 9, (cell_copy,))
     ids, number = np.array([1, 1, 2, 2]), np.arange(4)
-    assert tally(route, Cells(ids, ids, number)) == Tally(64, 4, 3, 32)
-    assert tally(route, Cells(ids, np.array([1, 1, 3, 3]), number)) == Tally(64, 4, 4, 16)
+    assert count_transfer(route, Cells(ids, ids, number)) == TransferCounts(64, 4, 3, 32)
+    assert count_transfer(route, Cells(ids, np.array([1, 1, 3, 3]), number)) == TransferCounts(64, 4, 4, 16)

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings, strategies as st
 
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import (
     NO_TIER,
     ChunkedPrompt,
@@ -27,13 +27,13 @@ FULL, SLIDING, CHUNKED, MLA, STATE = (
 MANY = settings(max_examples=5 * settings.default.max_examples)
 
 
-def group(kind: GroupKind, attention_span: int = 0) -> LayerStore:
-    return LayerStore(kind, attention_span, ())
+def group(kind: GroupKind, attention_span: int = 0) -> LayerCache:
+    return LayerCache(kind, attention_span, ())
 
 
 @dataclass(frozen=True)
 class Case:
-    groups: list[LayerStore]
+    groups: list[LayerCache]
     cut: ChunkedPrompt
     places: np.ndarray
 
@@ -60,7 +60,7 @@ class Told:
     missing: tuple[Missing, ...]
 
 
-def told(groups: list[LayerStore], cut: ChunkedPrompt, places: np.ndarray) -> Told:
+def told(groups: list[LayerCache], cut: ChunkedPrompt, places: np.ndarray) -> Told:
     found = coverage(groups, cut, places)
     return Told(found.tokens, found.alone, found.better, found.missing)
 
@@ -91,7 +91,7 @@ def row(draw, chunks):
     return [place if yes else NO_TIER for place, yes in zip(from_where, here, strict=True)]
 
 
-def seen(group: LayerStore, cut: ChunkedPrompt, end: int) -> list[int]:
+def seen(group: LayerCache, cut: ChunkedPrompt, end: int) -> list[int]:
     """Tokens before `end` that the next computed token attends to and the engine lacks, one by one."""
     computed = end if end < cut.prompt else cut.prompt - 1
     return [
@@ -103,7 +103,7 @@ def seen(group: LayerStore, cut: ChunkedPrompt, end: int) -> list[int]:
     ]
 
 
-def wanted(group: LayerStore, cut: ChunkedPrompt, end: int) -> set[int]:
+def wanted(group: LayerCache, cut: ChunkedPrompt, end: int) -> set[int]:
     """Chunks that a prefix up to `end` takes of one group."""
     if end <= max(cut.have, cut.first):
         return set()

@@ -5,7 +5,7 @@ from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import RankGeometry
 from kvferry.planning.descriptors import merge
-from kvferry.planning.prepared_lists import Entries, Tally, expand_cells, tally
+from kvferry.planning.prepared_lists import PreparedEntries, TransferCounts, count_transfer, expand_cells
 from kvferry.planning.select import Cells, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
@@ -72,15 +72,15 @@ def test_indices_and_tally_tell_of_the_same_descriptors_as_addresses_do(transfer
         for route, (src_base, dst_base) in zip(template.routes, bases, strict=True):
             cells = cells_of(transfer, route)
             expand_copies = expand_cells(route, cells)
-            src = Entries(src_base, route.src_blocks, route.src_cells)
-            dst = Entries(dst_base, route.dst_blocks, route.dst_cells)
+            src = PreparedEntries(src_base, route.src_blocks, route.src_cells)
+            dst = PreparedEntries(dst_base, route.dst_blocks, route.dst_cells)
             here, there = (
                 each.of(len(route.rows), ids, cells.number)
                 for each, ids in ((src, cells.src_block), (dst, cells.dst_block))
             )
             assert (src_list[here] == np.stack([expand_copies.src, expand_copies.length], 1)).all()
             assert (dst_list[there] == np.stack([expand_copies.dst, expand_copies.length], 1)).all()
-            assert tally(route, cells) == counted_one_by_one(route, cells)
+            assert count_transfer(route, cells) == counted_one_by_one(route, cells)
 
 
 def engines(transfer: Transfer) -> tuple[list[RankGeometry], list[RankGeometry]]:
@@ -100,7 +100,7 @@ def cells_of(transfer: Transfer, route: Route) -> Cells:
     )  # fmt: skip
 
 
-def counted_one_by_one(route: Route, cells: Cells) -> Tally:
+def counted_one_by_one(route: Route, cells: Cells) -> TransferCounts:
     """A tally by spelling every descriptor out and merging, row by row."""
     merged, descriptors = [], expand_cells(route, cells)
     for row in range(0, len(descriptors), max(len(cells), 1)):
@@ -108,7 +108,7 @@ def counted_one_by_one(route: Route, cells: Cells) -> Tally:
         merged += merge(
             descriptors.src[part], descriptors.dst[part], descriptors.length[part]
         ).length.tolist()
-    return Tally(sum(merged), len(descriptors), len(merged), max(merged, default=0))
+    return TransferCounts(sum(merged), len(descriptors), len(merged), max(merged, default=0))
 
 
 def prepared(template: Template) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.store import LayerCache
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 
-FULL = LayerStore(GroupKind.FULL, 0, ())
-WINDOW = LayerStore(GroupKind.SLIDING, 100, ())
-ATTENTION_CHUNK = LayerStore(GroupKind.CHUNKED, 128, ())
+FULL = LayerCache(GroupKind.FULL, 0, ())
+WINDOW = LayerCache(GroupKind.SLIDING, 100, ())
+ATTENTION_CHUNK = LayerCache(GroupKind.CHUNKED, 128, ())
 
 
 def kept(group, every, prompt, chunk_tokens=32, block_tokens=0):

@@ -6,13 +6,13 @@ import pytest
 
 from kvferry.errors import GeometryError, Incompatible
 from kvferry.geometry import GroupKind, Layer, RankGeometry, Scale
-from kvferry.geometry.canonical import canonical_of, chunk_pool
+from kvferry.geometry.canonical import canonical_form_of, chunk_pool
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.template import build_templates
 
-FIELDS = (*(Stored(name, 1, 4, (("content", 8),)) for name in ("k", "v")), Stored("k.scale", 4, 4))
-MODEL = ModelCache("fp8", (LayerStore(GroupKind.FULL, 0, FIELDS),) * 2)
+FIELDS = (*(StoredField(name, 1, 4, (("content", 8),)) for name in ("k", "v")), StoredField("k.scale", 4, 4))
+MODEL = ModelCache("fp8", (LayerCache(GroupKind.FULL, 0, FIELDS),) * 2)
 
 
 def engine(tp: int, scales: dict[int, tuple[Scale, ...]]) -> list[RankGeometry]:
@@ -90,17 +90,17 @@ def test_a_scale_of_one_is_as_if_it_were_not_there():
 
 
 def test_scales_are_part_of_what_chunks_are():
-    plain, scaled = (canonical_of(engine(2, scales), 32) for scales in ({}, ONE))
+    plain, scaled = (canonical_form_of(engine(2, scales), 32) for scales in ({}, ONE))
     assert plain.content != scaled.content
     more = set(scaled.describe()) - set(plain.describe())
     assert len(more) == 3
     assert all(line.endswith("scaled 'k':0.5") for line in more)
-    assert scaled == canonical_of(engine(1, ONE), 32)
+    assert scaled == canonical_form_of(engine(1, ONE), 32)
 
 
 def test_chunks_are_stored_and_loaded_under_the_scales_that_they_are_of():
     ranks = engine(2, ONE)
-    pool = chunk_pool(canonical_of(ranks, 32), 0, 1 << 30, 4)
+    pool = chunk_pool(canonical_form_of(ranks, 32), 0, 1 << 30, 4)
     assert build_templates(ranks, pool)
     assert build_templates([pool], ranks[1])
     with pytest.raises(Incompatible, match="other scales"):
@@ -109,4 +109,4 @@ def test_chunks_are_stored_and_loaded_under_the_scales_that_they_are_of():
 
 def test_a_scale_per_head_has_no_canonical_form():
     with pytest.raises(GeometryError, match=r"a scale per head.* can be handed over .* not be stored"):
-        canonical_of(engine(2, PER_HEAD), 32)
+        canonical_form_of(engine(2, PER_HEAD), 32)

@@ -3,12 +3,12 @@ import pytest
 from kvferry.errors import ConfigError
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.strategy import Costs, Strategy, Work, choose_method, transfer_methods
 from kvferry.planning.template import build_templates
 
-KV = Stored("kv", 2, 8, (("content", 256),))
-MODEL = ModelCache("dense", (LayerStore(GroupKind.FULL, 0, (KV,)),) * 4)
+KV = StoredField("kv", 2, 8, (("content", 256),))
+MODEL = ModelCache("dense", (LayerCache(GroupKind.FULL, 0, (KV,)),) * 4)
 COSTS = Costs()
 ROOM = 16 << 20
 

@@ -3,7 +3,7 @@ import pytest
 from kvferry.errors import Incompatible
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerStore, ModelCache, Stored as Kept
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField as Kept
 from kvferry.planning.page_copy import differences
 from kvferry.planning.template import build_templates
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
@@ -54,7 +54,9 @@ def test_layers_whose_pages_differ_are_one_route_where_their_blocks_go_together(
 
 def test_head_outside_layer_needs_one_row_per_block_and_half_of_the_heads():
     family = Family(
-        GroupKind.FULL, 0, (Stored("k", 2, 4, (("content", 8),)), Stored("v", 2, 4, (("content", 8),)))
+        GroupKind.FULL,
+        0,
+        (Stored("k", 2, 4, (("content", 8),)), Stored("v", 2, 4, (("content", 8),))),
     )
     group = GroupSpec(GroupKind.FULL, 0, (0, 1, 2), 16)
     one, two = (ranks(EngineSpec(tp, (3,), (group,), "BHLNC", Interior(), 4), [family] * 3) for tp in (1, 2))
@@ -87,7 +89,7 @@ def test_replicated_heads_are_read_once_and_copies_are_spread_over_readers():
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1)])
 def test_a_layer_with_fewer_heads_than_ranks_is_replicated_beside_one_with_more(here, there):
     few, many = (
-        LayerStore(GroupKind.FULL, 0, (Kept("kv", 2, heads, (("content", 8),)),)) for heads in (1, 8)
+        LayerCache(GroupKind.FULL, 0, (Kept("kv", 2, heads, (("content", 8),)),)) for heads in (1, 8)
     )
     model = ModelCache("heads per layer", (many, few, many, few))
     srcs, dsts = (lay_out(model, EngineShape(tp, (4,), 16, "LBNHC", 4)) for tp in (here, there))

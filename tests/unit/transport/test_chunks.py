@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.planning.packed_image import PackedImage
-from kvferry.planning.prepared_lists import Entries
+from kvferry.planning.prepared_lists import PreparedEntries
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Strategy, TransferMethod, Work
 from kvferry.transport.packed_read import segments_of
@@ -17,7 +17,7 @@ STRIDE = 1 << 20
 
 def _way(room: int, gather: int = 0, rows: int = 3, cells: int = 1) -> PreparedMethod:
     way = TransferMethod(Strategy.STAGED, Work(1, STRIDE), PackedImage(STRIDE, (), ()))
-    return PreparedMethod(way, rows, Entries(100, room), Entries(7, 1000, cells), gather)
+    return PreparedMethod(way, rows, PreparedEntries(100, room), PreparedEntries(7, 1000, cells), gather)
 
 
 def _cells(count: int) -> Cells:

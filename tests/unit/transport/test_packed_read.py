@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import Region
-from kvferry.planning.prepared_lists import Entries, Indices
+from kvferry.planning.prepared_lists import DescriptorIndices, PreparedEntries
 from kvferry.planning.select import Cells
 from kvferry.transport import packed_read
 from kvferry.transport.agent import ReadState
@@ -111,7 +111,7 @@ class Table:
         loops = SimpleNamespace(scatter=self._scatter)
         self.way = SimpleNamespace(
             gather=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
-            src=Entries(0, 40), chunk_cells=lambda _: per_chunk, indices=self._indices,
+            src=PreparedEntries(0, 40), chunk_cells=lambda _: per_chunk, indices=self._indices,
         )  # fmt: skip
         route = SimpleNamespace(
             direct=direct or None,
@@ -130,10 +130,10 @@ class Table:
 
     def _indices(self, cells, outgoing, landing):
         self.indices.append((outgoing, landing))
-        return Indices(np.arange(outgoing, outgoing + len(cells)), np.zeros(len(cells), np.int32))
+        return DescriptorIndices(np.arange(outgoing, outgoing + len(cells)), np.zeros(len(cells), np.int32))
 
     def _direct(self, cells):
-        return Indices(cells.src_block + 1000, cells.dst_block)
+        return DescriptorIndices(cells.src_block + 1000, cells.dst_block)
 
     def answer(self, reply=None):
         """Everything asked and not answered is gathered; or is answered so."""

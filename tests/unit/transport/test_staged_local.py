@@ -210,7 +210,7 @@ def test_lanes_read_every_part_once(world, case, strategy, lanes):
     alone = moved(world, src, dst, families, total, have, strategy=strategy, staging_bytes=4 << 20)[2]
     for shared, whole in zip(results, alone, strict=True):
         assert shared.plan.bytes_by_group == whole.plan.bytes_by_group
-        assert shared.plan.tally.pages == whole.plan.tally.pages
+        assert shared.plan.counts.pages == whole.plan.counts.pages
         assert shared.plan.strategy_by_group == whole.plan.strategy_by_group
 
 

@@ -11,7 +11,7 @@ from kvferry.connector.engine import Request
 from kvferry.connector.prompt_content import keys_of
 from kvferry.errors import NotYetNamed, Unnameable
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import Canonical
+from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.terminal import shown
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Prompts:
     """Chunks of requests, by request id. A prompt without a certain name is neither stored nor looked up."""
 
-    def __init__(self, canonical: Canonical, adapters: Adapters, *, prompts_only: bool = False) -> None:
+    def __init__(self, canonical: CanonicalForm, adapters: Adapters, *, prompts_only: bool = False) -> None:
         """Begin.
 
         Args:

@@ -32,7 +32,7 @@ from kvferry.connector.tiers.misses import lack_of
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.worker.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
 from kvferry.geometry import Group
-from kvferry.geometry.canonical import Canonical
+from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.coverage import NO_TIER, Coverage
@@ -109,7 +109,7 @@ class TierSource:
         cache: ChunkCache,
         prompts: Prompts,
         groups: tuple[Group, ...],
-        canonical: Canonical,
+        canonical: CanonicalForm,
         refusals: Refusals,
         timeout_seconds: float,
         *,

@@ -26,7 +26,7 @@ from kvferry.connector.tiers.progress import Progress
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.geometry import Group, GroupKind
-from kvferry.geometry.canonical import Canonical
+from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment, snapshots_apart
 from kvferry.planning.chunk_cells import TableSlice, slice_table
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
@@ -45,7 +45,7 @@ class Storing:
         self,
         cache: ChunkCache,
         prompts: Prompts,
-        canonical: Canonical,
+        canonical: CanonicalForm,
         groups: Sequence[Group],
         parts: PartBlocks,
         orders: StoreOrders,

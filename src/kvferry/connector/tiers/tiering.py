@@ -29,7 +29,7 @@ from kvferry.connector.worker.chunk_routes import check_storable
 from kvferry.connector.worker.orders import ArenaCard, MovedByAll
 from kvferry.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.geometry import RankGeometry
-from kvferry.geometry.canonical import Canonical, canonical_of
+from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.canonical.length import (
     check_prompt_length,
     check_windows,
@@ -56,7 +56,7 @@ _DEFAULT_SHARE = 10
 
 _CLOSING_SECONDS = 10.0
 
-NamespaceOf: TypeAlias = Callable[[Canonical], Namespace]
+NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
 
 
 class Tiering:
@@ -205,7 +205,7 @@ class Tiering:
         self._arena.close()
 
 
-def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> Canonical:
+def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
     """Return the form of this engine's chunks.
 
     Raises:
@@ -229,7 +229,7 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
     check_windows(tokens, block)
     check_prompt_length(tokens, apart, engine.longest_request)
     try:
-        canonical = canonical_of(ranks, tokens)
+        canonical = canonical_form_of(ranks, tokens)
         check_storable(canonical, ranks)
     except (GeometryError, Incompatible) as error:
         raise ConfigError(
@@ -239,7 +239,7 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
     return canonical
 
 
-def _snapshot_tokens(config: ConnectorConfig, canonical: Canonical) -> int:
+def _snapshot_tokens(config: ConnectorConfig, canonical: CanonicalForm) -> int:
     tokens = canonical.chunk_tokens
     every = config.snapshot_tokens or tokens
     if every % tokens:

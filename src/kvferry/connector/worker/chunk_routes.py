@@ -12,7 +12,7 @@ from numpy import uint8
 from kvferry.connector.worker.orders import LoadPart, Piece, StoreOrder
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry
-from kvferry.geometry.canonical import Canonical, chunk_pool
+from kvferry.geometry.canonical import CanonicalForm, chunk_pool
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.chunk_copies import ChunkCopies, offsets_of
 from kvferry.planning.chunk_cells import cells_to_load, cells_to_store, unfilled_cells
@@ -23,7 +23,7 @@ _SLOTS = 1 << 20
 """More chunks than an order ever names; the pools that planning sees have no other meaning."""
 
 
-def check_storable(canonical: Canonical, ranks: Sequence[RankGeometry]) -> None:
+def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
     """See that an engine's ranks fill chunks whole, and can be filled from them.
 
     Raises:
@@ -44,7 +44,7 @@ class ChunkRoutes:
 
     def __init__(
         self,
-        canonical: Canonical,
+        canonical: CanonicalForm,
         ranks: Sequence[RankGeometry],
         place: tuple[int, int],
         memory: npt.NDArray[uint8],
@@ -138,7 +138,7 @@ class _Carried:
     copies: ChunkCopies
 
 
-def _pools(canonical: Canonical) -> list[RankGeometry]:
+def _pools(canonical: CanonicalForm) -> list[RankGeometry]:
     return [chunk_pool(canonical, number, 0, _SLOTS) for number in range(len(canonical.groups))]
 
 

@@ -19,7 +19,7 @@ from typing import TypeAlias, TypeVar
 from kvferry.connector.worker.chunk_routes import ChunkRoutes
 from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Moved, StoreOrder
 from kvferry.errors import KVFerryError, TransferError
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.host.arena import Arena
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class ChunkMover:
 
     def _attach(self, card: ArenaCard) -> None:
         try:
-            canonical = canonical_of(card.ranks, card.chunk_tokens)
+            canonical = canonical_form_of(card.ranks, card.chunk_tokens)
             self._arena = Arena.attach(card.name)
             self._routes = ChunkRoutes(canonical, card.ranks, self._place, self._arena.memory)
         except KVFerryError as error:

@@ -22,7 +22,7 @@ from kvferry.engines.vllm.drafts import draft_weights
 from kvferry.engines.vllm.settings_text import settings_of, text_of
 from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.errors import ConfigError
-from kvferry.geometry.canonical import Canonical
+from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import VERSION
 from kvferry.transport.messages import Fact, Facts
@@ -116,7 +116,7 @@ def lora_settings(vllm_config: Any) -> str:
     return text_of(f"in {dtype} on {modules} modules{tower}")
 
 
-def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Canonical) -> Namespace:
+def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: CanonicalForm) -> Namespace:
     """Return the namespace of this engine's chunks in shared storage.
 
     Raises:

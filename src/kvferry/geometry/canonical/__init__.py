@@ -6,16 +6,22 @@ engine; `place` puts chunks into memory, as a `RankGeometry` in which one block 
 a plan from the engine's ranks to that geometry, loading a plan from it, by the planner of every movement.
 """
 
-from kvferry.geometry.canonical.derive import canonical_of
-from kvferry.geometry.canonical.form import Canonical, CanonicalGroup, Part, Section, unit_count
+from kvferry.geometry.canonical.derive import canonical_form_of
+from kvferry.geometry.canonical.form import (
+    CanonicalForm,
+    CanonicalGroup,
+    FormSection,
+    SectionField,
+    unit_count,
+)
 from kvferry.geometry.canonical.place import chunk_pool
 
 __all__ = [
-    "Canonical",
+    "CanonicalForm",
     "CanonicalGroup",
-    "Part",
-    "Section",
-    "canonical_of",
+    "FormSection",
+    "SectionField",
+    "canonical_form_of",
     "chunk_pool",
     "unit_count",
 ]

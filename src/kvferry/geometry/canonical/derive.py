@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import GeometryError
-from kvferry.geometry.canonical.form import Canonical, CanonicalGroup, Part, Section
+from kvferry.geometry.canonical.form import CanonicalForm, CanonicalGroup, FormSection, SectionField
 from kvferry.geometry.page import TOKEN, Field
 from kvferry.geometry.rank import Group, GroupKind, Layer, RankGeometry, group_label
 
@@ -21,17 +21,17 @@ SHARDED = ("head", "channel")
 first."""
 
 
-def canonical_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canonical:
+def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> CanonicalForm:
     """What chunks of an engine's cache are.
 
     Two engines of one model, at TP 4 with 2 KV heads (two ranks hold copies of each) and at TP 2:
 
     >>> from kvferry.geometry.layout import EngineShape, lay_out
-    >>> from kvferry.geometry.store import LayerStore, ModelCache, Stored
-    >>> fields = tuple(Stored(name, 2, 2, (("content", 128),)) for name in ("k", "v"))
-    >>> model = ModelCache("gqa", (LayerStore(GroupKind.FULL, 0, fields),) * 4)
-    >>> tp4 = canonical_of(lay_out(model, EngineShape(4, (2, 2), 128, "LBHNC", 10)), 256)
-    >>> tp2 = canonical_of(lay_out(model, EngineShape(2, (4,), 16, "BLNHC", 10)), 256)
+    >>> from kvferry.geometry.store import LayerCache, ModelCache, StoredField
+    >>> fields = tuple(StoredField(name, 2, 2, (("content", 128),)) for name in ("k", "v"))
+    >>> model = ModelCache("gqa", (LayerCache(GroupKind.FULL, 0, fields),) * 4)
+    >>> tp4 = canonical_form_of(lay_out(model, EngineShape(4, (2, 2), 128, "LBHNC", 10)), 256)
+    >>> tp2 = canonical_form_of(lay_out(model, EngineShape(2, (4,), 16, "BLNHC", 10)), 256)
     >>> tp4 == tp2, tp4.content == tp2.content
     (True, True)
     >>> [(s.axis, s.units, s.unit_bytes) for s in tp2.groups[0].sections]   # 4 layers, 256 tokens, K and V
@@ -39,9 +39,10 @@ def canonical_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canonical:
 
     A latent is on every rank: one unit. A Mamba2 state has its heads and its channels apart:
 
-    >>> latent = ModelCache("mla", (LayerStore(GroupKind.MLA, 0, (Stored("latent", 2, 0, (("c", 576),)),)),))
+    >>> fields = (StoredField("latent", 2, 0, (("c", 576),)),)
+    >>> latent = ModelCache("mla", (LayerCache(GroupKind.MLA, 0, fields),))
     >>> [(s.axis, s.units, s.unit_bytes) for s in
-    ...  canonical_of(lay_out(latent, EngineShape(8, (1,), 64, "LBNHC", 10)), 256).groups[0].sections]
+    ...  canonical_form_of(lay_out(latent, EngineShape(8, (1,), 64, "LBNHC", 10)), 256).groups[0].sections]
     [('', 1, 294912)]
 
     >>> from kvferry.geometry.page import Axis, PageFormat
@@ -54,7 +55,7 @@ def canonical_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canonical:
     >>> page = PageFormat("MAMBA2", 0, 1067008, (*fields, Field("ssm", 4, 18432, ssm)))
     >>> group = Group(GroupKind.STATE, 128, 0, (Layer("layers.0", 0, 1067008, page),))
     >>> mamba = RankGeometry(0, 1, 0, 1, 4, (group,), (Region(0, 4 * 1067008),))
-    >>> [(s.axis, s.total, s.units, s.unit_bytes) for s in canonical_of([mamba], 256).groups[0].sections]
+    >>> [(s.axis, s.total, s.units, s.unit_bytes) for s in canonical_form_of([mamba], 256).groups[0].sections]
     [('head', 32, 32, 32768), ('channel', 512, 64, 96), ('channel', 2048, 64, 192)]
 
     Args:
@@ -81,7 +82,7 @@ def canonical_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canonical:
     kinds = sorted(
         {(of.kind, of.attention_span) for of in stored.values()}, key=lambda kind: group_label(*kind)
     )
-    return Canonical(chunk_tokens, tuple(_group(*kind, stored, chunk_tokens) for kind in kinds))
+    return CanonicalForm(chunk_tokens, tuple(_group(*kind, stored, chunk_tokens) for kind in kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class _StoredLayer:
 
     kind: GroupKind
     attention_span: int
-    fields: tuple[tuple[str, int, Part], ...]
+    fields: tuple[tuple[str, int, SectionField], ...]
 
 
 def _check_complete(ranks: Sequence[RankGeometry]) -> None:
@@ -120,7 +121,7 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
     return _StoredLayer(group.kind, group.attention_span, tuple(found))
 
 
-def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Part]:
+def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
     """Axis along which a field is sharded, its total, and the field."""
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
@@ -135,19 +136,19 @@ def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Par
             "the canonical form has only what every token has, since blocks differ between engines"
         )
     inner = tuple((one.name, one.count) for one in field.axes if one.name not in (TOKEN, name))
-    return name, total, Part(layer.identity, field.name, field.item_bytes, inner, layer.scales)
+    return name, total, SectionField(layer.identity, field.name, field.item_bytes, inner, layer.scales)
 
 
 def _group(
     kind: GroupKind, attention_span: int, stored: dict[str, _StoredLayer], chunk_tokens: int
 ) -> CanonicalGroup:
-    sections: dict[tuple[str, int], list[Part]] = {}
+    sections: dict[tuple[str, int], list[SectionField]] = {}
     for layer in sorted(stored, key=_by_number):
         if (stored[layer].kind, stored[layer].attention_span) == (kind, attention_span):
             for axis, total, part in stored[layer].fields:
                 sections.setdefault((axis, total), []).append(part)
     tokens = 0 if kind is GroupKind.STATE else chunk_tokens
-    found = [Section(axis, total, tokens, tuple(parts)) for (axis, total), parts in sections.items()]
+    found = [FormSection(axis, total, tokens, tuple(parts)) for (axis, total), parts in sections.items()]
     return CanonicalGroup(kind, attention_span, tuple(sorted(found, key=_by_element)))
 
 
@@ -161,6 +162,6 @@ def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(word), word) if word.isdecimal() else (1, 0, word) for word in words)
 
 
-def _by_element(section: Section) -> tuple[int, str, int]:
+def _by_element(section: FormSection) -> tuple[int, str, int]:
     """Large elements first, here too."""
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

@@ -55,7 +55,7 @@ def unit_count(total: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SectionField:
     """One field of one layer, as a section keeps it.
 
     Attributes:
@@ -78,14 +78,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class FormSection:
     """Everything in a chunk that is shared out along one axis.
 
     Two layers of 4 KV heads in chunks of 16 tokens, K and V of 8 elements of 2 bytes: 4 units of 2 · 16 · 32
     bytes.
 
-    >>> parts = [Part(layer, name, 2, (("content", 8),)) for layer in ("a", "b") for name in ("k", "v")]
-    >>> section = Section("head", 4, 16, tuple(parts))
+    >>> named = [(layer, field) for layer in ("a", "b") for field in ("k", "v")]
+    >>> parts = [SectionField(layer, field, 2, (("content", 8),)) for layer, field in named]
+    >>> section = FormSection("head", 4, 16, tuple(parts))
     >>> section.units, section.unit_bytes, section.bytes
     (4, 1024, 4096)
 
@@ -99,7 +100,7 @@ class Section:
     axis: str
     total: int
     tokens: int
-    parts: tuple[Part, ...]
+    parts: tuple[SectionField, ...]
 
     @property
     def units(self) -> int:
@@ -121,7 +122,7 @@ class Section:
         """Bytes of all units."""
         return self.units * self.unit_bytes
 
-    def layers(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def layers(self) -> Iterator[tuple[str, tuple[SectionField, ...]]]:
         """Name and parts of every layer, in order."""
         for name, parts in groupby(self.parts, lambda part: part.layer):
             yield name, tuple(parts)
@@ -140,7 +141,7 @@ class CanonicalGroup:
 
     kind: GroupKind
     attention_span: int
-    sections: tuple[Section, ...]
+    sections: tuple[FormSection, ...]
 
     @property
     def label(self) -> str:
@@ -169,7 +170,7 @@ class CanonicalGroup:
 
 
 @dataclass(frozen=True)
-class Canonical:
+class CanonicalForm:
     """What chunks of a model are: the same value from every engine that serves it.
 
     Attributes:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 
 from kvferry.errors import GeometryError
-from kvferry.geometry.canonical.form import Canonical, CanonicalGroup, Part, Section
+from kvferry.geometry.canonical.form import CanonicalForm, CanonicalGroup, FormSection, SectionField
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
 from kvferry.geometry.rank import Group, Layer, RankGeometry, Region, Scale
 
 
 def chunk_pool(
-    canonical: Canonical,
+    canonical: CanonicalForm,
     number: int,
     address: int,
     slots: int,
@@ -27,13 +27,13 @@ def chunk_pool(
 
     Two layers of 4 heads, K and V of 8 elements of 2 bytes, in chunks of 16 tokens: heads are outermost.
 
-    >>> from kvferry.geometry.canonical.derive import canonical_of
+    >>> from kvferry.geometry.canonical.derive import canonical_form_of
     >>> from kvferry.geometry.layout import EngineShape, lay_out
     >>> from kvferry.geometry.rank import GroupKind
-    >>> from kvferry.geometry.store import LayerStore, ModelCache, Stored
-    >>> fields = tuple(Stored(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
-    >>> model = ModelCache("tiny", (LayerStore(GroupKind.FULL, 0, fields),) * 2)
-    >>> canonical = canonical_of(lay_out(model, EngineShape(2, (2,), 32, "BLNHC", 10)), 16)
+    >>> from kvferry.geometry.store import LayerCache, ModelCache, StoredField
+    >>> fields = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
+    >>> model = ModelCache("tiny", (LayerCache(GroupKind.FULL, 0, fields),) * 2)
+    >>> canonical = canonical_form_of(lay_out(model, EngineShape(2, (2,), 32, "BLNHC", 10)), 16)
     >>> pool = chunk_pool(canonical, 0, address=1 << 20, slots=8)
     >>> [(layer.address - (1 << 20), layer.block_stride) for layer in pool.groups[0].layers]
     [(0, 4096), (512, 4096)]
@@ -88,7 +88,7 @@ def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
     return found
 
 
-def _field(section: Section, part: Part, offset: int, pitch: int) -> Field:
+def _field(section: FormSection, part: SectionField, offset: int, pitch: int) -> Field:
     """A part as a field; `pitch` is bytes from one token to the next."""
     axes = []
     if section.axis:

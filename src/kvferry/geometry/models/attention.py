@@ -8,13 +8,13 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.models.compressed import compressed_stores
-from kvferry.geometry.models.config import Config, whole
+from kvferry.geometry.models.config import ModelConfig, whole
 from kvferry.geometry.models.dtypes import PACKED_LATENT, SCALED, element_bytes
-from kvferry.geometry.models.families import Family, Mixer
+from kvferry.geometry.models.families import Mixer, ModelFamily
 from kvferry.geometry.models.indexer import block_indexer, token_indexer
 from kvferry.geometry.models.own import own_settings
 from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerStore, Stored
+from kvferry.geometry.store import LayerCache, StoredField
 
 _PACKED_LATENT_BYTES = 656
 _KV_HEADS = (
@@ -41,12 +41,12 @@ class AttentionReader:
         cache_dtype, model_dtype: as in `dtypes`.
     """
 
-    config: Config
-    family: Family
+    config: ModelConfig
+    family: ModelFamily
     cache_dtype: str
     model_dtype: str
 
-    def stores(self, mixer: Mixer, layer: int) -> tuple[LayerStore, ...]:
+    def stores(self, mixer: Mixer, layer: int) -> tuple[LayerCache, ...]:
         """Return the store of one attention layer, or several if it has more than one cache.
 
         Args:
@@ -66,10 +66,10 @@ class AttentionReader:
         fields = []
         heads, k_width, v_width = self._heads(mixer, layer)
         for name, width in (("k", k_width), ("v", v_width)):
-            fields.append(Stored(name, item, heads, (("content", width),)))
+            fields.append(StoredField(name, item, heads, (("content", width),)))
             if self.cache_dtype in SCALED:
-                fields.append(Stored(f"{name}.scale", 4, heads))
-        kept = LayerStore(_KINDS[mixer], self._attention_span(mixer, layer), tuple(fields))
+                fields.append(StoredField(f"{name}.scale", 4, heads))
+        kept = LayerCache(_KINDS[mixer], self._attention_span(mixer, layer), tuple(fields))
         return (kept, *block_indexer(self.config, layer, self.model_dtype))
 
     def _attention_span(self, mixer: Mixer, layer: int) -> int:
@@ -122,7 +122,7 @@ class AttentionReader:
             return 1
         return config.maybe(*_KV_HEADS) or config.number(*_QUERY_HEADS)
 
-    def _latent(self) -> LayerStore:
+    def _latent(self) -> LayerCache:
         """Return the store of one latent for all heads, which every rank keeps whole."""
         if self.cache_dtype in SCALED:
             raise ConfigError(
@@ -131,18 +131,20 @@ class AttentionReader:
         # Heads are computed from the latent and not kept.
         self.config.cover(*_KV_HEADS, "head_dim", "v_head_dim")
         width = self.config.number("kv_lora_rank") + self.config.number("qk_rope_head_dim")
-        latent = Stored("latent", element_bytes(self.cache_dtype, self.model_dtype), 0, (("content", width),))
+        latent = StoredField(
+            "latent", element_bytes(self.cache_dtype, self.model_dtype), 0, (("content", width),)
+        )
         if self.cache_dtype == PACKED_LATENT:
-            latent = Stored("latent", 1, 0, (("content", _PACKED_LATENT_BYTES),))
-        return LayerStore(GroupKind.MLA, 0, (latent,))
+            latent = StoredField("latent", 1, 0, (("content", _PACKED_LATENT_BYTES),))
+        return LayerCache(GroupKind.MLA, 0, (latent,))
 
 
-def query_heads(config: Config) -> int:
+def query_heads(config: ModelConfig) -> int:
     """Return the query heads, which tensor-parallel ranks share evenly; 0 if the file does not say."""
     return config.maybe(*_QUERY_HEADS) or 0
 
 
-def without_attention(config: Config) -> set[int]:
+def without_attention(config: ModelConfig) -> set[int]:
     """Return the numbers of layers that skip attention (Nemotron-NAS)."""
     blocks = config.listed("block_configs", config.layers) or ()
     skipped = set()
@@ -165,7 +167,7 @@ def _inside(block: Any, name: str) -> Mapping[str, Any]:
     return inner
 
 
-def _of_step(config: Config, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
+def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
     """Return heads and widths of a layer with a window, which may differ in Step 3.5."""
     other = config.nested("attention_other_setting")
     if not other.values or other.get("attention_type") != "sliding_attention":
@@ -174,7 +176,7 @@ def _of_step(config: Config, heads: int, k_width: int, v_width: int) -> tuple[in
     return other.maybe("num_attention_groups") or heads, width or k_width, width or v_width
 
 
-def _head_width(config: Config) -> int:
+def _head_width(config: ModelConfig) -> int:
     if said := config.maybe("head_dim", "attention_head_dim", "kv_channels"):
         if config.maybe("attention_head_dim"):
             config.cover("kv_channels")  # Zamba2: its heads are as wide as attention_head_dim says

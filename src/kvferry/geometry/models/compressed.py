@@ -8,11 +8,11 @@ float32 values of the tokens that are not in a state yet.
 from __future__ import annotations
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import Config, whole
+from kvferry.geometry.models.config import ModelConfig, whole
 from kvferry.geometry.models.dtypes import PACKED_LATENT
 from kvferry.geometry.models.indexer import scaled_bytes
 from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerStore, Stored
+from kvferry.geometry.store import LayerCache, StoredField
 
 _LATENT_BYTES = 584
 _LATENT_WIDTH = 512
@@ -22,7 +22,7 @@ _OVERLAPPING = 4
 """The ratio at which a state covers two groups of tokens, so its compressor keeps twice as many."""
 
 
-def compressed_stores(config: Config, layer: int, cache_dtype: str) -> tuple[LayerStore, ...]:
+def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tuple[LayerCache, ...]:
     """Return the stores of one layer.
 
     Args:
@@ -62,11 +62,11 @@ def compressed_stores(config: Config, layer: int, cache_dtype: str) -> tuple[Lay
     return tuple(kept)
 
 
-def _states(name: str, size: int, ratio: int) -> LayerStore:
+def _states(name: str, size: int, ratio: int) -> LayerCache:
     return _latents(GroupKind.MLA, name, size, _STATE_BLOCK, 0, ratio)
 
 
-def _compressor(name: str, width: int, ratio: int) -> LayerStore:
+def _compressor(name: str, width: int, ratio: int) -> LayerCache:
     """Return the store of a compressor: float32 sums and weights of the tokens of the open group."""
     groups = 2 if ratio == _OVERLAPPING else 1
     return _latents(GroupKind.SLIDING, name, groups * 2 * width * 4, _COMPRESSOR_BLOCK[ratio], groups * ratio)
@@ -74,5 +74,5 @@ def _compressor(name: str, width: int, ratio: int) -> LayerStore:
 
 def _latents(
     kind: GroupKind, name: str, size: int, block: int, attention_span: int, ratio: int = 1
-) -> LayerStore:
-    return LayerStore(kind, attention_span, (Stored(name, 1, 0, (("content", size),)),), block, ratio)
+) -> LayerCache:
+    return LayerCache(kind, attention_span, (StoredField(name, 1, 0, (("content", size),)),), block, ratio)

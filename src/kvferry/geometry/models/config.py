@@ -16,7 +16,7 @@ PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class ModelConfig:
     """The part of a ``config.json`` that describes the language model.
 
     A file may leave out its family's defaults; null counts as absent. The object remembers every key that was
@@ -68,7 +68,7 @@ class Config:
         """Count these keys as read, because another key makes them irrelevant."""
         self.asked.update(names)
 
-    def nested(self, name: str, defaults: Mapping[str, Any] | None = None) -> Config:
+    def nested(self, name: str, defaults: Mapping[str, Any] | None = None) -> ModelConfig:
         """Return the keys of an object inside the file; empty if there is none.
 
         Raises:
@@ -79,7 +79,7 @@ class Config:
             said = {}
         if not isinstance(said, Mapping):
             raise ConfigError(f"config.json: {name} is {said!r}, an object is expected")
-        return Config(said, defaults or {})
+        return ModelConfig(said, defaults or {})
 
     def number(self, *names: str, least: int = 1) -> int:
         """Return the first of these keys that is present, a whole number.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import Config
+from kvferry.geometry.models.config import ModelConfig
 
 _ENCODERS = frozenset((
     "albert", "bert", "camembert", "clip", "colmodernvbert", "convbert", "deberta", "deberta_v2",
@@ -22,7 +22,7 @@ _ENCODER_DECODERS = frozenset((
 ))  # fmt: skip
 
 
-def check_decoder(config: Config) -> None:
+def check_decoder(config: ModelConfig) -> None:
     """Raise ConfigError, with the reason, if the model keeps no KV or one that depends on an encoder."""
     name = config.model_type or "unknown"
     if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:

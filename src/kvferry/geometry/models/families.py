@@ -33,7 +33,7 @@ RECURRENT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """What the reader of a ``config.json`` must know beforehand.
 
     Attributes:
@@ -57,7 +57,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_GEMMA3 = Family(
+_GEMMA3 = ModelFamily(
     defaults={
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -66,66 +66,68 @@ _GEMMA3 = Family(
         "sliding_window_pattern": 6,
     }
 )
-_LLAMA4 = Family(defaults={"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "head_dim": 128})
-_GATED_DELTA = Family(Mixer.GATED_DELTA, defaults={"full_attention_interval": 4, "linear_conv_kernel_dim": 4})
-_MAMBA2 = Family(Mixer.MAMBA2)
-_KIMI = Family(Mixer.KIMI_DELTA, ssm_dtype="float32")
+_LLAMA4 = ModelFamily(defaults={"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "head_dim": 128})
+_GATED_DELTA = ModelFamily(
+    Mixer.GATED_DELTA, defaults={"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
+)
+_MAMBA2 = ModelFamily(Mixer.MAMBA2)
+_KIMI = ModelFamily(Mixer.KIMI_DELTA, ssm_dtype="float32")
 
-_GEMMA3N = Family(
+_GEMMA3N = ModelFamily(
     defaults={
         "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
         "sliding_window": 512, "sliding_window_pattern": 5, "num_kv_shared_layers": 15,
     }
 )  # fmt: skip
-_GEMMA4 = Family(
+_GEMMA4 = ModelFamily(
     defaults={
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
         "sliding_window": 512, "sliding_window_pattern": 6,
     }
 )  # fmt: skip
-_COHERE2 = Family(window_offset=1, defaults={"sliding_window_pattern": 4, "sliding_window": 4096})
+_COHERE2 = ModelFamily(window_offset=1, defaults={"sliding_window_pattern": 4, "sliding_window": 4096})
 _SPARSE = {
     "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_attention_freq": [0] * 3 + [1] * 57,
 }  # fmt: skip
-_MINIMAX_M3 = Family(
+_MINIMAX_M3 = ModelFamily(
     defaults={
         "num_hidden_layers": 60, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
         "sparse_attention_config": _SPARSE,
     }
 )  # fmt: skip
-_MLA = Family(defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64})
-_INDEXED = Family(defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128})
-_OLMO3 = Family(defaults={"sliding_window_pattern": 4, "sliding_window": 4096})
-_LIGHTNING = Family(Mixer.LIGHTNING)
-_SHORT_CONV = Family(Mixer.SHORT_CONV)
-_WINDOWED = Family(defaults={"sliding_window": 4096})
-_STEP = Family(defaults={"head_dim": 128})
+_MLA = ModelFamily(defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+_INDEXED = ModelFamily(defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128})
+_OLMO3 = ModelFamily(defaults={"sliding_window_pattern": 4, "sliding_window": 4096})
+_LIGHTNING = ModelFamily(Mixer.LIGHTNING)
+_SHORT_CONV = ModelFamily(Mixer.SHORT_CONV)
+_WINDOWED = ModelFamily(defaults={"sliding_window": 4096})
+_STEP = ModelFamily(defaults={"head_dim": 128})
 
-_SPECIAL: Mapping[str, Family] = {
-    "gemma2": Family(defaults={"sliding_window_pattern": 2, "sliding_window": 4096, "head_dim": 256}),
+_SPECIAL: Mapping[str, ModelFamily] = {
+    "gemma2": ModelFamily(defaults={"sliding_window_pattern": 2, "sliding_window": 4096, "head_dim": 256}),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
-    "gpt_oss": Family(defaults={"sliding_window_pattern": 2, "sliding_window": 128, "head_dim": 64}),
+    "gpt_oss": ModelFamily(defaults={"sliding_window_pattern": 2, "sliding_window": 128, "head_dim": 64}),
     "cohere2": _COHERE2,
     "cohere2_moe": _COHERE2,
     "olmo3": _OLMO3,
     "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,
-    "mamba": Family(Mixer.MAMBA1, everywhere=True),
-    "falcon_mamba": Family(Mixer.MAMBA1, everywhere=True),
-    "mamba2": Family(Mixer.MAMBA2, everywhere=True),
-    "jamba": Family(Mixer.MAMBA1, defaults={"attn_layer_period": 8, "attn_layer_offset": 4}),
-    "falcon_h1": Family(Mixer.MAMBA2, everywhere=True, beside_attention=True),
+    "mamba": ModelFamily(Mixer.MAMBA1, everywhere=True),
+    "falcon_mamba": ModelFamily(Mixer.MAMBA1, everywhere=True),
+    "mamba2": ModelFamily(Mixer.MAMBA2, everywhere=True),
+    "jamba": ModelFamily(Mixer.MAMBA1, defaults={"attn_layer_period": 8, "attn_layer_offset": 4}),
+    "falcon_h1": ModelFamily(Mixer.MAMBA2, everywhere=True, beside_attention=True),
     "bamba": _MAMBA2,
     "granitemoehybrid": _MAMBA2,
     "zamba2": _MAMBA2,
-    "nemotron_h": Family(Mixer.MAMBA2, ssm_dtype="float32"),
+    "nemotron_h": ModelFamily(Mixer.MAMBA2, ssm_dtype="float32"),
     "qwen3_next": _GATED_DELTA,
     "qwen3_5_text": _GATED_DELTA,
     "qwen3_5_moe_text": _GATED_DELTA,
-    "olmo_hybrid": Family(Mixer.GATED_DELTA),
+    "olmo_hybrid": ModelFamily(Mixer.GATED_DELTA),
     "kimi_linear": _KIMI,
     "minimax_m3": _MINIMAX_M3,
     "minimax_m3_text": _MINIMAX_M3,
@@ -141,9 +143,9 @@ _SPECIAL: Mapping[str, Family] = {
     "kimi_k2": _MLA,
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
-    "longcat_flash": Family(attentions=2, defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
-    "minicpm3": Family(expanded=True),
-    "step3_text": Family(defaults={"num_key_value_heads": 1}),
+    "longcat_flash": ModelFamily(attentions=2, defaults={"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "minicpm3": ModelFamily(expanded=True),
+    "step3_text": ModelFamily(defaults={"num_key_value_heads": 1}),
     "step3p5": _STEP,
     "step3p7": _STEP,
     "mistral": _WINDOWED,
@@ -165,5 +167,7 @@ _ATTENTION_ONLY = (
     "seed_oss", "smollm3", "solar", "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({**dict.fromkeys(_ATTENTION_ONLY, Family()), **_SPECIAL})
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
+    {**dict.fromkeys(_ATTENTION_ONLY, ModelFamily()), **_SPECIAL}
+)
 """Families whose ``config.json`` is understood, by model type."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import Config, whole
+from kvferry.geometry.models.config import ModelConfig, whole
 from kvferry.geometry.models.dtypes import FLOATS
 from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerStore, Stored
+from kvferry.geometry.store import LayerCache, StoredField
 
 _SCALE_TOKENS = 128
 _SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "indexer_types")
@@ -17,7 +17,7 @@ def scaled_bytes(width: int) -> int:
     return width + whole("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
 
 
-def token_indexer(config: Config, layer: int) -> tuple[LayerStore, ...]:
+def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
     """Return the indexer's store of DeepSeek V3.2 and GLM-5; none in a layer that reuses an earlier choice.
 
     Follows vLLM's ``deepseek_v32/attention.py``. The key `indexer_types` repeats the rule in words.
@@ -44,10 +44,12 @@ def token_indexer(config: Config, layer: int) -> tuple[LayerStore, ...]:
         )
     if shared:
         return ()
-    return (LayerStore(GroupKind.MLA, 0, (Stored("indexer", 1, 0, (("content", scaled_bytes(width)),)),)),)
+    return (
+        LayerCache(GroupKind.MLA, 0, (StoredField("indexer", 1, 0, (("content", scaled_bytes(width)),)),)),
+    )
 
 
-def block_indexer(config: Config, layer: int, model_dtype: str) -> tuple[LayerStore, ...]:
+def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
     """Return the indexer's store of MiniMax-M3, in sparse layers: one key for all heads."""
     sparse = config.nested("sparse_attention_config")
     if not sparse.values or sparse.get("use_sparse_attention") is False:
@@ -59,5 +61,7 @@ def block_indexer(config: Config, layer: int, model_dtype: str) -> tuple[LayerSt
         return ()
     width = sparse.number("sparse_index_dim")
     return (
-        LayerStore(GroupKind.MLA, 0, (Stored("indexer", FLOATS[model_dtype], 0, (("content", width),)),)),
+        LayerCache(
+            GroupKind.MLA, 0, (StoredField("indexer", FLOATS[model_dtype], 0, (("content", width),)),)
+        ),
     )

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import Config
+from kvferry.geometry.models.config import ModelConfig
 from kvferry.geometry.models.families import RECURRENT, Mixer
 
 _KEY = "per_layer_config"
 _KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
 
 
-def own_settings(config: Config) -> Mapping[int, Mapping[str, Any]]:
+def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
     """The settings that layers have of their own, by number.
 
     Raises:
@@ -49,7 +49,7 @@ def own_settings(config: Config) -> Mapping[int, Mapping[str, Any]]:
     return own
 
 
-def check_own(config: Config, layers: Sequence[Sequence[Mixer]]) -> None:
+def check_own(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
     """Raise ConfigError if settings of single layers cannot be read, or are of a recurrent layer."""
     for number, settings in own_settings(config).items():
         if settings and not RECURRENT.isdisjoint(layers[number]):

@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.models.attention import without_attention
-from kvferry.geometry.models.config import Config, whole
-from kvferry.geometry.models.families import Family, Mixer
+from kvferry.geometry.models.config import ModelConfig, whole
+from kvferry.geometry.models.families import Mixer, ModelFamily
 from kvferry.geometry.models.strict import check_nested
 
 Mixers: TypeAlias = tuple[Mixer, ...]
 """Mixers of one layer: none without a cache, two where attention and recurrence run side by side."""
 
-Rule: TypeAlias = Callable[[Config, Family], list[Mixers] | None]
+Rule: TypeAlias = Callable[[ModelConfig, ModelFamily], list[Mixers] | None]
 
 _FULL: Mixers = (Mixer.FULL,)
 _WORDS: Mapping[str, Mixers] = {
@@ -57,7 +57,7 @@ _KIMI_KEYS = (
 )  # fmt: skip
 
 
-def mixers(config: Config, family: Family) -> list[Mixers]:
+def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
     """Return the mixers of every layer.
 
     Raises:
@@ -76,12 +76,12 @@ def mixers(config: Config, family: Family) -> list[Mixers]:
     return _repeated([(Mixer.SLIDING,) if windowed else _FULL] * config.layers, family)
 
 
-def _repeated(layers: list[Mixers], family: Family) -> list[Mixers]:
+def _repeated(layers: list[Mixers], family: ModelFamily) -> list[Mixers]:
     """Repeat mixers for layers with attention twice (LongCat)."""
     return [layer * family.attentions for layer in layers]
 
 
-def _recurrence(config: Config, family: Family, said: str) -> Mixer:
+def _recurrence(config: ModelConfig, family: ModelFamily, said: str) -> Mixer:
     if family.recurrent is None:
         raise ConfigError(
             f"config.json: {said} names recurrent layers, but what they keep is not known for model type "
@@ -95,12 +95,12 @@ _RECURRENT_TYPES = (
 )
 
 
-def _compressed(config: Config, _family: Family) -> list[Mixers] | None:
+def _compressed(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """DeepSeek V4: a layer's compression ratio decides what it keeps."""
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
 
-def _blocks(config: Config, _family: Family) -> list[Mixers] | None:
+def _blocks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Nemotron-NAS: blocks that skip attention keep nothing."""
     if config.get("block_configs") is None:
         return None
@@ -108,14 +108,14 @@ def _blocks(config: Config, _family: Family) -> list[Mixers] | None:
     return [() if i in skipped else _FULL for i in range(config.layers)]
 
 
-def _everywhere(config: Config, family: Family) -> list[Mixers] | None:
+def _everywhere(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     if not family.everywhere or family.recurrent is None:
         return None
     beside = _FULL if family.beside_attention else ()
     return [(family.recurrent, *beside)] * config.layers
 
 
-def _letters(config: Config, family: Family) -> list[Mixers] | None:
+def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Nemotron-H: ``M`` recurrence, ``*`` attention, others feed-forward."""
     name = "hybrid_override_pattern"
     said = config.listed(name, config.layers)
@@ -125,7 +125,7 @@ def _letters(config: Config, family: Family) -> list[Mixers] | None:
     return _translated(name, said, known)
 
 
-def _words(config: Config, family: Family) -> list[Mixers] | None:
+def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """A word per layer. Words for recurrence mean the family's own."""
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
@@ -148,7 +148,7 @@ def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> 
     return [known[word] for word in said]
 
 
-def _attention_period(config: Config, family: Family) -> list[Mixers] | None:
+def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Jamba: one layer of each period is attention, at an offset."""
     period = config.maybe("attn_layer_period")
     if period is None:
@@ -158,7 +158,7 @@ def _attention_period(config: Config, family: Family) -> list[Mixers] | None:
     return [_FULL if i % period == offset else recurrence for i in range(config.layers)]
 
 
-def _attention_numbers(config: Config, family: Family) -> list[Mixers] | None:
+def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Bamba: the numbers of the attention layers."""
     numbers = config.get("attn_layer_indices")
     if not isinstance(numbers, list):
@@ -167,7 +167,7 @@ def _attention_numbers(config: Config, family: Family) -> list[Mixers] | None:
     return [_FULL if i in numbers else recurrence for i in range(config.layers)]
 
 
-def _attention_flags(config: Config, family: Family) -> list[Mixers] | None:
+def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """MiniMax-Text-01: 1 is attention, 0 is not."""
     name = "attn_type_list"
     said = config.listed(name, config.layers)
@@ -179,7 +179,7 @@ def _attention_flags(config: Config, family: Family) -> list[Mixers] | None:
     return _translated(name, said, known)
 
 
-def _last_of_each(config: Config, family: Family) -> list[Mixers] | None:
+def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Qwen3-Next and Bailing: the last layer of each period is attention."""
     name = next((n for n in ("full_attention_interval", "layer_group_size") if config.maybe(n)), None)
     if name is None or family.recurrent is None:
@@ -188,12 +188,12 @@ def _last_of_each(config: Config, family: Family) -> list[Mixers] | None:
     return [recurrence if (i + 1) % period else _FULL for i in range(config.layers)]
 
 
-def _kimi(config: Config, family: Family) -> list[Mixers] | None:
+def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Kimi Linear: numbers of the layers of either kind, from one."""
     said = config.get("linear_attn_config")
     if not isinstance(said, Mapping):
         return None
-    check_nested(Config(said, {}), "linear_attn_config", _KIMI_KEYS)
+    check_nested(ModelConfig(said, {}), "linear_attn_config", _KIMI_KEYS)
     delta, full = (_layer_numbers(said, name) for name in ("kda_layers", "full_attn_layers"))
     if sorted([*delta, *full]) != list(range(1, config.layers + 1)):
         raise ConfigError(
@@ -213,7 +213,7 @@ def _layer_numbers(said: Mapping[str, Any], name: str) -> list[int]:
     return found
 
 
-def _window_flags(config: Config, _family: Family) -> list[Mixers] | None:
+def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """MiMo-V2: 1 has a window."""
     name = "hybrid_layer_pattern"
     said = config.listed(name, config.layers)
@@ -223,7 +223,7 @@ def _window_flags(config: Config, _family: Family) -> list[Mixers] | None:
     return _translated(name, said, {1: (Mixer.SLIDING,), 0: _FULL})
 
 
-def _chunks(config: Config, _family: Family) -> list[Mixers] | None:
+def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Llama 4: layers without rotary positions see all tokens, the others their chunk."""
     if config.maybe("attention_chunk_size") is None or not config.maybe("no_rope_layer_interval"):
         return None
@@ -233,7 +233,7 @@ def _chunks(config: Config, _family: Family) -> list[Mixers] | None:
     return [(Mixer.CHUNKED,) if each else _FULL for each in rotary]
 
 
-def _window_pattern(config: Config, _family: Family) -> list[Mixers] | None:
+def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Gemma 3, Cohere 2: the last layer of each period has no window. EXAONE 4: ``L`` has one."""
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.maybe("sliding_window", "sliding_window_size") is None:
@@ -246,7 +246,7 @@ def _window_pattern(config: Config, _family: Family) -> list[Mixers] | None:
     return [(Mixer.SLIDING,) if each else _FULL for each in windowed]
 
 
-def _window_from(config: Config, _family: Family) -> list[Mixers] | None:
+def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Qwen2, Qwen3: with ``use_sliding_window``, layers from ``max_window_layers`` on have a window."""
     if config.get("use_sliding_window") is not True or config.maybe("sliding_window") is None:
         return None

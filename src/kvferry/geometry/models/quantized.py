@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import Config
+from kvferry.geometry.models.config import ModelConfig
 
 _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
-def quantized_cache(config: Config, dtype: str) -> tuple[str, list[str]]:
+def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
     """Return the element type of the KV cache, and notes.
 
     Follows vLLM's `resolve_kv_cache_dtype_string`: with ``--kv-cache-dtype auto`` the checkpoint decides.

@@ -8,16 +8,16 @@ from typing import Any
 
 from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry.models.attention import AttentionReader, query_heads
-from kvferry.geometry.models.config import DTYPES, Config, language_model
+from kvferry.geometry.models.config import DTYPES, ModelConfig, language_model
 from kvferry.geometry.models.dtypes import FLOATS, float_name
 from kvferry.geometry.models.encoders import check_decoder
-from kvferry.geometry.models.families import FAMILIES, RECURRENT, Family, Mixer
+from kvferry.geometry.models.families import FAMILIES, RECURRENT, Mixer, ModelFamily
 from kvferry.geometry.models.own import check_own
 from kvferry.geometry.models.pattern import Mixers, mixers
 from kvferry.geometry.models.quantized import quantized_cache
 from kvferry.geometry.models.recurrent import recurrent_store
 from kvferry.geometry.models.strict import check_unread
-from kvferry.geometry.store import LayerStore, ModelCache
+from kvferry.geometry.store import LayerCache, ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ModelReading:
     notes: tuple[str, ...]
 
 
-def per_layer(reading: ModelReading) -> Iterator[tuple[LayerStore, ...]]:
+def per_layer(reading: ModelReading) -> Iterator[tuple[LayerCache, ...]]:
     """Yield the stores of each layer of the model."""
     first = 0
     for count in reading.kept:
@@ -70,8 +70,8 @@ def read_model(
     """
     values = language_model(config)
     model_type = str(values.get("model_type") or "")
-    family = FAMILIES.get(model_type, Family())
-    read = Config(values, family.defaults)
+    family = FAMILIES.get(model_type, ModelFamily())
+    read = ModelConfig(values, family.defaults)
     check_decoder(read)
     model_dtype, notes = _model_dtype(read, dtype)
     cache_dtype, said = quantized_cache(read, dtype)
@@ -104,7 +104,7 @@ _STATE_KEYS = (
 )  # fmt: skip
 
 
-def _cover_absent(config: Config, used: set[Mixer]) -> None:
+def _cover_absent(config: ModelConfig, used: set[Mixer]) -> None:
     """Count sizes as read that no layer needs, since the model is all attention or all recurrence."""
     if used <= RECURRENT:
         config.cover(*_ATTENTION_KEYS)
@@ -113,8 +113,8 @@ def _cover_absent(config: Config, used: set[Mixer]) -> None:
 
 
 def _stores(
-    config: Config, family: Family, layers: list[Mixers], dtypes: tuple[str, str]
-) -> list[tuple[LayerStore, ...]]:
+    config: ModelConfig, family: ModelFamily, layers: list[Mixers], dtypes: tuple[str, str]
+) -> list[tuple[LayerCache, ...]]:
     """Return the stores of each layer; `dtypes` are those of the KV cache and of the model."""
     attention = AttentionReader(config, family, *dtypes)
     ssm_dtype = _ssm_dtype(config, family, dtypes[1])
@@ -133,7 +133,7 @@ def _stores(
     ]
 
 
-def _model_dtype(config: Config, dtype: str) -> tuple[str, list[str]]:
+def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
     """Return the element type that the model computes in, and notes."""
     if dtype in FLOATS:
         return dtype, []
@@ -146,7 +146,7 @@ def _model_dtype(config: Config, dtype: str) -> tuple[str, list[str]]:
     return named, []
 
 
-def _ssm_dtype(config: Config, family: Family, model_dtype: str) -> str:
+def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> str:
     """Return the element type of recurrent state as vLLM does: the file's, the family's or the model's."""
     said = config.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     if said is not None and said != "auto":
@@ -154,7 +154,7 @@ def _ssm_dtype(config: Config, family: Family, model_dtype: str) -> str:
     return family.ssm_dtype or model_dtype
 
 
-def _unknown(config: Config) -> str:
+def _unknown(config: ModelConfig) -> str:
     """Return a note on how an unknown family is read.
 
     Raises:
@@ -171,7 +171,7 @@ def _unknown(config: Config) -> str:
     return f"model type {name} is not known: read as ordinary attention by its keys"
 
 
-def _without_shared(config: Config, layers: list[Mixers]) -> list[Mixers]:
+def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
     """Drop the mixers of layers that share an earlier layer's K and V (Gemma 3n and 4)."""
     shared = config.maybe("num_kv_shared_layers")
     if not shared:
@@ -181,7 +181,7 @@ def _without_shared(config: Config, layers: list[Mixers]) -> list[Mixers]:
     return [*layers[:-shared], *([()] * shared)]
 
 
-def _draft_layers(config: Config, layers: list[Mixers]) -> list[Mixers]:
+def _draft_layers(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
     """Return the layers of the multi-token prediction module, which are like the last attention layer.
 
     Raises:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import Config, whole
+from kvferry.geometry.models.config import ModelConfig, whole
 from kvferry.geometry.models.dtypes import FLOATS
 from kvferry.geometry.models.families import Mixer
 from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerStore, Stored
+from kvferry.geometry.store import LayerCache, StoredField
 
-Builder: TypeAlias = Callable[[Config, int, int], tuple[Stored, ...]]
+Builder: TypeAlias = Callable[[ModelConfig, int, int], tuple[StoredField, ...]]
 
 
-def recurrent_store(config: Config, mixer: Mixer, model_dtype: str, ssm_dtype: str) -> LayerStore:
+def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dtype: str) -> LayerCache:
     """What one recurrent layer keeps.
 
     Args:
@@ -31,7 +31,7 @@ def recurrent_store(config: Config, mixer: Mixer, model_dtype: str, ssm_dtype: s
     Raises:
         ConfigError: a size is missing or makes no sense.
     """
-    return LayerStore(GroupKind.STATE, 0, _BUILDERS[mixer](config, FLOATS[model_dtype], FLOATS[ssm_dtype]))
+    return LayerCache(GroupKind.STATE, 0, _BUILDERS[mixer](config, FLOATS[model_dtype], FLOATS[ssm_dtype]))
 
 
 def _taps(kernel: int) -> tuple[str, int]:
@@ -43,19 +43,19 @@ def _taps(kernel: int) -> tuple[str, int]:
     return ("tap", kernel - 1)
 
 
-def _mamba1(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
+def _mamba1(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField, ...]:
     hidden = config.number("hidden_size")
     expand = config.maybe("mamba_expand")
     channels = expand * hidden if expand else config.number("intermediate_size")
     taps = _taps(config.number("mamba_d_conv", "conv_kernel"))
     state = config.number("mamba_d_state", "state_size")
     return (
-        Stored("conv.x", item, channels, (taps,)),
-        Stored("ssm", ssm_item, channels, (("state", state),)),
+        StoredField("conv.x", item, channels, (taps,)),
+        StoredField("ssm", ssm_item, channels, (("state", state),)),
     )
 
 
-def _mamba2(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
+def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField, ...]:
     heads = config.number("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
     channels = _mamba2_channels(config)
     width = config.get("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
@@ -70,14 +70,14 @@ def _mamba2(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
     state = config.number("ssm_state_size", "mamba_d_state", "state_size")
     taps = _taps(config.number("mamba_d_conv", "conv_kernel"))
     return (
-        Stored("conv.x", item, heads, (("channel", width), taps)),
-        Stored("conv.b", item, groups, (("channel", state), taps)),
-        Stored("conv.c", item, groups, (("channel", state), taps)),
-        Stored("ssm", ssm_item, heads, (("row", width), ("state", state))),
+        StoredField("conv.x", item, heads, (("channel", width), taps)),
+        StoredField("conv.b", item, groups, (("channel", state), taps)),
+        StoredField("conv.c", item, groups, (("channel", state), taps)),
+        StoredField("ssm", ssm_item, heads, (("row", width), ("state", state))),
     )
 
 
-def _mamba2_channels(config: Config) -> int | None:
+def _mamba2_channels(config: ModelConfig) -> int | None:
     """Channels of the convolution's x, where the file says them beside heads and their width."""
     if config.model_type == "nemotron_h":
         config.cover("expand")
@@ -89,43 +89,43 @@ def _mamba2_channels(config: Config) -> int | None:
     return expand * config.number("hidden_size") if expand else None
 
 
-def _gated_delta(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
+def _gated_delta(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField, ...]:
     k_heads, v_heads = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
     k_width, v_width = config.number("linear_key_head_dim"), config.number("linear_value_head_dim")
     taps = _taps(config.number("linear_conv_kernel_dim"))
     return _delta((k_heads, k_width), (v_heads, v_width), taps, item, ssm_item)
 
 
-def _kimi_delta(config: Config, item: int, ssm_item: int) -> tuple[Stored, ...]:
+def _kimi_delta(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField, ...]:
     said: Mapping[str, Any] = config.get("linear_attn_config") or {}
-    inner = Config(said, {})
+    inner = ModelConfig(said, {})
     of = (inner.number("num_heads"), inner.number("head_dim"))
     return _delta(of, of, _taps(inner.number("short_conv_kernel_size")), item, ssm_item)
 
 
 def _delta(
     keys: tuple[int, int], values: tuple[int, int], taps: tuple[str, int], item: int, ssm_item: int
-) -> tuple[Stored, ...]:
+) -> tuple[StoredField, ...]:
     """A delta rule over `keys` and `values`, each (heads, width): the last q, k, v, and a matrix per head."""
     (k_heads, k_width), (v_heads, v_width) = keys, values
     return (
-        Stored("conv.q", item, k_heads, (("channel", k_width), taps)),
-        Stored("conv.k", item, k_heads, (("channel", k_width), taps)),
-        Stored("conv.v", item, v_heads, (("channel", v_width), taps)),
-        Stored("ssm", ssm_item, v_heads, (("row", v_width), ("state", k_width))),
+        StoredField("conv.q", item, k_heads, (("channel", k_width), taps)),
+        StoredField("conv.k", item, k_heads, (("channel", k_width), taps)),
+        StoredField("conv.v", item, v_heads, (("channel", v_width), taps)),
+        StoredField("ssm", ssm_item, v_heads, (("row", v_width), ("state", k_width))),
     )
 
 
-def _lightning(config: Config, _item: int, ssm_item: int) -> tuple[Stored, ...]:
+def _lightning(config: ModelConfig, _item: int, ssm_item: int) -> tuple[StoredField, ...]:
     heads = config.number("num_attention_heads")
     width = config.maybe("head_dim") or config.number("hidden_size") // heads
-    return (Stored("ssm", ssm_item, heads, (("row", width), ("state", width))),)
+    return (StoredField("ssm", ssm_item, heads, (("row", width), ("state", width))),)
 
 
-def _short_conv(config: Config, item: int, _ssm_item: int) -> tuple[Stored, ...]:
+def _short_conv(config: ModelConfig, item: int, _ssm_item: int) -> tuple[StoredField, ...]:
     channels = config.number("conv_dim", "hidden_size")
     config.cover("block_dim")  # of the same width, and not what is kept
-    return (Stored("conv", item, channels, (_taps(config.number("conv_L_cache")),)),)
+    return (StoredField("conv", item, channels, (_taps(config.number("conv_L_cache")),)),)
 
 
 _BUILDERS: Mapping[Mixer, Builder] = {

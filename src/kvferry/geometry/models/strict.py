@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import Config
+from kvferry.geometry.models.config import ModelConfig
 
 _CLEARLY_ELSEWHERE = re.compile(
     r"^(hc|mlp|moe|lm_head|layer_?norm|layerdrop|norm|activation|rope|layer_rope|tokenizer|vision|audio|image|video)_?"
@@ -94,7 +94,7 @@ _ELSEWHERE = re.compile(
 )
 
 
-def check_unread(config: Config) -> list[str]:
+def check_unread(config: ModelConfig) -> list[str]:
     """Return notes on keys that no rule read and that are not known to be harmless.
 
     Raises:
@@ -112,7 +112,7 @@ def check_unread(config: Config) -> list[str]:
     return [f"config.json: {_list(unknown)} not known and not used"] if unknown else []
 
 
-def check_nested(config: Config, name: str, harmless: Iterable[str]) -> None:
+def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> None:
     """Check an object inside the file, of which every key must be known.
 
     Raises:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from html import escape
 
 from kvferry.geometry.models import ModelReading
-from kvferry.plan.forecast import Forecast, Row
+from kvferry.plan.forecast import Forecast, LayerForecast
 from kvferry.plan.page.draw import COLOURS, drawing
 from kvferry.plan.page.scene import MAX_RANKS, Scene, scene
 from kvferry.plan.page.style import STYLE
-from kvferry.plan.setting import Setting, set_up
+from kvferry.plan.setting import PlannedTransfer, set_up
 from kvferry.plan.show import describe, engine, table_cells
 
 _COLUMNS = (
@@ -80,7 +80,7 @@ def _legend() -> str:
     )
 
 
-def _section(setting: Setting, number: int, row: Row) -> Iterator[str]:
+def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Iterator[str]:
     """Both pictures of a kind of layer."""
     yield f"<section><h2>{row.layers} {escape(describe(row.store))}</h2>"
     group = setting.dst_rows.index(number)
@@ -103,7 +103,7 @@ def _title(found: Scene, *, one_layer: bool) -> str:
     return f"A block, in all {found.of_layers} layers that share its block table"
 
 
-def _caption(setting: Setting, row: Row, found: Scene) -> str:
+def _caption(setting: PlannedTransfer, row: LayerForecast, found: Scene) -> str:
     said = [f"{_blocks(found.src_blocks)} above, {_blocks(found.dst_blocks)} below: {found.runs:,} runs"]
     if found.joined:
         said.append("runs between the same two stretches are drawn as one")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from kvferry.plan.page.place import WIDTH, Lane, Placed, place
-from kvferry.plan.page.runs import Run
+from kvferry.plan.page.place import WIDTH, DrawnLane, MemoryLane, place
+from kvferry.plan.page.runs import DrawnRun
 from kvferry.units import format_bytes
 
 COLOURS = 6
@@ -32,10 +32,12 @@ class Ribbon:
 
     src: int
     dst: int
-    run: Run
+    run: DrawnRun
 
 
-def drawing(title: str, src: Sequence[Lane], dst: Sequence[Lane], ribbons: Sequence[Ribbon]) -> str:
+def drawing(
+    title: str, src: Sequence[MemoryLane], dst: Sequence[MemoryLane], ribbons: Sequence[Ribbon]
+) -> str:
     """An SVG element.
 
     Args:
@@ -56,7 +58,7 @@ def drawing(title: str, src: Sequence[Lane], dst: Sequence[Lane], ribbons: Seque
     return f"{opening}{''.join(parts)}</svg>"
 
 
-def _bars(placed: Sequence[Placed], y: int, label_y: int) -> Iterator[str]:
+def _bars(placed: Sequence[DrawnLane], y: int, label_y: int) -> Iterator[str]:
     for each in placed:
         for x, strip in zip(each.starts, each.lane.strips, strict=True):
             width = max(strip.length * each.per_byte, _LEAST_WIDTH)
@@ -70,10 +72,10 @@ def _bars(placed: Sequence[Placed], y: int, label_y: int) -> Iterator[str]:
 
 
 def _ribbon(
-    ribbon: Ribbon, above: Sequence[Placed], below: Sequence[Placed], between: tuple[int, int]
+    ribbon: Ribbon, above: Sequence[DrawnLane], below: Sequence[DrawnLane], between: tuple[int, int]
 ) -> str:
     run, src, dst = ribbon.run, above[ribbon.src], below[ribbon.dst]
-    (a, b), (c, d) = src.reach(run.src, run.src_span), dst.reach(run.dst, run.dst_span)
+    (a, b), (c, d) = src.interval(run.src, run.src_span), dst.interval(run.dst, run.dst_span)
     high, low = between
     half = (high + low) / 2
     path = (
@@ -88,7 +90,7 @@ def _ribbon(
     return f'<path class="r{ribbon.dst % COLOURS}" d="{path}"><title>{escape(said)}</title></path>'
 
 
-def _where(placed: Placed, address: int) -> str:
+def _where(placed: DrawnLane, address: int) -> str:
     return f"{placed.lane.label} + {address - placed.addresses[0]:,}"
 
 

@@ -20,7 +20,7 @@ _MOST_GAPS = WIDTH / 3
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class MemoryLane:
     """One rank's memory.
 
     Attributes:
@@ -33,7 +33,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class DrawnLane:
     """A lane, drawn.
 
     Attributes:
@@ -43,7 +43,7 @@ class Placed:
         per_byte: width of a byte.
     """
 
-    lane: Lane
+    lane: MemoryLane
     addresses: tuple[int, ...]
     starts: tuple[float, ...]
     per_byte: float
@@ -54,12 +54,12 @@ class Placed:
         inside = min(address - self.addresses[number], self.lane.strips[number].length)
         return self.starts[number] + inside * self.per_byte
 
-    def reach(self, address: int, length: int) -> tuple[float, float]:
+    def interval(self, address: int, length: int) -> tuple[float, float]:
         """Where a stretch is drawn, from and to."""
         return self.at(address), self.at(address + length - 1) + self.per_byte
 
 
-def place(lanes: Sequence[Lane]) -> list[Placed]:
+def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
     """All lanes of one side, side by side."""
     total = sum(strip.length for lane in lanes for strip in lane.strips) or 1
     breaks = sum(_breaks(lane) for lane in lanes)
@@ -74,11 +74,11 @@ def place(lanes: Sequence[Lane]) -> list[Placed]:
                 x += gap
             starts.append(x)
             x += strip.length * per_byte
-        placed.append(Placed(lane, tuple(s.address for s in lane.strips), tuple(starts), per_byte))
+        placed.append(DrawnLane(lane, tuple(s.address for s in lane.strips), tuple(starts), per_byte))
         x += _BETWEEN_RANKS
     return placed
 
 
-def _breaks(lane: Lane) -> int:
+def _breaks(lane: MemoryLane) -> int:
     """How often memory is skipped."""
     return sum(before.stop != after.address for before, after in pairwise(lane.strips))

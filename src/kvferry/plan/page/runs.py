@@ -11,7 +11,7 @@ from kvferry.planning.template import Route
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DrawnRun:
     """Bytes that travel together.
 
     Attributes:
@@ -31,7 +31,7 @@ class Run:
     pieces: int = 1
 
 
-def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[Run]:
+def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
     """Every run of a route into its first blocks at the destination, out of the first at the source."""
     cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
     for cell in range(cells):
@@ -45,10 +45,10 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[Run]:
             pieces = cell_copy.descriptors
             rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
             for a, b, length in rows:
-                yield Run(a + src, b + dst, length, length, length, length)
+                yield DrawnRun(a + src, b + dst, length, length, length, length)
 
 
-def cut(run: Run, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, Run]]:
+def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, DrawnRun]]:
     """The parts of a run that lie in strips on both sides: numbers of both strips, and the part.
 
     Args:
@@ -65,13 +65,13 @@ def cut(run: Run, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[
             at += skip
             continue
         size = min(src[a].stop - run.src, dst[b].stop - run.dst, run.bytes) - at
-        yield a, b, Run(run.src + at, run.dst + at, size, size, size, run.longest)
+        yield a, b, DrawnRun(run.src + at, run.dst + at, size, size, size, run.longest)
         at += size
 
 
-def by_strip(parts: Iterable[tuple[int, int, Run]]) -> list[Run]:
+def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
     """Parts between the same two strips as one."""
-    joined: dict[tuple[int, int], Run] = {}
+    joined: dict[tuple[int, int], DrawnRun] = {}
     for a, b, part in parts:
         before = joined.get((a, b))
         joined[a, b] = part if before is None else _both(before, part)
@@ -84,9 +84,9 @@ def _next(strips: Sequence[Strip], address: int) -> int | None:
     return number if number < len(strips) else None
 
 
-def _both(one: Run, other: Run) -> Run:
+def _both(one: DrawnRun, other: DrawnRun) -> DrawnRun:
     src, dst = min(one.src, other.src), min(one.dst, other.dst)
-    return Run(
+    return DrawnRun(
         src,
         dst,
         max(one.src + one.src_span, other.src + other.src_span) - src,

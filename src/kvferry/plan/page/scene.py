@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvferry.geometry import RankGeometry
 from kvferry.plan.page.draw import Ribbon
-from kvferry.plan.page.place import Lane
+from kvferry.plan.page.place import MemoryLane
 from kvferry.plan.page.runs import by_strip, cut, runs_of
 from kvferry.plan.page.strips import rank_label, strips
-from kvferry.plan.setting import Setting
+from kvferry.plan.setting import PlannedTransfer
 from kvferry.planning.template import Route
 
 MAX_RANKS = 4
@@ -33,8 +33,8 @@ class Scene:
         joined: whether ribbons stand for several runs each.
     """
 
-    src: tuple[Lane, ...]
-    dst: tuple[Lane, ...]
+    src: tuple[MemoryLane, ...]
+    dst: tuple[MemoryLane, ...]
     ribbons: tuple[Ribbon, ...]
     layers: tuple[str, ...]
     of_layers: int
@@ -44,7 +44,7 @@ class Scene:
     joined: bool
 
 
-def scene(setting: Setting, group: int, *, one_layer: bool) -> Scene | None:
+def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | None:
     """What is drawn of a group; None if the ranks that are drawn have none of its layers.
 
     Where the source groups layers otherwise, those that share a block table on both sides are drawn.
@@ -88,8 +88,8 @@ def scene(setting: Setting, group: int, *, one_layer: bool) -> Scene | None:
 
 
 def _shown(
-    above: Sequence[Lane],
-    below: Sequence[Lane],
+    above: Sequence[MemoryLane],
+    below: Sequence[MemoryLane],
     ribbons: Sequence[Ribbon],
     names: Sequence[str],
     of_layers: int,
@@ -129,13 +129,13 @@ def _sides(
     groups: tuple[int, int],
     names: Sequence[str],
     blocks: tuple[int, int],
-) -> tuple[list[Lane], list[Lane]]:
+) -> tuple[list[MemoryLane], list[MemoryLane]]:
     """Lanes of the layers called so."""
     above = [_lane("source", rank, groups[0], names, blocks[0]) for rank in srcs]
     return above, [_lane("destination", rank, groups[1], names, blocks[1]) for rank in dsts]
 
 
-def _lane(side: str, rank: RankGeometry, group: int, names: Sequence[str], blocks: int) -> Lane:
+def _lane(side: str, rank: RankGeometry, group: int, names: Sequence[str], blocks: int) -> MemoryLane:
     own = rank.groups[group]
     numbers = [number for number, layer in enumerate(own.layers) if layer.name in names]
-    return Lane(f"{side}, {rank_label(rank)}", tuple(strips(own, numbers, blocks)))
+    return MemoryLane(f"{side}, {rank_label(rank)}", tuple(strips(own, numbers, blocks)))

@@ -9,7 +9,7 @@ import pytest
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from support.block_pool import request
 from support.lora import adapter, slow_files
@@ -17,7 +17,7 @@ from support.mm import feature
 from support.models import attention, model
 
 CAT, DOG = [1.0, 2.0], [1.0, 3.0]
-CANONICAL = canonical_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 9)), 4)
+CANONICAL = canonical_form_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 9)), 4)
 
 
 def key(one, prompts=None):

@@ -20,9 +20,9 @@ from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.connector.worker.orders import MovedByAll
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import canonical_of, length
+from kvferry.geometry.canonical import canonical_form_of, length
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerStore
+from kvferry.geometry.store import LayerCache
 from kvferry.planning.select import LoadSpan, first_attended
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
@@ -31,13 +31,13 @@ from support.models import attention, model, state
 
 CHUNK, BLOCK, REACH = 8, 4, 12
 PAGE = 4096
-WINDOW = LayerStore(GroupKind.SLIDING, REACH, attention().fields)
-LOCAL = LayerStore(GroupKind.CHUNKED, 16, attention().fields)
+WINDOW = LayerCache(GroupKind.SLIDING, REACH, attention().fields)
+LOCAL = LayerCache(GroupKind.CHUNKED, 16, attention().fields)
 
 
 def geometry(*stores):
     ranks = lay_out(model(*stores), EngineShape(1, (len(stores),), BLOCK, "LBHNC", 99))
-    return ranks[0].groups, canonical_of(ranks, CHUNK)
+    return ranks[0].groups, canonical_form_of(ranks, CHUNK)
 
 
 PLAIN, WINDOWED, HYBRID, CHUNKED = (
@@ -428,7 +428,7 @@ def test_blocks_that_a_window_has_not_let_go_yet_are_stored():
 
 
 def test_what_a_window_has_let_go_of_is_not_needed_of_a_chunk():
-    short = LayerStore(GroupKind.SLIDING, 4, attention().fields)
+    short = LayerCache(GroupKind.SLIDING, 4, attention().fields)
     engine = Engine(geometry(attention(), short))
     one = arrived(engine, range(24))
     engine.step((one, 7))
@@ -445,7 +445,7 @@ def test_what_a_window_has_let_go_of_is_not_needed_of_a_chunk():
 @pytest.mark.parametrize(("alignment_tokens", "kept"), [(4, [0, 1]), (8, [1])])
 def test_a_chunk_begins_where_readers_of_larger_blocks_count_on_it(monkeypatch, alignment_tokens, kept):
     monkeypatch.setattr(length, "WINDOW_ALIGNMENT_TOKENS", alignment_tokens)
-    engine = Engine(geometry(attention(), LayerStore(GroupKind.SLIDING, 4, attention().fields)))
+    engine = Engine(geometry(attention(), LayerCache(GroupKind.SLIDING, 4, attention().fields)))
     one = arrived(engine, range(24))
     engine.step((one, 7))
     engine.step((one, 9))  # only [4, 8) of the first chunk is there
@@ -464,7 +464,7 @@ def test_blocks_that_a_load_filled_in_part_are_not_stored():
 
 
 def test_a_chunk_that_lacks_what_its_end_needs_is_not_stored():
-    engine = Engine(geometry(attention(), LayerStore(GroupKind.SLIDING, 8, attention().fields)))
+    engine = Engine(geometry(attention(), LayerCache(GroupKind.SLIDING, 8, attention().fields)))
     one = arrived(engine, range(16))
     engine.step((one, 7))
     table = engine.tables["a"][1]
@@ -478,7 +478,7 @@ def test_a_chunk_that_lacks_what_its_end_needs_is_not_stored():
 @pytest.mark.parametrize(("ids", "there"), [([5, 6], True), ([5], False), ([5, 0], False), ([0, 6], False)])
 def test_a_chunk_that_straddles_blocks_needs_all_of_them(ids, there):
     ranks = lay_out(model(attention()), EngineShape(1, (1,), 12, "LBHNC", 9))
-    engine = Engine((ranks[0].groups, canonical_of(ranks, CHUNK)))
+    engine = Engine((ranks[0].groups, canonical_form_of(ranks, CHUNK)))
     assert engine.storing._since(0, 1, (ids,), 2 * CHUNK, 0) == (CHUNK if there else None)
 
 
@@ -487,7 +487,7 @@ def test_a_chunk_that_straddles_blocks_needs_all_of_them(ids, there):
     [(0, [0, 1, 2, 3, 4]), (16, [1, 2, 3, 4]), (20, [2, 3, 4]), (24, [2, 3, 4]), (32, [3, 4])],
 )
 def test_of_what_was_found_no_more_is_believed_than_a_window_looked_at(found, kept):
-    stores = [LayerStore(GroupKind.SLIDING, CHUNK, attention().fields)]
+    stores = [LayerCache(GroupKind.SLIDING, CHUNK, attention().fields)]
     engine = Engine(geometry(*stores))
     one = arrived(engine, range(40))
     one.num_computed_tokens = found

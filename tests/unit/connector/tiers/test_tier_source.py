@@ -18,7 +18,7 @@ from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.worker.orders import MovedByAll
 from kvferry.geometry import Group, GroupKind
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.canonical.length import WINDOW_ALIGNMENT_TOKENS
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.planning.select import LoadSpan
@@ -34,7 +34,7 @@ from support.slow_tiers import answer, fake_tiers, queue_by_hand, table_of
 
 CHUNK, PROMPT = 8, 28
 RANKS = lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99))
-CANONICAL = canonical_of(RANKS, CHUNK)
+CANONICAL = canonical_form_of(RANKS, CHUNK)
 (SIZE,) = (group.chunk_bytes for group in CANONICAL.groups)
 LATE = Report("its deadline passed", late=True)
 

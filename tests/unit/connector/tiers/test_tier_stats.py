@@ -11,7 +11,7 @@ from kvferry.cache.writing import Behind
 from kvferry.connector.events import TierChanged
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.stats import TierTeller
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
@@ -21,7 +21,7 @@ from support.clock import Clock
 from support.models import attention, model
 from support.slow_tiers import answer, fake_tiers, queue_by_hand
 
-CANONICAL = canonical_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99)), 8)
+CANONICAL = canonical_form_of(lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99)), 8)
 (SIZE,) = (group.chunk_bytes for group in CANONICAL.groups)
 FIRST, SECOND, KEPT = bytes([1]) * 32, bytes([2]) * 32, bytes([3]) * 32
 

@@ -10,23 +10,23 @@ from kvferry.connector.worker.mover import ChunkMover
 from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Piece, StoreOrder
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import canonical_of
+from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape
-from kvferry.geometry.store import LayerStore, ModelCache, Stored
+from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.memory.owned import allocate
 from kvferry.planning.chunk_cells import slice_table
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
 
-KV = tuple(Stored(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
-STATE = Stored("ssm", 4, 4, (("width", 6),)), Stored("conv", 2, 0, (("width", 5),))
+KV = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
+STATE = StoredField("ssm", 4, 4, (("width", 6),)), StoredField("conv", 2, 0, (("width", 5),))
 MODEL = ModelCache(
     "tiny",
     (
-        LayerStore(GroupKind.FULL, 0, KV),
-        LayerStore(GroupKind.SLIDING, 24, KV),
-        LayerStore(GroupKind.STATE, 0, STATE),
-        LayerStore(GroupKind.FULL, 0, KV),
+        LayerCache(GroupKind.FULL, 0, KV),
+        LayerCache(GroupKind.SLIDING, 24, KV),
+        LayerCache(GroupKind.STATE, 0, STATE),
+        LayerCache(GroupKind.FULL, 0, KV),
     ),
 )
 CHUNK, TOKENS = 64, 192
@@ -46,7 +46,7 @@ class Engine:
         self.groups = self.ranks[0].groups
 
     def routes(self, arena: Arena) -> list[ChunkRoutes]:
-        canonical = canonical_of(self.ranks, CHUNK)
+        canonical = canonical_form_of(self.ranks, CHUNK)
         return [
             ChunkRoutes(canonical, self.ranks, (rank.pp_rank, rank.tp_rank), arena.memory)
             for rank in self.ranks
@@ -78,7 +78,7 @@ def engines(writer: int, reader: int) -> tuple[Engine, Engine]:
 def pieces_of(engine: Engine, numbers: range) -> tuple[Piece, ...]:
     """Every chunk of every group, side by side in the arena from its second page on; of a state the last."""
     found, at = [], 4096
-    for number, group in enumerate(canonical_of(engine.ranks, CHUNK).groups):
+    for number, group in enumerate(canonical_form_of(engine.ranks, CHUNK).groups):
         for chunk in numbers[-1:] if group.kind is GroupKind.STATE else numbers:
             found.append(Piece(number, chunk, at))
             at += group.chunk_bytes
@@ -102,7 +102,7 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
     stored = [routes.store(StoreOrder("s", pieces, a.tables(0, TOKENS), WHOLE)) for routes in a.routes(arena)]
     content = sum(
         group.content_bytes * (1 if group.kind is GroupKind.STATE else len(numbers))
-        for group in canonical_of(a.ranks, CHUNK).groups
+        for group in canonical_form_of(a.ranks, CHUNK).groups
     )
     assert sum(map(sum, stored)) == content
     written = arena.memory.copy()
@@ -118,14 +118,14 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
         )
     for piece in pieces:
         if whole_in(b, piece, span):
-            size = canonical_of(a.ranks, CHUNK).groups[piece.group].chunk_bytes
+            size = canonical_form_of(a.ranks, CHUNK).groups[piece.group].chunk_bytes
             at = slice(piece.offset, piece.offset + size)
             assert np.array_equal(arena.memory[at], written[at]), piece
 
 
 def whole_in(engine: Engine, piece: Piece, span: LoadSpan) -> bool:
     """A window's earlier chunks are not loaded, or only in part."""
-    group = canonical_of(engine.ranks, CHUNK).groups[piece.group]
+    group = canonical_form_of(engine.ranks, CHUNK).groups[piece.group]
     return group.kind is not GroupKind.SLIDING
 
 
@@ -143,7 +143,7 @@ def test_a_load_in_parts_is_the_same_as_whole(arena: Arena) -> None:
 
 
 def sliding(engine: Engine) -> int:
-    groups = canonical_of(engine.ranks, CHUNK).groups
+    groups = canonical_form_of(engine.ranks, CHUNK).groups
     return next(n for n, group in enumerate(groups) if group.kind is GroupKind.SLIDING)
 
 
@@ -174,7 +174,7 @@ def test_what_a_load_fills_in_part_is_zeroed_first(arena: Arena) -> None:
 def test_a_tail_holds_nothing_past_its_tokens(arena: Arena, writer: int) -> None:
     a, _ = engines(writer, 1)
     number = next(n for n, group in enumerate(a.groups) if group.kind is GroupKind.FULL)
-    group = canonical_of(a.ranks, CHUNK).groups[number]
+    group = canonical_form_of(a.ranks, CHUNK).groups[number]
     cell = min(a.groups[number].block_tokens, CHUNK)
     arena.memory[4096 : 4096 + group.chunk_bytes] = 0xEE
     tail = TOKENS - CHUNK + 20
@@ -200,7 +200,7 @@ def test_a_chunk_without_its_beginning_holds_nothing_there(arena: Arena, writer:
     arena.memory[4096:] = 0xEE
     for routes in a.routes(arena):
         routes.store(StoreOrder("s", (Piece(number, 2, 4096),), tuple(tables), range(since, TOKENS)))
-    group = canonical_of(a.ranks, CHUNK).groups[number]
+    group = canonical_form_of(a.ranks, CHUNK).groups[number]
     found = arena.memory[4096 : 4096 + group.content_bytes].reshape(4, 1, CHUNK, -1)  # head, layer, token
     assert found[:, :, -size:].any(axis=(0, 1, 3)).all()
     assert not found[:, :, :-size].any()

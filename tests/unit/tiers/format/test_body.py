@@ -8,16 +8,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.errors import ChunkError
-from kvferry.geometry.canonical import CanonicalGroup, Part, Section
+from kvferry.geometry.canonical import CanonicalGroup, FormSection, SectionField
 from kvferry.geometry.rank import GroupKind
 from kvferry.tiers.format.body import check_body, chunk_group, is_chunk, make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.format.decode import decode_header, verify_bytes
 from support.chunk_files import CHUNKS, image
 
-PARTS = (Part("layers.0", "ssm", 4, (("channel", 9),)),)
-CONV = (Part("layers.0", "conv", 2, (("width", 3),)),)
-STATE = CanonicalGroup(GroupKind.STATE, 0, (Section("head", 3, 0, PARTS), Section("channel", 1024, 0, CONV)))
+PARTS = (SectionField("layers.0", "ssm", 4, (("channel", 9),)),)
+CONV = (SectionField("layers.0", "conv", 2, (("width", 3),)),)
+STATE = CanonicalGroup(
+    GroupKind.STATE, 0, (FormSection("head", 3, 0, PARTS), FormSection("channel", 1024, 0, CONV))
+)
 CHUNK = Chunk(bytes(32), bytes(range(32)), (chunk_group(STATE, 0),))
 
 
