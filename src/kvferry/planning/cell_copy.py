@@ -1,12 +1,12 @@
-"""Planes: what every cell of a block moves by the same loops.
+"""Cell copies: loops that move every cell of a block, and the offsets of the cells.
 
-A block of 784 tokens is 49 cells of 16 tokens, one of 400 is 25. Where a cell lies in its block is a matter
-of each side alone, so a movement between the two is one list of loops for a cell, and for each side the
-distances of its 49 or 25 cells from the first. Memory and time grow with the sum of both, whatever their
+A block of 784 tokens is 49 cells of 16 tokens; a block of 400 is 25. The offset of a cell in its block
+depends on one side alone. So a movement between the two is one list of loops for a single cell, and per
+side the offsets of its 49 or 25 cells. Memory and time grow with the sum of both counts, not with their
 common multiple.
 
-Fields whose cells are equally far apart share a plane. K and V packed per token are one; a K that is stored
-transposed and a V that is not are two.
+Fields whose cells have equal offsets share a cell copy. K and V packed per token need one; a transposed K
+beside a V that is not needs two.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from kvferry.planning.descriptors import Descriptors, Int64s
 from kvferry.planning.strided_copy import StridedCopy, expand_copies, fuse_copies
 
 Offsets = tuple[int, ...]
-"""Bytes from the first cell of a block to each of its cells; none is negative."""
+"""Byte offset of every cell of a block, from its lowest cell; none is negative."""
 
 ONE_CELL: Offsets = (0,)
-"""Of a block that is one cell."""
+"""Offsets of a block that is one cell."""
 
 
 @dataclass(frozen=True)
 class CellCopy:
-    """Loops that every cell of a block repeats.
+    """Strided copies that every cell of a block repeats.
 
     Attributes:
-        src_at, dst_at: offset of each cell in its block, on either side.
-        nests: the loops of a cell at offset 0 on both sides.
+        src_at, dst_at: byte offset of each cell in its block, on either side.
+        nests: strided copies of the cell at offset 0 on both sides.
     """
 
     src_at: Offsets
@@ -43,39 +43,39 @@ class CellCopy:
 
     @cached_property
     def descriptors(self) -> Descriptors:
-        """The runs of the cell at offset 0, spelled out, merged where they touch on both sides."""
+        """Runs of the cell at offset 0, merged where they touch on both sides."""
         return expand_copies(self.nests)
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """(bytes, how many) of runs of each length in `descriptors`."""
+        """(bytes, number of runs) for each run length in `descriptors`."""
         found = np.unique(self.descriptors.length, return_counts=True)
         return tuple(zip(*(array.tolist() for array in found), strict=True))
 
     @cached_property
     def src_steps(self) -> frozenset[int]:
-        """Bytes from a cell of a block to the next one in it, at the source; each once."""
+        """Distinct distances in bytes between neighbouring cells of a source block."""
         return frozenset(np.diff(self.src_offsets).tolist())
 
     @cached_property
     def dst_steps(self) -> frozenset[int]:
-        """As `src_steps`, at the destination."""
+        """Distinct distances in bytes between neighbouring cells of a destination block."""
         return frozenset(np.diff(self.dst_offsets).tolist())
 
     @cached_property
     def src_offsets(self) -> Int64s:
-        """`src_at` as an array."""
+        """`src_at` as int64 of shape (cells,)."""
         return np.array(self.src_at, np.int64)
 
     @cached_property
     def dst_offsets(self) -> Int64s:
-        """`dst_at` as an array."""
+        """`dst_at` as int64 of shape (cells,)."""
         return np.array(self.dst_at, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCopies:
-    """Loops between the blocks of a pool and images: cells of the pool lie `at` these offsets."""
+    """Strided copies between a pool's blocks and packed cells; `at` are the offsets of a block's cells."""
 
     at: Offsets
     nests: tuple[StridedCopy, ...]
@@ -83,14 +83,14 @@ class PoolCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolDescriptors:
-    """Stretches of the blocks of a pool and of images: cells of the pool lie `at` these offsets."""
+    """Descriptors between a pool's blocks and packed cells; `at` are the offsets of a block's cells."""
 
     at: Offsets
     descriptors: Descriptors
 
 
 def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
-    """Parts with equal offsets as one plane; parts without loops are left out.
+    """Merge cell copies with equal offsets, and drop those without loops.
 
     >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
     >>> joined([k, v, CellCopy((0, 3), (0,), ())])
@@ -106,16 +106,16 @@ def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Tokens of a cell that step alike from cell to cell, on both sides.
+    """Yield the tokens of a cell that share their offsets from cell to cell, on both sides.
 
-    All of them do, unless the cells of a block that is made of kernel blocks lie across these differently.
+    Usually this is one set. Cells that straddle kernel blocks differently split into several.
 
     >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
     >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]
     [((0, 4, 8), (0, 20), [0, 2], [0, 10])]
 
     Args:
-        src, dst: offset of every token of a block on each side; of a whole number of cells.
+        src, dst: byte offset of every token of a block on each side, int64; whole cells.
         cell_tokens: tokens of a cell.
 
     Yields:

@@ -1,7 +1,7 @@
-"""Which cells of which chunks: what a rank copies to store chunks of a prompt, or to load a prefix from them.
+"""Cells of chunks: what a rank copies to store chunks of a prompt, or to load a prefix from them.
 
-Both are `select.select_cells`, whose tables say by position where things are. Chunks are numbered by their
-place in the prompt; in a table of chunks, entry ``number`` is 1 + the chunk's index among those at hand.
+Both use `select.select_cells` with a block table on one side and a table of chunks on the other. Chunks are
+numbered by position in the prompt; entry ``number`` of a chunk table is 1 + the chunk's index in the buffer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvferry.planning.template import Route
 
 @dataclass(frozen=True, slots=True)
 class TableSlice:
-    """Part of a block table: what a movement may need of it.
+    """A contiguous part of a block table.
 
     Attributes:
-        first: position of the first entry.
-        ids: block ids from there on; of a state group, the one block with the snapshot, `first` being 0.
+        first: position of the first entry; 0 in a state group.
+        ids: block ids from that position on; in a state group, the one block with the snapshot.
     """
 
     first: int
     ids: tuple[int, ...]
 
     def table(self) -> Int64s:
-        """As a table by position, null blocks before it.
+        """Return a table by position, int64 of shape (first + ids,), with null blocks before `first`.
 
         >>> TableSlice(2, (7, 9)).table().tolist()
         [0, 0, 7, 9]
@@ -40,7 +40,7 @@ class TableSlice:
 
 
 def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> TableSlice:
-    """The part of a table that holds tokens ``[low, high)``.
+    """Return the part of a block table that holds tokens ``[low, high)``.
 
     >>> slice_table([5, 6, 7, 8], 100, 200, 64)
     TableSlice(first=1, ids=(6, 7, 8))
@@ -50,7 +50,7 @@ def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> T
 
 
 def runs_of(numbers: Sequence[int]) -> list[range]:
-    """Ascending numbers as ranges.
+    """Group ascending numbers into ranges of consecutive ones.
 
     >>> runs_of([3, 4, 5, 9])
     [range(3, 6), range(9, 10)]
@@ -65,7 +65,7 @@ def runs_of(numbers: Sequence[int]) -> list[range]:
 
 
 def chunk_table(numbers: Sequence[int]) -> Int64s:
-    """Chunks by their number in the prompt.
+    """Return a chunk table: index + 1 of each chunk at its number in the prompt, else 0; int64.
 
     >>> chunk_table([1, 3]).tolist()
     [0, 1, 0, 2]
@@ -78,14 +78,14 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
 def cells_to_store(
     route: Route, chunk_tokens: int, numbers: Sequence[int], at_hand: range, blocks: TableSlice
 ) -> list[Cells]:
-    """Cells that fill chunks, from blocks that all hold their tokens.
+    """Return the cells to copy from blocks into chunks.
 
     Args:
         route: from a rank to a pool of chunks.
         chunk_tokens: tokens of a chunk.
-        numbers: of the chunks, ascending; of a snapshot, one.
-        at_hand: tokens whose content the blocks hold, from a cell's first on; chunks are filled with these.
-        blocks: of the route's source group.
+        numbers: chunk numbers, ascending; exactly one for a snapshot.
+        at_hand: tokens whose content the blocks hold; begins at a cell. Only these are copied.
+        blocks: block table of the route's source group.
 
     Raises:
         TransferError: a block is missing or null.
@@ -102,11 +102,11 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, at_hand: range) -> Cells:
-    """Cells of a chunk, the only one, that `cells_to_store` does not fill.
+    """Return the cells of a chunk that `cells_to_store` leaves out, when it is given this chunk alone.
 
     Args:
-        route, chunk_tokens, at_hand: as of `cells_to_store`.
-        number: of the chunk.
+        route, chunk_tokens, at_hand: as in `cells_to_store`.
+        number: number of the chunk.
     """
     cell = route.cell_tokens
     if not cell:
@@ -124,19 +124,19 @@ def cells_to_load(
     numbers: Sequence[int],
     blocks: TableSlice,
 ) -> list[Cells]:
-    """Cells that a continuation takes from some of the chunks that it needs.
+    """Return the cells to copy from some of a load's chunks into blocks.
 
     Args:
-        route: from pools of chunks to a rank.
+        route: from a pool of chunks to a rank.
         chunk_tokens: tokens of a chunk.
-        group: the route's destination group.
-        span: what the whole load brings.
-        numbers: of the chunks, ascending; of a snapshot, one.
-        blocks: of the group.
+        group: attention pattern of the route's destination group.
+        span: tokens of the whole load.
+        numbers: chunk numbers, ascending; exactly one for a snapshot.
+        blocks: block table of the group.
 
     Raises:
-        TransferError: a block is missing or null, the prefix at hand ends inside a cell, or a part of what
-            is loaded inside a block.
+        TransferError: a block is missing or null, the computed prefix ends inside a cell, or a part of the
+            load ends inside a block.
     """
     table = blocks.table()
     if not route.cell_tokens:

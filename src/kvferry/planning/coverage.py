@@ -1,22 +1,23 @@
-"""Coverage: how much of a prompt's prefix can be used, when every group has other parts of it at hand.
+"""Coverage: the longest usable prefix of a prompt when groups have different chunks cached.
 
-A prompt is cut in chunks from its first token on; the last one may be a shorter *tail*. Where a chunk ends is
-a *boundary*. A prefix can be used up to a boundary if every group can continue there, that is, has at hand
-what the next computed token will look at (`select.first_attended`) and the engine lacks:
+A prompt is cut into chunks from its first token on; the last one may be a shorter *tail*. The end of a chunk
+is a *boundary*. A prefix is usable up to a boundary if every group can continue there. A group can continue
+if every chunk that the next computed token attends to (`select.first_attended`), and that the engine itself
+does not hold, is in some tier:
 
 - full attention and MLA: every chunk before the boundary;
 - sliding window: the chunks with tokens of the next token's window; chunked-local: of its attention chunk;
 - state: the snapshot at the boundary itself, and nothing else.
 
-For every kind that is one run of chunks that ends at the boundary, so one question answers for all of them:
-from which place does the slowest chunk between the first of the run and its last come? One that is nowhere
-makes the boundary unusable, and without the slower places a prefix ends where nothing of them is needed.
-Block sizes have no part in this.
+For every kind this is one run of chunks that ends at the boundary. So one number decides for each group and
+boundary: the slowest tier that a chunk of the run comes from. A chunk in no tier makes the boundary unusable.
+A prefix that avoids slow tiers ends at the last boundary whose run needs none of them. Block sizes do not
+matter here.
 
-Which boundaries may be used at all: the engine always computes the last prompt token itself, to sample from
-it. Attention writes that token's content over what was loaded, which is the same, so a prefix may reach to
-the end of the prompt; the next computed token is then the last one, and its window counts. A state *after*
-the last token would take that token in twice: with a state group in the model, a prefix ends at
+The end of the prompt is special, because the engine always computes the last prompt token itself, to sample
+from it. Attention overwrites that token's loaded content with the same content, so a prefix may extend to the
+end of the prompt; the next computed token is then the last one, and its window counts. A recurrent state that
+has consumed the last token would consume it twice. So with a state group in the model, a prefix ends at
 ``prompt - 1`` at most (`farthest`), and a snapshot at the end of the prompt is of no use to that prompt.
 """
 
@@ -39,34 +40,34 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 TierNumbers: TypeAlias = npt.NDArray[np.int64]
 
 NO_TIER = 1 << 16
-"""Of a chunk that is in no place; places have numbers from 0 on, the fastest first."""
+"""Marks a chunk that no tier has. Tiers are numbered from 0, the fastest first."""
 
 
 class GroupPattern(Protocol):
-    """What decides how a group is continued; a `geometry.Group` and a `geometry.store.LayerCache` say it."""
+    """A group's attention pattern. `geometry.Group` and `geometry.store.LayerCache` implement it."""
 
     @property
     def kind(self) -> GroupKind:
-        """What a continuation needs of the group."""
+        """Kind of attention or state."""
 
     @property
     def attention_span(self) -> int:
-        """Window or attention chunk in tokens, else 0."""
+        """Window or attention chunk in tokens; 0 for other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
-    """A prompt that is looked up in chunks.
+    """A prompt that is looked up chunk by chunk.
 
     Attributes:
-        tokens: how much of it is looked up, from its start; not more than `prompt`. What is no whole chunk at
-            the end is the tail.
+        tokens: tokens to look up, from the start; at most `prompt`. Tokens after the last whole chunk are the
+            tail.
         chunk_tokens: tokens of a chunk.
         prompt: tokens of the whole prompt.
-        have: tokens that the engine has already, from the start, of every group; need not be on a boundary.
-            Of a window it may have the last one only: a prefix that ends farther looks less far back.
-        first: tokens that come from elsewhere, from the start, of groups that see everything; of other groups
-            nothing does.
+        have: tokens of the prefix that the engine has computed, in every group; need not be a boundary. In a
+            sliding-window group the engine may hold the trailing window only. That is enough, because a
+            longer prefix needs no older tokens.
+        first: tokens of the prefix that another source brings to groups that attend to all tokens.
     """
 
     tokens: int
@@ -78,28 +79,29 @@ class ChunkedPrompt:
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1 or not 0 <= self.tokens <= self.prompt or min(self.have, self.first) < 0:
             raise TransferError(
-                f"{self.tokens} of {self.prompt} tokens in chunks of {self.chunk_tokens}, {self.have} there"
+                f"cannot look up {self.tokens} of {self.prompt} tokens in chunks of {self.chunk_tokens}, "
+                f"with {self.have} computed"
             )
 
     @property
     def chunks(self) -> int:
-        """How many chunks, the tail included."""
+        """Number of chunks, the tail included."""
         return -(-self.tokens // self.chunk_tokens)
 
     @property
     def boundaries(self) -> Int64s:
-        """Where the chunks end, in tokens; int64 of shape (chunks,), ascending."""
+        """End of every chunk in tokens; int64 of shape (chunks,), ascending."""
         ends = np.arange(1, self.chunks + 1, dtype=np.int64) * self.chunk_tokens
         return np.minimum(ends, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What keeps a group from continuing at a boundary.
+    """The chunk for lack of which a group cannot continue at a boundary.
 
     Attributes:
-        group: its number.
-        chunk: the first chunk that it lacks there; for a state group, the one whose end has no snapshot.
+        group: number of the group.
+        chunk: number of the first missing chunk; in a state group, the chunk whose end has no snapshot.
     """
 
     group: int
@@ -108,16 +110,17 @@ class Missing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coverage:
-    """How far a prefix can be used, and why not farther.
+    """The usable prefixes of a prompt, and what is missing for longer ones.
 
     Attributes:
         groups: all groups of the model.
         cut: the prompt.
-        places: where chunks come from, int64 of shape (groups, `cut.chunks`).
-        ends: the boundaries, in tokens; int64 of shape (`cut.chunks`,).
-        usable: whether each may be used at all; bool of the same shape.
-        slowest: by group, the slowest place that its run up to each boundary takes; int64 of the same shape.
-        of_all: the slowest of all groups.
+        places: number of the fastest tier that has a chunk, int64 of shape (groups, `cut.chunks`).
+        ends: boundaries in tokens, int64 of shape (`cut.chunks`,).
+        usable: boundaries at which a prefix may end at all, bool of shape (`cut.chunks`,).
+        slowest: per group, the slowest tier in the run that ends at each boundary, int64 of shape
+            (`cut.chunks`,).
+        of_all: the slowest tier over all groups, int64 of shape (`cut.chunks`,).
     """
 
     groups: Sequence[GroupPattern]
@@ -130,36 +133,35 @@ class Coverage:
 
     @property
     def tokens(self) -> int:
-        """The longest usable prefix; `ChunkedPrompt.have` if there is nothing to gain."""
+        """Tokens of the longest usable prefix; `ChunkedPrompt.have` if no chunk extends it."""
         return self.longest()[0]
 
     @property
     def alone(self) -> tuple[int, ...]:
-        """How far each group could be used if the others had everything, in tokens."""
+        """Tokens of the longest prefix of each group, as if all other groups were complete."""
         return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property
     def beginning(self) -> int:
-        """Tokens from the start of which all is at hand that groups hold that see everything.
+        """Tokens of the longest prefix of the groups that attend to all tokens.
 
-        Where it ends, other groups need something as well.
+        Windows and states may be missing at its end.
         """
         each = zip(self.groups, self.alone, strict=True)
         return min((tokens for group, tokens in each if attends_to_all(group.kind)), default=self.cut.have)
 
     @property
     def better(self) -> int | None:
-        """The boundary that was closest to being usable, None if there is none.
+        """Tokens of the boundary beyond `tokens` that came closest to being usable; None if there is none.
 
-        Of all beyond `tokens` that may be used, the one at which the fewest groups fail, and of those the
-        nearest.
+        It is the one at which the fewest groups fail; among equals, the nearest.
         """
         at = self._better()
         return None if at is None else int(self.ends[at])
 
     @property
     def missing(self) -> tuple[Missing, ...]:
-        """Why `better` is not usable, for each group that fails there; empty if it is None."""
+        """The first missing chunk at `better` of each group that fails there; empty if `better` is None."""
         at = self._better()
         if at is None:
             return ()
@@ -172,13 +174,13 @@ class Coverage:
         return tuple(found)
 
     def longest(self, before: int = NO_TIER) -> tuple[int, int]:
-        """The longest usable prefix that takes nothing of a place or of slower ones.
+        """Return the longest usable prefix that takes no chunk from tier `before` or a slower one.
 
         Args:
-            before: the place, not the first.
+            before: number of the tier, at least 1.
 
         Returns:
-            Tokens, `ChunkedPrompt.have` if there is nothing to gain, and the slowest place that they take.
+            (tokens, number of the slowest tier used); tokens are `ChunkedPrompt.have` if no chunk extends it.
         """
         return self._last(self.of_all, before)
 
@@ -191,7 +193,7 @@ class Coverage:
         return (int(self.ends[good[-1]]), int(slowest[good[-1]])) if len(good) else (self.cut.have, 0)
 
     def _better(self) -> int | None:
-        """Number of the chunk that ends at `better`."""
+        """Return the number of the chunk that ends at `better`."""
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
@@ -200,20 +202,20 @@ class Coverage:
 
 
 def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
-    """The longest prefix of a prompt that may be used at all, in tokens."""
+    """Return the tokens of the longest prefix that may be used if every chunk is cached."""
     return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
 
 
 def coverage(groups: Sequence[GroupPattern], cut: ChunkedPrompt, places: TierNumbers) -> Coverage:
-    """How far every group can continue.
+    """Compute the usable prefixes of a prompt.
 
     Args:
         groups: all groups of the model.
         cut: the prompt.
-        places: where a group's content of a chunk comes from, int64 of shape (groups, `cut.chunks`);
-            `NO_TIER` if it is not at hand. For a state group, the snapshot at the chunk's end. Chunks inside
-            `cut.have` need not be at hand, a snapshot at the end must be. For attention, a longer chunk that
-            begins with the tail serves as one.
+        places: number of the tier that each chunk of a group comes from, int64 of shape (groups,
+            `cut.chunks`); `NO_TIER` if none has it. In a state group, the tier of the snapshot at the chunk's
+            end. Attention chunks inside `cut.have` may be missing. For the tail of an attention group, a
+            longer chunk that begins with it serves as well.
 
     Raises:
         TransferError: `places` is of another shape, or there is no group.
@@ -257,19 +259,19 @@ def _covered(
 def chunks_to_load(
     groups: Sequence[GroupPattern], cut: ChunkedPrompt, tokens: int, part: tuple[int, int] | None = None
 ) -> tuple[Int64s, ...]:
-    """The chunks of each group that a prefix of `tokens` takes, beyond what the engine has.
+    """Return the chunks to load of each group for a prefix of `tokens`.
 
     Args:
         groups: all groups of the model.
         cut: the prompt.
-        tokens: a boundary, or `cut.have` or less, which takes none.
-        part: of the prefix, as of `LoadSpan`: `tokens` may lie anywhere if it ends before.
+        tokens: a boundary; `cut.have` or less needs no chunk.
+        part: as in `LoadSpan`. If it ends before `tokens`, `tokens` need not be a boundary.
 
     Returns:
-        Numbers of chunks, int64, ascending, per group; of a state group, the one whose end has the snapshot.
+        Per group, chunk numbers: int64, ascending; in a state group, the chunk whose end has the snapshot.
 
     Raises:
-        TransferError: there is no boundary at `tokens`, or it lies beyond the farthest that may be used.
+        TransferError: `tokens` is no boundary, or lies beyond `longest_usable_prefix`.
     """
     if tokens <= cut.have:
         return tuple(np.zeros(0, np.int64) for _ in groups)
@@ -287,7 +289,7 @@ def chunks_to_load(
 
 
 def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: ChunkedPrompt) -> Int64s:
-    """Numbers of the chunks that tokens ``[low, high)`` lie in; of a state, the last alone."""
+    """Return the chunks that tokens ``[low, high)`` lie in; in a state group, the last one only."""
     low, high = tokens
     if low >= high:
         return np.zeros(0, np.int64)
@@ -299,9 +301,9 @@ _NONE = np.zeros(1, np.int64)
 
 
 def _slowest(group: GroupPattern, cut: ChunkedPrompt, ends: Int64s, places: TierNumbers) -> TierNumbers:
-    """The slowest place of the run of chunks that a group takes up to each boundary, 0 if it takes none.
+    """Return the slowest tier of the run of chunks that ends at each boundary; 0 for an empty run.
 
-    As `select.needed_tokens`, for all boundaries at once.
+    Equals `select.needed_tokens` for all boundaries at once.
     """
     if group.kind is GroupKind.STATE:
         return places

@@ -1,4 +1,4 @@
-"""Stretches of memory that are contiguous on both sides, as arrays."""
+"""Descriptors: runs of bytes that are contiguous on both sides, as arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Stretches contiguous on both sides.
+    """Runs of bytes that are contiguous on both sides: one (source, destination, length) each.
 
     Attributes:
         src, dst: byte offsets or addresses, int64 of shape (n,).
@@ -30,19 +30,19 @@ class Descriptors:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all pieces."""
+        """Bytes of all runs."""
         return int(self.length.sum())
 
 
 def join(parts: Sequence[Descriptors]) -> Descriptors:
-    """All parts as one, sorted by destination, neighbours on both sides merged."""
+    """Concatenate, sort by destination, and merge runs that touch on both sides."""
     whole = concatenate(parts)
     order = np.argsort(whole.dst, kind="stable")
     return merge(whole.src[order], whole.dst[order], whole.length[order])
 
 
 def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
-    """All parts as one, in their order."""
+    """Concatenate descriptors in order."""
     empty = np.zeros(0, np.int64)
     return Descriptors(
         np.concatenate([empty, *(p.src for p in parts)]),
@@ -52,14 +52,14 @@ def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
 
 
 def merge(src: Int64s, dst: Int64s, length: Int64s) -> Descriptors:
-    """Merge each piece into the one before it where it continues it on both sides.
+    """Merge each run into the one before it if it continues it on both sides.
 
     >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
     >>> merged.src.tolist(), merged.dst.tolist(), merged.length.tolist()
     ([0, 16], [0, 32], [16, 8])
 
     Args:
-        src, dst, length: int64 of shape (n,), in the order in which neighbours are looked for.
+        src, dst, length: int64 of shape (n,). Only consecutive entries are merged.
     """
     if len(src) == 0:
         return Descriptors(src, dst, length)

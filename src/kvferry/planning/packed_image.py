@@ -1,17 +1,17 @@
-"""Images: packed cells, for routes whose runs are too short to move one by one.
+"""Packed images: contiguous buffers for cells whose runs are too short to move one by one.
 
-An *image* is contiguous memory that travels in few large descriptors. There are two ways to pack, and they
-mirror each other.
+An *image* is one cell packed into contiguous memory, so that it travels in few large descriptors. There are
+two ways to pack, mirror images of each other:
 
-- *Gathered* (`gather_image`): the image has the order of the destination, without what others supply. The
-  source's copy operation makes it (nests from source to image); what is contiguous on the destination's side
-  is then a *stretch*: read straight into place.
-- *Fetched* (`fetch_image`): the image has the order of the source. Stretches of the source's memory are read
-  whole, gaps included where that is cheaper than another descriptor; the destination's copy operation takes
-  what it needs (nests from image to destination).
+- *Gathered* (`gather_image`): the image has the destination's order, and holds only the bytes that this
+  source supplies. The source packs it (copies from source to image). Each run that is contiguous at the
+  destination is then one read, straight into place.
+- *Fetched* (`fetch_image`): the image has the source's order. Each read covers a contiguous range of the
+  source, gaps included where a gap is cheaper than another descriptor. The destination unpacks it (copies
+  from image to destination).
 
-Both are `_packed`, on one side or the other. The inside of an image is the same for all cells; where a cell
-lies in the pool depends on its place in its block (`planning.cell_copy`).
+Both are `_packed`, on one side or the other. All cells have the same image layout; a cell's offset in its
+block is separate (`planning.cell_copy`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from kvferry.planning.strided_copy import Loop, StridedCopy
 Side: TypeAlias = Literal["src", "dst"]
 
 ALIGNMENT = 64
-"""Images start at multiples of this, so that copies work on whole words."""
+"""Bytes. Images start at multiples of it, so that copies work on whole words."""
 
 MAX_READS = 1 << 16
-"""Most stretches of a cell's image; with more, packing gains nothing."""
+"""Most reads per image; with more, packing gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedImage:
-    """The packing of a route's cells.
+    """The layout of a route's packed cells.
 
     Attributes:
         stride: bytes from one cell's image to the next, a multiple of `ALIGNMENT`.
-        nests: loops between engine memory (absolute addresses of block 0) and the image.
+        nests: strided copies between engine memory (absolute addresses of block 0) and the image.
         stretches: contiguous pieces to read, in the image's order: from image to destination if gathered,
             from source to image if fetched.
     """
@@ -53,19 +53,19 @@ class PackedImage:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all stretches."""
+        """Bytes of all reads of an image."""
         return sum(each.descriptors.total_bytes for each in self.reads)
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest stretch."""
+        """Bytes of the longest read."""
         return max(int(each.descriptors.length.max()) for each in self.reads)
 
 
 def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
-    """Pack cells in the destination's order, at the source; None if that gains nothing.
+    """Lay out images that the source packs in the destination's order; None if that gains nothing.
 
-    Heads are outside of layers in the destination, layers come one by one from the source:
+    The destination keeps heads outside of layers; the source has one buffer per layer:
 
     >>> from kvferry.planning.cell_copy import ONE_CELL
     >>> nests = tuple(StridedCopy(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))
@@ -82,12 +82,12 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
 def fetch_image(
     cell_copies: Iterable[CellCopy], gap_bytes: int, cuts: Sequence[int] = ()
 ) -> PackedImage | None:
-    """Pack cells in the source's order, to be cut at the destination; None if that gains nothing.
+    """Lay out images in the source's order, which the destination unpacks; None if that gains nothing.
 
     Args:
-        planes: the loops of a cell.
+        cell_copies: the strided copies of a cell.
         gap_bytes: longest gap between two runs that is read rather than skipped.
-        cuts: addresses at which registered regions of the source begin; no stretch crosses one.
+        cuts: first addresses of the source's registered regions; no read crosses one.
     """
     return _image(cell_copies, "src", gap_bytes, cuts)
 
@@ -95,7 +95,7 @@ def fetch_image(
 def _image(
     cell_copies: Iterable[CellCopy], side: Side, gap_bytes: int, cuts: Sequence[int]
 ) -> PackedImage | None:
-    """Pack one side: bytes that lie alike there in every cell become consecutive stretches."""
+    """Pack one side: ranges with equal offsets there, from cell to cell, become consecutive reads."""
     alike = defaultdict[Offsets, list[tuple[Offsets, tuple[StridedCopy, ...]]]](list)
     for cell_copy in cell_copies:
         at, other = (
@@ -129,11 +129,11 @@ def _image(
 def _packed(
     nests: Sequence[StridedCopy], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
 ) -> tuple[list[list[StridedCopy]], Int64s, Int64s, Int64s] | None:
-    """Replace one side's addresses by offsets in an image, from `first` on.
+    """Replace one side's addresses with offsets in an image, from `first` on.
 
     Returns:
-        Each nest with that side replaced, in one part or several; and address, offset in the image, and
-        length of every stretch.
+        Per copy, its replacements (several if one no longer suffices); and of every read, address, offset in
+        the image, and length in bytes. None if there are too many reads.
     """
     if not nests:
         return None
@@ -158,7 +158,7 @@ def _distance(loop: Loop, side: Side) -> int:
 
 
 def _shadow(nest: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
-    """Return a nest's extent on one side: bytes of a contiguous stretch, (count, distance) of other loops."""
+    """Return a copy's extent on one side: bytes of a contiguous run, (count, stride) of other loops."""
     length, outer = nest.run, list[tuple[int, int]]()
     for loop in sorted(nest.loops, key=lambda loop: abs(_distance(loop, side))):
         if not outer and _distance(loop, side) == length:
@@ -176,7 +176,7 @@ def _starts(first: int, outer: Sequence[tuple[int, int]]) -> Int64s:
 
 
 def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) -> tuple[Int64s, Int64s]:
-    """Sort stretches, and merge those that touch, overlap or are at most a gap apart."""
+    """Sort ranges, and merge those that touch, overlap or are at most `gap_bytes` apart."""
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate((start + length)[order])
     region = np.searchsorted(np.array(sorted(cuts), np.int64), start, "right")
@@ -186,7 +186,7 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
 
 
 def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
-    """Move one side of a nest into the image; several nests if the image breaks its loops' distances."""
+    """Replace one side of a copy with image offsets; several copies if strides become irregular."""
     _, outer = _shadow(nest, side)
     starts = _starts(_address(nest, side), outer)
     stretch = np.searchsorted(at, starts, "right") - 1
@@ -205,7 +205,7 @@ def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[S
 def _in_order(
     nest: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
-    """Return the distance in the image of every loop of a nest; None if a loop has no single one."""
+    """Return the stride of every loop in the image; None if a loop has no single stride there."""
     steps = []
     expected = np.full(offsets.shape, offsets.flat[0], np.int64)
     for axis, (count, _) in enumerate(outer):

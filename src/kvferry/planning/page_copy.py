@@ -23,7 +23,7 @@ from kvferry.planning.strided_copy import strided_copies
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The loops from pages of one format to pages of another.
+    """The copy from pages of one format to pages of another.
 
     Cell ``c`` of a sequence (tokens ``[c·cell_tokens, (c+1)·cell_tokens)``) is cell ``c % src_cells`` of
     source block ``c // src_cells``, and cell ``c % dst_cells`` of destination block ``c // dst_cells``. A
@@ -32,7 +32,7 @@ class PageCopy:
     Attributes:
         cell_tokens: tokens of a cell, 0 for a snapshot.
         src_cells, dst_cells: cells per block on each side.
-        planes: the loops of a cell, with offsets from the start of the page on each side.
+        cell_copies: strided copies of a cell, with offsets from the start of the page on each side.
     """
 
     cell_tokens: int
@@ -42,9 +42,9 @@ class PageCopy:
 
 
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
-    """Return why pages of `src` cannot become pages of `dst`, a sentence each; empty if they can.
+    """Return the reasons why pages of `src` cannot become pages of `dst`, a sentence each; empty if they can.
 
-    Ranges may differ: resharding bridges them.
+    Ranges along an axis may differ, because resharding bridges them.
     """
     if bool(src.block_tokens) != bool(dst.block_tokens):
         return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
@@ -76,7 +76,7 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 
 
 def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> PageCopy:
-    """Return the loops that fill a page of `dst` from a page of `src`, for any cell.
+    """Plan the copy of any cell from a page of `src` to a page of `dst`.
 
     Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens.
 
@@ -110,7 +110,7 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
 
 
 def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
-    """Yield planes over all that both sides hold of a field."""
+    """Yield cell copies of the part of a field that both sides hold."""
     others = [(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
     axes = [_common(*pair) for pair in others]
     here = dst.axis(TOKEN)

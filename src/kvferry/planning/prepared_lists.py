@@ -1,9 +1,9 @@
-"""The descriptors of one request: template and block tables, by array arithmetic alone.
+"""Prepared descriptor lists: the descriptors of one request as two arrays of indices.
 
-A transport prepares the rows of a route once per cell of a block and per block, so that descriptor
-``base + (row·cells + cell)·blocks + block`` exists before any request does; a request is then two arrays of
-indices (`PreparedEntries`). `expand_cells` gives the same descriptors spelled out, for a mover that has no
-prepared lists.
+A transport prepares one descriptor per row of a route, cell of a block, and block, before any request:
+``base + (row·cells + cell)·blocks + block`` is its index (`PreparedEntries`). A request is then an array of
+indices per side. `expand_cells` returns the same descriptors as addresses, for callers without prepared
+lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescriptorIndices:
-    """Positions in the prepared lists of both sides, paired.
+    """Indices into the prepared lists of both sides, pairwise.
 
     Attributes:
         src, dst: int32 of shape (n,), offset by the route's base in each list.
@@ -36,14 +36,13 @@ class DescriptorIndices:
 
 @dataclass(frozen=True, slots=True)
 class TransferCounts:
-    """Totals of what a request moves over one route.
+    """Totals of a request over one route.
 
     Attributes:
         bytes: useful bytes.
         pages: prepared descriptors used.
-        descriptors: what is left when a run of one cell is joined to that of the next where they touch on
-            both sides.
-        largest_run: bytes of the largest of those.
+        descriptors: descriptors left after merging runs of consecutive cells that touch on both sides.
+        largest_run: bytes of the longest merged descriptor.
     """
 
     bytes: int
@@ -54,11 +53,11 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedEntries:
-    """The place of one way's rows in the prepared list of one side.
+    """The position of one transfer method's rows in the prepared list of one side.
 
     Attributes:
         base: index of its first entry.
-        blocks: blocks of the pool, or images that there is room for.
+        blocks: blocks of the pool, or images that fit into the staging area.
         cells: cells of a block; 1 for images.
     """
 
@@ -67,7 +66,7 @@ class PreparedEntries:
     cells: int = 1
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
-        """Return the entries of some cells, for each of their rows.
+        """Return the indices of some cells, int32 of shape (rows · n,).
 
         Row-major: consecutive blocks of one row are neighbours, as pages of a layer are in memory.
 
@@ -90,7 +89,7 @@ class PreparedEntries:
 
 
 def expand_cells(route: Route, cells: Cells) -> Descriptors:
-    """Return the descriptors of a request, row-major, as absolute addresses and lengths."""
+    """Return the descriptors of a request as absolute addresses and lengths, row-major."""
     found = []
     for cell_copy in route.cell_copies:
         src, dst = _positions(route, cell_copy, cells)
@@ -119,7 +118,7 @@ def count_transfer(route: Route, cells: Cells) -> TransferCounts:
 
 
 def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s, Int64s]:
-    """Return the bytes from the first cell of block 0 to each of some cells, on both sides."""
+    """Return the byte offsets of some cells from the lowest cell of block 0, on both sides."""
     src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
     if route.src_cells > 1:
         src += cell_copy.src_offsets[cells.number % route.src_cells]
@@ -136,6 +135,6 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Return the cells in the longest sequence of runs that touch on both sides, and the number of breaks."""
+    """Return the length in cells of the longest chain of touching runs, and the number of breaks."""
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

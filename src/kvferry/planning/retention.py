@@ -1,8 +1,8 @@
-"""Which chunks of a prompt are of use to somebody, so that they are kept.
+"""Retention: the chunks of a prompt that are worth storing.
 
-Of full attention all are: every prefix needs them. Windows and snapshots of recurrent state are of use only
-where a prefix ends; with `every` more than a chunk, prefixes are offered at its multiples and at the end of
-the prompt, and what is kept is what these need.
+Every prefix needs all earlier chunks of full attention, so all are stored. A window or a snapshot of
+recurrent state serves only a prefix that ends there. With `every` larger than a chunk, prefixes end at its
+multiples and at the end of the prompt, and only the chunks that these prefixes need are stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvferry.planning.select import first_attended
 
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
-    """The ends of the longest prefixes of a prompt: for it alone, and for longer prompts that begin with it.
+    """Return the longest prefix that serves the same prompt, and the longest for prompts that extend it.
 
     >>> last_prefix_ends(2000, 256, 0), last_prefix_ends(2000, 64, 128), last_prefix_ends(1920, 64, 128)
     ((1792, 2000), (1920, 1920), (1792, 1920))
@@ -25,8 +25,8 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     Args:
         prompt: tokens of the prompt.
         chunk_tokens: tokens of a chunk.
-        block_tokens: of the groups with recurrent state, whose last snapshots are at ends of blocks; 0
-            without such groups: then what is no whole chunk at the end is kept as well.
+        block_tokens: block size of the groups with recurrent state, which leave snapshots at ends of
+            blocks. 0 without such groups; then the tail is stored as well.
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt
@@ -35,7 +35,7 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
 
 
 def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
-    """Whether a chunk of attention is kept.
+    """Return whether to store a chunk of an attention group.
 
     Chunks of 256 tokens of a window of 1,024, wanted every 4,096: the last four before each multiple.
 
@@ -46,11 +46,11 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
 
     Args:
-        group: whose chunk; not a state.
-        number: of the chunk.
+        group: attention pattern of the group; not a state group.
+        number: number of the chunk.
         chunk_tokens: tokens of a chunk.
-        every: distance of positions at which windows are kept, a multiple of `chunk_tokens`.
-        ends: other ends of prefixes, `last_prefix_ends`.
+        every: tokens between the prefix ends at which windows are stored, a multiple of `chunk_tokens`.
+        ends: further prefix ends, from `last_prefix_ends`.
     """
     if every == chunk_tokens or not group.attention_span:
         return True
@@ -63,7 +63,7 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
 
 
 def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
-    """Whether a snapshot that the engine leaves after `tokens` tokens is kept; arguments as of `keeps_chunk`.
+    """Return whether to store the snapshot after `tokens` tokens. Other arguments: see `keeps_chunk`.
 
     >>> ends = last_prefix_ends(1400, 128, 128)
     >>> [keeps_snapshot(tokens, 128, 1024, ends) for tokens in (64, 512, 1024, 1280)]

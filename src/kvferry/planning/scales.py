@@ -1,4 +1,4 @@
-"""Scales of quantised layers: codes that one scale made are wrong under another."""
+"""Comparison of quantisation scales: codes written with one scale are wrong under another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvferry.geometry import Layer
 
 
 def same_scales(a: Layer, b: Layer) -> bool:
-    """Return whether two ranks scale alike what both of them hold of a layer.
+    """Return whether two ranks use equal scales for the heads of a layer that both hold.
 
     >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
     >>> def layer(first, *scales):

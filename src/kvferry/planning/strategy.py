@@ -1,10 +1,10 @@
-"""Choice of the way that a route's bytes go, direct, over-read or staged, by its cost.
+"""Transfer methods of a route (direct, over-read, staged), and the choice among them by expected cost.
 
 - *direct*: every run is a descriptor.
-- *over-read*: the destination reads stretches of the source's memory whole, gaps included, and cuts out what
-  is its own.
-- *staged*: the source gathers an image in the destination's order; the destination reads it straight
-  into place, or, where its own runs are short too, whole, and scatters it.
+- *over-read*: the destination reads contiguous ranges of the source, gaps included, and unpacks its own
+  bytes.
+- *staged*: the source packs an image in the destination's order. The destination reads it straight into
+  place, or, if its own runs are short too, reads it whole and unpacks it.
 
 A `TransferMethod` is one of these for one route, with its work per cell. `Costs` prices that work: measured
 on a machine by ``kvferry bench calibrate``, or the defaults, which are those of two cores of an AMD EPYC
@@ -25,23 +25,23 @@ from kvferry.planning.strided_copy import StridedCopy, fuse_copies
 from kvferry.planning.template import Route
 
 MAX_ROWS = 1 << 17
-"""Most runs of a cell that goes direct."""
+"""Most runs per cell of a direct transfer."""
 
 SEGMENTS = 4
-"""Number of chunks in which gathered images move: one is gathered while the previous one is read."""
+"""Segments that a staged read is split into: one is gathered while the previous one is read."""
 
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 2 << 20, 16 << 20
-"""Limits of a gathered chunk: each costs a round trip, and all hold staging memory."""
+"""Size limits of a gathered segment: each costs a round trip, and each holds staging memory."""
 
 FETCHED_SEGMENT_BYTES = 4 << 20
-"""Size of a chunk that is read without asking, small enough to be scattered from the CPU's cache."""
+"""Size of an over-read segment, small enough to be unpacked from the CPU's cache."""
 
 LANE_BYTES = 2 << 20
-"""Least bytes of a route that one lane gets."""
+"""Smallest share of a route that a lane gets."""
 
 
 class Strategy(StrEnum):
-    """How bytes travel."""
+    """How the bytes of a route travel."""
 
     DIRECT = "direct"
     OVER_READ = "over-read"
@@ -56,12 +56,11 @@ class Costs:
         read_descriptor_seconds, read_byte_seconds: of a READ, per descriptor and per byte.
         copy_call_seconds, copy_run_seconds, copy_byte_seconds: of a gather or scatter, per call of the copy
             operation (one per nest and cell), per contiguous run and per byte.
-        ask_seconds: round trip of a request to the source to gather a chunk.
-        overlap: share of the shorter operation that is hidden when one chunk is gathered while another is
+        ask_seconds: round trip of a request to the source to gather a segment.
+        overlap: share of the shorter operation that is hidden when one segment is gathered while another is
             read: 1 between two machines, down to 0 on one busy machine.
-        lanes_work_gain, lanes_byte_gain: speed of all lanes of a worker as a multiple of one lane's: for
-            descriptors, calls and runs, which a core limits, and for bytes, which memory limits. The other
-            costs are those of one lane.
+        lanes_work_gain, lanes_byte_gain: speedup of all lanes over one: for descriptors, calls and runs,
+            which a core limits, and for bytes, which memory limits. The other costs are those of one lane.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -82,7 +81,7 @@ class Costs:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
     def of_lanes(self) -> Costs:
-        """Return the costs of work that all lanes share."""
+        """Return the costs when all lanes share the work."""
         return replace(
             self,
             read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,
@@ -94,13 +93,13 @@ class Costs:
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes that take as long to read as another descriptor."""
+        """Bytes that take as long to read as one more descriptor."""
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work to move one cell.
+    """The work of moving one cell.
 
     Attributes:
         descriptors, read_bytes: size of the READ.
@@ -118,7 +117,7 @@ class Work:
     bytes: float = 0
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected seconds for so many cells."""
+        """Return the expected seconds to move `cells` cells."""
         c = costs
         shared = cells * self.bytes >= 2 * LANE_BYTES
         here = c.of_lanes() if shared else c
@@ -144,14 +143,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TransferMethod:
-    """One way to move the cells of a route.
+    """One method to move the cells of a route.
 
     Attributes:
-        strategy: its strategy.
+        strategy: direct, over-read or staged.
         work: work per cell.
-        image: the packing of cells; None for direct.
-        landing: loops from a gathered image to its place, if the image is read whole; None if it is read
-            into place.
+        image: layout of packed cells; None for direct.
+        landing: copies that unpack a gathered image that is read whole; None if it is read into place.
     """
 
     strategy: Strategy
@@ -161,14 +159,14 @@ class TransferMethod:
 
     @property
     def scatters(self) -> tuple[PoolCopies, ...] | None:
-        """The loops from the image to the destination's memory; None if nothing is scattered."""
+        """Copies from the image to the destination's memory; None if nothing is unpacked."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.nests
         return self.landing
 
 
 def segment_bytes(total: float) -> int:
-    """Return the bytes of one gathered chunk, for images of `total` bytes.
+    """Return the bytes of one gathered segment, for images of `total` bytes.
 
     >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20
     (16, 16)
@@ -179,16 +177,16 @@ def segment_bytes(total: float) -> int:
 def transfer_methods(
     route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] = ()
 ) -> tuple[TransferMethod, ...]:
-    """Return all ways to move a route's cells.
+    """Return all methods that can move a route's cells.
 
     Args:
         route: the route.
-        costs: decide the longest gap that is read rather than skipped.
+        costs: costs that decide the longest gap that is read rather than skipped.
         max_image_bytes: room for one image; a route with larger cells only goes direct.
         cuts: addresses at which the source's registered regions begin.
 
     Raises:
-        ConfigError: cells of too many runs for direct, and too large for an image.
+        ConfigError: cells have too many runs for direct and are too large for an image.
     """
     found = []
     size = route.cell_bytes
@@ -218,13 +216,13 @@ def transfer_methods(
 def choose_method(
     found: Sequence[TransferMethod], cells: int, costs: Costs, pinned: Strategy | None = None
 ) -> int:
-    """Return the index of the fastest way for so many cells; of the pinned strategy, if any way has it."""
+    """Return the index of the fastest method for `cells` cells; of strategy `pinned`, if one has it."""
     allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
     return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
 
 
 def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedImage | None:
-    """Fetch in stretches no longer than a block: reading other blocks as gaps never pays."""
+    """Lay out fetched images whose reads are no longer than a block: reading other blocks never pays."""
     image = fetch_image(route.cell_copies, gap_bytes, cuts)
     while image and gap_bytes and image.longest > route.src_stride:
         gap_bytes //= 4
@@ -233,12 +231,12 @@ def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedIma
 
 
 def _read_count(image: PackedImage) -> int:
-    """Count the stretches of a cell."""
+    """Count the reads of a cell."""
     return sum(len(each.descriptors) for each in image.reads)
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Count calls of the copy operation, and runs, per cell."""
+    """Count calls of the copy operation and runs, per cell."""
     nests = [nest for part in parts for nest in part.nests]
     return len(nests), sum(nest.rows for nest in nests)
 

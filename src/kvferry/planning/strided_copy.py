@@ -24,11 +24,11 @@ from kvferry.planning.descriptors import Descriptors, Int64s, join
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One level of a nest.
+    """One loop of a strided copy.
 
     Attributes:
         count: iterations, at least 2.
-        src, dst: bytes from one to the next on each side.
+        src, dst: stride in bytes on each side.
     """
 
     count: int
@@ -38,12 +38,12 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """Equal runs at regular distances.
+    """A loop nest: runs of equal length at regular distances.
 
     Attributes:
         src, dst: byte offset or address of the first run.
         run: bytes that are contiguous on both sides.
-        loops: outermost first, by falling distance on the destination's side.
+        loops: outermost first, by descending stride at the destination.
     """
 
     src: int
@@ -62,11 +62,11 @@ class StridedCopy:
         return self.rows * self.run
 
     def at(self, src: int, dst: int) -> StridedCopy:
-        """The same, further on by so many bytes on each side."""
+        """Return the same copy, shifted by `src` and `dst` bytes."""
         return replace(self, src=self.src + src, dst=self.dst + dst)
 
     def ascending(self) -> tuple[StridedCopy, ...]:
-        """The same runs in nests whose loops ascend on both sides, as a strided view of memory must.
+        """Return the same runs as copies without negative strides, which tensor views do not allow.
 
         >>> StridedCopy(8, 0, 4, (Loop(2, -8, 100),)).ascending()
         (StridedCopy(src=8, dst=0, run=4, loops=()), StridedCopy(src=0, dst=100, run=4, loops=()))
@@ -79,7 +79,7 @@ class StridedCopy:
         return (self,)
 
     def descriptors(self) -> Descriptors:
-        """Every run."""
+        """Return every run, in loop order."""
         src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)
         for loop in self.loops:
             steps = np.arange(loop.count, dtype=np.int64)
@@ -89,14 +89,14 @@ class StridedCopy:
 
 
 def expand_copies(nests: Iterable[StridedCopy]) -> Descriptors:
-    """Every run of all nests, sorted by destination, neighbours on both sides merged."""
+    """Return every run of all copies, sorted by destination; runs that touch on both sides are merged."""
     return join([nest.descriptors() for nest in nests])
 
 
 def strided_copies(
     item_bytes: int, src: int, dst: int, axes: Sequence[tuple[Int64s, Int64s]]
 ) -> list[StridedCopy]:
-    """The nests of all combinations of positions along some axes.
+    """Return the strided copies of all combinations of positions along some axes.
 
     Two axes, the second contiguous on both sides:
 
@@ -107,8 +107,8 @@ def strided_copies(
 
     Args:
         item_bytes: bytes of one element, which are contiguous on both sides.
-        src, dst: where the element at offset 0 of all axes lies.
-        axes: per axis the byte offsets of its positions on both sides, int64 of shape (n,).
+        src, dst: address or offset of the element at offset 0 of all axes.
+        axes: per axis, byte offsets of its positions on both sides, int64 of shape (n,).
     """
     if any(len(there) == 0 for there, _ in axes):
         return []
@@ -127,7 +127,7 @@ def strided_copies(
 
 
 def coalesce_copy(nest: StridedCopy) -> StridedCopy:
-    """The same runs with as few loops as possible: what continues on both sides is one run, or one loop."""
+    """Return the same runs with fewer loops: joins loops that continue each other on both sides."""
     loops = sorted(nest.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
     run, kept = nest.run, list[Loop]()
     for loop in loops:
@@ -141,9 +141,9 @@ def coalesce_copy(nest: StridedCopy) -> StridedCopy:
 
 
 def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
-    """The same runs in fewer nests: nests of one shape at regular distances become a loop.
+    """Return the same runs in fewer copies: equal copies at regular distances become one more loop.
 
-    That is what joins K and V of a packed page, and the layers of a cache that is one buffer.
+    This joins K and V of a packed page, and the layers of a cross-layer cache.
 
     >>> fuse_copies([StridedCopy(0, 0, 8), StridedCopy(100, 8, 8), StridedCopy(200, 16, 8)])
     (StridedCopy(src=0, dst=0, run=8, loops=(Loop(count=3, src=100, dst=8),)),)
@@ -165,7 +165,7 @@ def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
-    """Pairs of offsets as nests of runs of 0 bytes: the fewest loops that give them in this order."""
+    """Factor pairs of offsets into few loops, in this order; the copies have runs of 0 bytes."""
     stretches = _progressions(src, dst)
     if len(stretches) == len(src):
         return [StridedCopy(int(a), int(b), 0) for a, b in zip(src, dst, strict=True)]
@@ -189,7 +189,7 @@ def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
 
 
 def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
-    """Index of the first pair and the loop of every stretch at equal distances; no loop for a single pair."""
+    """Split pairs into arithmetic progressions: (index of the first pair, loop or None)."""
     found: list[tuple[int, Loop | None]] = []
     steps = np.stack([np.diff(src), np.diff(dst)], 1)
     changes = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1

@@ -1,8 +1,8 @@
-"""Templates: what one rank reads from each rank of a peer, computed once at handshake.
+"""Templates: everything that one rank reads from each rank of a peer, computed once per handshake.
 
-A `Route` is a set of layers that share a source group, a destination group and a way to retile their pages.
-A `Template` holds all routes from one source rank. This module chooses the source rank of every field: each
-part is taken exactly once, however many ranks hold a copy, and readers are spread over the copies.
+A `Route` is a set of layers that share a source group, a destination group and a page copy. A `Template`
+holds all routes from one source rank. This module also chooses the source rank of every field: each part is
+read exactly once, however many ranks hold a copy, and readers are spread over the copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True)
 class Route:
-    """Layers whose pages move alike from one source rank.
+    """Layers that move from one source rank by the same page copy.
 
     Attributes:
         src_group, dst_group: index of the group on each side; its block table applies.
@@ -33,9 +33,9 @@ class Route:
         src_cells, dst_cells: cells per block.
         src_stride, dst_stride: bytes between blocks.
         src_blocks, dst_blocks: blocks in each pool.
-        planes: the loops of a cell, at absolute addresses of block 0; add ``b * stride`` for block ``b``.
-            Layers at regular distances are a loop, so a cross-layer cache that stores a block's layers side
-            by side has one nest, often of one run.
+        cell_copies: strided copies of a cell at absolute addresses of block 0; add ``b * stride`` for block
+            ``b``. Layers at regular distances are one more loop. So a cross-layer cache, which stores a
+            block's layers side by side, has one strided copy, often of one run.
     """
 
     src_group: int
@@ -57,7 +57,7 @@ class Route:
 
     @property
     def nests(self) -> tuple[StridedCopy, ...]:
-        """The loops of all planes."""
+        """Strided copies of all cell copies."""
         return tuple(nest for cell_copy in self.cell_copies for nest in cell_copy.nests)
 
     @property
@@ -67,7 +67,7 @@ class Route:
 
     @cached_property
     def rows(self) -> Descriptors:
-        """The runs of a cell, expanded plane by plane; runs that touch on both sides are merged."""
+        """Runs of a cell, expanded per cell copy; runs that touch on both sides are merged."""
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
 
@@ -159,10 +159,10 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
 
 
 def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeometry:
-    """Return our rank with nothing but the layers of a draft model that no rank of a peer supplies.
+    """Return our rank, reduced to the draft model's layers that no rank of a peer supplies.
 
-    A draft only proposes tokens, which the model itself accepts or not: a load without them is still right.
-    But its blocks hold what their last owner left, which may be NaN, so the caller clears them.
+    The caller must clear these layers' blocks. A load without them is still correct, because the model
+    verifies every token that a draft proposes; but the blocks' former content may be NaN.
 
     Args:
         templates: what `build_templates` found for `dst`.
@@ -191,9 +191,9 @@ def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry
 
 
 class _Pages:
-    """Numbers for page formats. Equal formats share a number, which is quicker to compare.
+    """Numbers page formats; equal formats share a number, which is quicker to compare.
 
-    The formats must outlive this object, which recognises them by identity.
+    Mutated by `number`. The formats must outlive this object, which recognises them by identity.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class _Pages:
         self._seen: dict[int, int] = {}
 
     def number(self, page: PageFormat) -> int:
-        """The format's number."""
+        """Return the number of a format, a new one if none is equal to it."""
         if (found := self._seen.get(id(page))) is not None:
             return found
         number = self._numbers.setdefault(page, len(self._numbers))
@@ -211,7 +211,7 @@ class _Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A layer as one source rank has it; holders with equal `alike` lead to the same choice."""
+    """A layer on one source rank. Holders with equal `alike` lead to the same choice."""
 
     index: int
     group: int
@@ -332,7 +332,7 @@ def _route(
 
 
 def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iterator[CellCopy]:
-    """Yield the planes of every layer at absolute addresses."""
+    """Yield the cell copies of every layer at absolute addresses."""
     for retiled, addresses in found:
         for cell_copy in retiled.cell_copies:
             nests = tuple(nest.at(src, dst) for src, dst in addresses for nest in cell_copy.nests)
@@ -340,7 +340,7 @@ def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iter
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Name the layers of which the peer keeps less than we need once a prompt is longer than its window.
+    """Name the layers of which the peer keeps fewer tokens than we need of long prompts.
 
     This happens if the hybrid cache manager is on there and off here: our windowed layers are full attention.
     """
