@@ -88,7 +88,7 @@ class PlacedField:
         return Field(self.stored.name, self.stored.item_bytes, self.offset, axes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageInterior:
     """The inside of one rank's page.
 
@@ -166,14 +166,14 @@ def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp
             raise GeometryError(f"an entry per {store.state_tokens} tokens cannot be shared out by head")
         tokens = max(tokens // store.state_tokens, 1)
     return PageInterior(
-        snapshot,
-        store.state_tokens,
-        kernels,
-        heads,
-        tokens,
-        round_up(at, alignment),
-        alignment,
-        tuple(placed_fields),
+        snapshot=snapshot,
+        state_tokens=store.state_tokens,
+        kernels=kernels,
+        heads=heads,
+        tokens=tokens,
+        content=round_up(at, alignment),
+        alignment=alignment,
+        placed_fields=tuple(placed_fields),
     )
 
 

@@ -241,7 +241,13 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
         groups.append(Group(store.kind, shape.block_tokens, store.attention_span, layers))
     region = Region(address, engine.num_blocks * pool.block_bytes)
     geometry = RankGeometry(
-        tp_rank, engine.tp, stage, len(engine.stages), engine.num_blocks, tuple(groups), (region,)
+        tp_rank=tp_rank,
+        tp_size=engine.tp,
+        pp_rank=stage,
+        pp_size=len(engine.stages),
+        num_blocks=engine.num_blocks,
+        groups=tuple(groups),
+        regions=(region,),
     )
     return RankLayout(geometry, tuple(maps))
 

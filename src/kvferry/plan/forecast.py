@@ -16,7 +16,7 @@ from kvferry.plan.side import EngineSide, block_tokens
 from kvferry.planning.select import needed_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForecast:
     """Layers that keep the same.
 
@@ -42,7 +42,7 @@ class LayerForecast:
         return self.store.kind is GroupKind.STATE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """What handing over one request will take.
 
@@ -114,7 +114,16 @@ def forecast(
     sizes = [block_tokens(reading, side) for side in sides]
     notes = dict.fromkeys([*reading.notes, *(why for _, why in sizes if why)])
     blocks = (sizes[0][0], sizes[1][0])
-    return Forecast(reading.cache.name, *sides, blocks, tokens, rows, whole, tuple(notes))
+    return Forecast(
+        model=reading.cache.name,
+        source=sides[0],
+        destination=sides[1],
+        blocks=blocks,
+        tokens=tokens,
+        rows=rows,
+        whole=whole,
+        notes=tuple(notes),
+    )
 
 
 def _row(setting: PlannedTransfer, number: int, layers: int, moved: TransferEstimate) -> LayerForecast:
@@ -123,8 +132,15 @@ def _row(setting: PlannedTransfer, number: int, layers: int, moved: TransferEsti
     here, there = (
         [n for n, row in enumerate(rows) if row == number] for rows in (setting.src_rows, setting.dst_rows)
     )
-    pages = _page_bytes(setting.srcs, here), _page_bytes(setting.dsts, there)
-    return LayerForecast(store, layers, len(there), high - low, *pages, moved)
+    return LayerForecast(
+        store=store,
+        layers=layers,
+        tables=len(there),
+        tokens=high - low,
+        page_bytes=_page_bytes(setting.srcs, here),
+        to_page_bytes=_page_bytes(setting.dsts, there),
+        moved=moved,
+    )
 
 
 def _without_window(kind: GroupKind) -> GroupKind:

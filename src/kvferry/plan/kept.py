@@ -65,7 +65,7 @@ class KeptGroup:
         return self.group.kind is GroupKind.STATE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierForecast:
     """What the tiers keep.
 
@@ -108,14 +108,25 @@ def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierFo
     try:
         canonical = canonical_form_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)
     except GeometryError as error:
-        return TierForecast(asked.prompt, 0, 0, (), (), str(error))
+        return TierForecast(
+            prompt=asked.prompt, chunk_tokens=0, first_tokens=0, groups=(), choices=(), why_not=str(error)
+        )
     groups = tuple(_group(group) for group in canonical.groups)
     prompt = StoredPrompt(canonical, tuple(group.file_bytes for group in groups), asked.prompt)
     choices = prompt.choices(steps, _every(asked.snapshot_tokens, chunk))
     if first > asked.prompt:
         why = f"no prefix below {first:,} tokens can be loaded, the prompt has {asked.prompt:,}"
-        return TierForecast(asked.prompt, chunk, first, groups, choices, why)
-    return TierForecast(asked.prompt, chunk, first, groups, choices)
+        return TierForecast(
+            prompt=asked.prompt,
+            chunk_tokens=chunk,
+            first_tokens=first,
+            groups=groups,
+            choices=choices,
+            why_not=why,
+        )
+    return TierForecast(
+        prompt=asked.prompt, chunk_tokens=chunk, first_tokens=first, groups=groups, choices=choices
+    )
 
 
 def _check_retention(kinds: Iterable[GroupKind], retention: int | None) -> None:

@@ -17,7 +17,7 @@ MIXED = "mixed"
 """More than one strategy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEstimate:
     """What moves, of one kind of layer or of all.
 
@@ -116,16 +116,16 @@ class TransferTotals:
         runs = {length: total for length, total in self.runs.items() if total}
         strategies = sorted(self.strategies) or [Strategy.DIRECT]
         return TransferEstimate(
-            self.pages,
-            self.descriptors,
-            self.bytes,
-            full_bytes,
-            median_run(runs),
-            max(runs, default=0),
-            strategies[0].value if len(strategies) == 1 else MIXED,
-            self.read_descriptors,
-            self.read_bytes,
-            max(self.seconds.values(), default=0.0),
+            pages=self.pages,
+            descriptors=self.descriptors,
+            bytes=self.bytes,
+            full_bytes=full_bytes,
+            run_bytes=median_run(runs),
+            block_run_bytes=max(runs, default=0),
+            strategy=strategies[0].value if len(strategies) == 1 else MIXED,
+            read_descriptors=self.read_descriptors,
+            read_bytes=self.read_bytes,
+            seconds=max(self.seconds.values(), default=0.0),
         )
 
 

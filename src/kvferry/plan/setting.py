@@ -15,7 +15,7 @@ from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
     """Two engines and a request, laid out at made-up addresses.
 
@@ -47,7 +47,9 @@ class PlannedTransfer:
     def cells(self, route: Route, kind: GroupKind, attention_span: int) -> Cells:
         """What moves of a route, were its group of this kind."""
         src, dst = self.here.by_group[route.src_group], self.there.by_group[route.dst_group]
-        return select_cells(route, kind, attention_span, self.span, src, dst)
+        return select_cells(
+            route, kind, attention_span=attention_span, span=self.span, src_table=src, dst_table=dst
+        )
 
 
 def set_up(
@@ -71,4 +73,13 @@ def set_up(
     shapes = [shape(laid, side, t.num_blocks) for side, t in zip(sides, (here, there), strict=True)]
     rows = [tuple(row_of[group.layers[0]] for group in each.groups) for each in shapes]
     srcs, dsts = (lay_out(laid.cache, each) for each in shapes)
-    return PlannedTransfer(kinds, rows[0], rows[1], srcs, dsts, here, there, span_of(tokens))
+    return PlannedTransfer(
+        kinds=kinds,
+        src_rows=rows[0],
+        dst_rows=rows[1],
+        srcs=srcs,
+        dsts=dsts,
+        here=here,
+        there=there,
+        span=span_of(tokens),
+    )

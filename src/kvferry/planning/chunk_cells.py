@@ -92,12 +92,25 @@ def cells_to_store(
     """
     if not route.cell_tokens:
         one = LoadSpan(0, 1, 2)
-        return [select_cells(route, GroupKind.STATE, 0, one, blocks.table(), np.ones(1, np.int64))]
+        return [
+            select_cells(
+                route,
+                GroupKind.STATE,
+                attention_span=0,
+                span=one,
+                src_table=blocks.table(),
+                dst_table=np.ones(1, np.int64),
+            )
+        ]
     table, chunks, found = blocks.table(), chunk_table(numbers), []
     for run in runs_of(numbers):
         high = min(run.stop * chunk_tokens, at_hand.stop)
         part = LoadSpan(max(run.start * chunk_tokens, at_hand.start), high, high)
-        found.append(select_cells(route, GroupKind.FULL, 0, part, table, chunks))
+        found.append(
+            select_cells(
+                route, GroupKind.FULL, attention_span=0, span=part, src_table=table, dst_table=chunks
+            )
+        )
     return found
 
 
@@ -140,7 +153,16 @@ def cells_to_load(
     """
     table = blocks.table()
     if not route.cell_tokens:
-        return [select_cells(route, group.kind, group.attention_span, span, np.ones(1, np.int64), table)]
+        return [
+            select_cells(
+                route,
+                group.kind,
+                attention_span=group.attention_span,
+                span=span,
+                src_table=np.ones(1, np.int64),
+                dst_table=table,
+            )
+        ]
     low, high = needed_tokens(group.kind, group.attention_span, span)
     check_part_edges(route, group.kind, span)
     low = max(low // route.cell_tokens * route.cell_tokens, span.have)
@@ -148,5 +170,9 @@ def cells_to_load(
     for run in runs_of(numbers):
         first, last = max(low, run.start * chunk_tokens), min(high, run.stop * chunk_tokens)
         part = LoadSpan(first, last, max(first, last))
-        found.append(select_cells(route, GroupKind.FULL, 0, part, chunks, table))
+        found.append(
+            select_cells(
+                route, GroupKind.FULL, attention_span=0, span=part, src_table=chunks, dst_table=table
+            )
+        )
     return found

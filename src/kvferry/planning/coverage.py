@@ -108,7 +108,7 @@ class Missing:
     chunk: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Coverage:
     """The usable prefixes of a prompt, and what is missing for longer ones.
 
@@ -253,7 +253,15 @@ def _covered(
         else before.slowest[number]
         for number, (group, row) in enumerate(zip(groups, places, strict=True))
     )
-    return Coverage(groups, cut, places, ends, usable, slowest, reduce(np.maximum, slowest))
+    return Coverage(
+        groups=groups,
+        cut=cut,
+        places=places,
+        ends=ends,
+        usable=usable,
+        slowest=slowest,
+        of_all=reduce(np.maximum, slowest),
+    )
 
 
 def chunks_to_load(

@@ -202,7 +202,16 @@ def transfer_methods(
             TransferMethod(Strategy.STAGED, Work(_read_count(image), size, calls, runs, bytes=size), image)
         )
         landing = tuple(PoolCopies(each.at, _as_nests(each.descriptors)) for each in image.reads)
-        work = Work(0, size, calls, runs, *_copies(landing), bytes=size)
+        scatter_calls, scatter_runs = _copies(landing)
+        work = Work(
+            descriptors=0,
+            read_bytes=size,
+            gather_calls=calls,
+            gather_runs=runs,
+            scatter_calls=scatter_calls,
+            scatter_runs=scatter_runs,
+            bytes=size,
+        )
         found.append(TransferMethod(Strategy.STAGED, work, image, landing))
     packed = [way for way in found if way.image is None or way.image.stride <= max_image_bytes]
     if not packed:

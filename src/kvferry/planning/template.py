@@ -22,7 +22,7 @@ from kvferry.planning.scales import same_scales
 from kvferry.planning.strided_copy import StridedCopy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Route:
     """Layers that move from one source rank by the same page copy.
 
@@ -84,7 +84,7 @@ class Template:
     routes: tuple[Route, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _RouteKey:
     """The properties that layers of one route share. Their pages may differ: nests are one list."""
 
@@ -138,13 +138,13 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
                 holder = holders[number]
                 theirs = holder.layer
                 key = _RouteKey(
-                    holder.group,
-                    dst_group,
-                    theirs.page.block_tokens,
-                    layer.page.block_tokens,
-                    theirs.block_stride,
-                    layer.block_stride,
-                    fields,
+                    src_group=holder.group,
+                    dst_group=dst_group,
+                    src_tokens=theirs.page.block_tokens,
+                    dst_tokens=layer.page.block_tokens,
+                    src_stride=theirs.block_stride,
+                    dst_stride=layer.block_stride,
+                    fields=fields,
                 )
                 routes[holder.index][key].append((theirs, layer))
     if found:
@@ -317,17 +317,17 @@ def _route(
     ]
     retiled = found[0][0]
     return Route(
-        key.src_group,
-        key.dst_group,
-        tuple(layer.name for _, layer in layers),
-        retiled.cell_tokens,
-        retiled.src_cells,
-        retiled.dst_cells,
-        key.src_stride,
-        key.dst_stride,
-        src.num_blocks,
-        dst.num_blocks,
-        joined(_placed(found)),
+        src_group=key.src_group,
+        dst_group=key.dst_group,
+        layers=tuple(layer.name for _, layer in layers),
+        cell_tokens=retiled.cell_tokens,
+        src_cells=retiled.src_cells,
+        dst_cells=retiled.dst_cells,
+        src_stride=key.src_stride,
+        dst_stride=key.dst_stride,
+        src_blocks=src.num_blocks,
+        dst_blocks=dst.num_blocks,
+        cell_copies=joined(_placed(found)),
     )
 
 

@@ -121,7 +121,10 @@ def test_a_plane_knows_its_runs_by_length():
 def test_the_last_cell_of_a_block_may_touch_the_first_of_the_next():
     """Cells of a block lie apart, at its ends: the last of block 1 and the first of block 2 are one run."""
     cell_copy = CellCopy((0, 48), (0, 48), (StridedCopy(0, 0, 16),))
-    route = Route(0, 0, ("a",), 16, 2, 2, 64, 64, 9, 9, (cell_copy,))
+    route = Route(
+        src_group=0, dst_group=0, layers=("a",), cell_tokens=16, src_cells=2, dst_cells=2,
+        src_stride=64, dst_stride=64, src_blocks=9, dst_blocks=9, cell_copies=(cell_copy,),
+    )  # fmt: skip
     ids, number = np.array([1, 1, 2, 2]), np.arange(4)
     assert count_transfer(route, Cells(ids, ids, number)) == TransferCounts(64, 4, 3, 32)
     assert count_transfer(route, Cells(ids, np.array([1, 1, 3, 3]), number)) == TransferCounts(64, 4, 4, 16)

@@ -68,7 +68,15 @@ def chunk_pool(
         for other in canonical.groups
     )
     region = Region(address, (slots - 1) * stride + group.chunk_bytes, memory, device)
-    pool = RankGeometry(0, 1, number, len(groups), slots, groups, (region,))
+    pool = RankGeometry(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=number,
+        pp_size=len(groups),
+        num_blocks=slots,
+        groups=groups,
+        regions=(region,),
+    )
     pool.check()
     return pool
 

@@ -63,7 +63,9 @@ def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tupl
 
 
 def _states(name: str, size: int, ratio: int) -> LayerCache:
-    return _latents(GroupKind.MLA, name, size, _STATE_BLOCK, 0, ratio)
+    return _latents(
+        kind=GroupKind.MLA, name=name, size=size, block=_STATE_BLOCK, attention_span=0, ratio=ratio
+    )
 
 
 def _compressor(name: str, width: int, ratio: int) -> LayerCache:

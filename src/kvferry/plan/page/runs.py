@@ -45,7 +45,9 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun
             pieces = cell_copy.descriptors
             rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
             for a, b, length in rows:
-                yield DrawnRun(a + src, b + dst, length, length, length, length)
+                yield DrawnRun(
+                    src=a + src, dst=b + dst, src_span=length, dst_span=length, bytes=length, longest=length
+                )
 
 
 def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, DrawnRun]]:
@@ -65,7 +67,18 @@ def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[t
             at += skip
             continue
         size = min(src[a].stop - run.src, dst[b].stop - run.dst, run.bytes) - at
-        yield a, b, DrawnRun(run.src + at, run.dst + at, size, size, size, run.longest)
+        yield (
+            a,
+            b,
+            DrawnRun(
+                src=run.src + at,
+                dst=run.dst + at,
+                src_span=size,
+                dst_span=size,
+                bytes=size,
+                longest=run.longest,
+            ),
+        )
         at += size
 
 
@@ -87,11 +100,11 @@ def _next(strips: Sequence[Strip], address: int) -> int | None:
 def _both(one: DrawnRun, other: DrawnRun) -> DrawnRun:
     src, dst = min(one.src, other.src), min(one.dst, other.dst)
     return DrawnRun(
-        src,
-        dst,
-        max(one.src + one.src_span, other.src + other.src_span) - src,
-        max(one.dst + one.dst_span, other.dst + other.dst_span) - dst,
-        one.bytes + other.bytes,
-        max(one.longest, other.longest),
-        one.pieces + other.pieces,
+        src=src,
+        dst=dst,
+        src_span=max(one.src + one.src_span, other.src + other.src_span) - src,
+        dst_span=max(one.dst + one.dst_span, other.dst + other.dst_span) - dst,
+        bytes=one.bytes + other.bytes,
+        longest=max(one.longest, other.longest),
+        pieces=one.pieces + other.pieces,
     )

@@ -19,7 +19,7 @@ MAX_STRIPS = 1200
 MAX_RIBBONS = 600
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """A picture's content.
 
@@ -84,7 +84,9 @@ def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | N
     for src, dst, of in parts:
         each = [part for run in of for part in run]
         ribbons += [Ribbon(src, dst, run) for run in (by_strip(each) if joined else (p for _, _, p in each))]
-    return _shown(above, below, ribbons, names, len(every), blocks, runs)
+    return _shown(
+        above=above, below=below, ribbons=ribbons, names=names, of_layers=len(every), blocks=blocks, runs=runs
+    )
 
 
 def _shown(
@@ -100,14 +102,15 @@ def _shown(
     src = [number for number, lane in enumerate(above) if lane.strips]
     dst = [number for number, lane in enumerate(below) if lane.strips]
     return Scene(
-        tuple(above[number] for number in src),
-        tuple(below[number] for number in dst),
-        tuple(Ribbon(src.index(r.src), dst.index(r.dst), r.run) for r in ribbons),
-        tuple(names),
-        of_layers,
-        *blocks,
-        runs,
-        any(ribbon.run.pieces > 1 for ribbon in ribbons),
+        src=tuple(above[number] for number in src),
+        dst=tuple(below[number] for number in dst),
+        ribbons=tuple(Ribbon(src.index(r.src), dst.index(r.dst), r.run) for r in ribbons),
+        layers=tuple(names),
+        of_layers=of_layers,
+        src_blocks=blocks[0],
+        dst_blocks=blocks[1],
+        runs=runs,
+        joined=any(ribbon.run.pieces > 1 for ribbon in ribbons),
     )
 
 
