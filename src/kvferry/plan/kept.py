@@ -115,7 +115,7 @@ def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierFo
     prompt = StoredPrompt(canonical, tuple(group.file_bytes for group in groups), asked.prompt)
     choices = prompt.choices(steps, _every(asked.snapshot_tokens, chunk))
     if first > asked.prompt:
-        why = f"no prefix below {first:,} tokens can be loaded, the prompt has {asked.prompt:,}"
+        why = f"the shortest loadable prefix has {first:,} tokens, the prompt has {asked.prompt:,}"
         return TierForecast(
             prompt=asked.prompt,
             chunk_tokens=chunk,

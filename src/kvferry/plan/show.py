@@ -35,7 +35,10 @@ def show(forecast: Forecast, console: Console) -> None:
         console.print(line, highlight=False)
     console.print()
     console.print(_table(forecast))
-    console.print("[dim]A piece is contiguous in both engines: one NIXL descriptor.[/]", highlight=False)
+    console.print("[dim]A run is contiguous in both engines: one NIXL descriptor.[/]", highlight=False)
+    console.print(
+        "[dim]Next: --html FILE draws the transfer, kvferry bench transfer measures it.[/]", highlight=False
+    )
     if forecast.notes:
         console.print()
     for note in forecast.notes:
@@ -55,7 +58,7 @@ def _heading(forecast: Forecast) -> Iterator[str]:
     yield f"from {here} to {'the same' if here == there else there}"
     kept = [f"{format_bytes(forecast.token_bytes)} per token"] if forecast.token_bytes else []
     kept += [f"{format_bytes(forecast.state_bytes)} of state per sequence"] if forecast.state_bytes else []
-    yield f"keeps {' and '.join(kept)}"
+    yield f"KV cache: {' and '.join(kept)}"
 
 
 def engine(side: EngineSide, block_tokens: int) -> str:
@@ -69,8 +72,8 @@ def _table(forecast: Forecast) -> Table:
     for title in (
         "layers",
         "per token\nor state",
-        "piece\nsize",
-        "pieces",
+        "run\nlength",
+        "runs",
         "moved",
         "of full\nattention",
         "method",

@@ -20,20 +20,22 @@ def show_kept(kept: TierForecast, console: Console) -> None:
     """Print it."""
     console.print()
     if not kept.groups:
-        console.print(f"[bold]Tiers[/]: this cannot be kept: {escape(kept.why_not)}.", highlight=False)
+        console.print(
+            f"[bold]Tiers[/]: this cache cannot be stored: {escape(kept.why_not)}.", highlight=False
+        )
         return
     console.print(f"[bold]Tiers[/]: chunks of {kept.chunk_tokens:,} tokens{_first(kept)}.", highlight=False)
     console.print(_groups(kept))
     console.print()
-    console.print(f"What is kept of a prompt of {kept.prompt:,} tokens, by settings:", highlight=False)
+    console.print(f"Storage for a prompt of {kept.prompt:,} tokens, by settings:", highlight=False)
     console.print(_choices(kept))
     if kept.why_not:
-        console.print(f"[bold]Nothing of it can be loaded[/]: {escape(kept.why_not)}.", highlight=False)
+        console.print(f"[bold]No prefix can be loaded[/]: {escape(kept.why_not)}.", highlight=False)
 
 
 def _first(kept: TierForecast) -> str:
     alone = kept.first_tokens == kept.chunk_tokens
-    return "" if alone else f", snapshots every {kept.first_tokens:,} tokens at the closest"
+    return "" if alone else f", snapshots at least {kept.first_tokens:,} tokens apart"
 
 
 def _table(titles: tuple[str, ...]) -> Table:
@@ -45,7 +47,7 @@ def _table(titles: tuple[str, ...]) -> Table:
 
 
 def _groups(kept: TierForecast) -> Table:
-    table = _table(("layers", "chunk or\nsnapshot", "its file", f"files of\n{PER_TOKENS:,} tokens"))
+    table = _table(("layers", "chunk or\nsnapshot", "file size", f"files of\n{PER_TOKENS:,} tokens"))
     for group in kept.groups:
         table.add_row(*_group(group, kept.chunk_tokens))
     return table
@@ -65,7 +67,7 @@ def _choices(kept: TierForecast) -> Table:
         choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices
     )
     titles = ("retention", "tokens\nper step", "snapshots") if state else ()
-    more = ("tokens from one\nsnapshot to next",) if thinned else ()
+    more = ("tokens between\nsnapshots",) if thinned else ()
     table = _table((*titles, *more, "files", "recomputed\nat most"))
     for choice in kept.choices:
         table.add_row(*_choice(choice, state=state, thinned=thinned))

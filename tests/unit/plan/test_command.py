@@ -69,7 +69,7 @@ def test_a_line_per_kind_of_layer(capsys, monkeypatch):
     assert lines[:3] == [
         "gemma-3-27b-it, a prompt of 4,096 tokens",
         "from TP1 LBNHC, blocks of 16 to the same",
-        "keeps 496 KiB per token",
+        "KV cache: 496 KiB per token",
     ]
     assert re.match(r"52 window 1,024 +416 KiB +128 KiB +3,328 416 MiB +25% direct ", lines[6])
     assert re.match(r"10 full attention +80 KiB +128 KiB +2,560 320 MiB +100% direct ", lines[7])
@@ -136,7 +136,7 @@ def test_json_has_what_the_tiers_keep(capsys):
 def test_the_tiers_are_a_table_of_settings(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out = printed(capsys, "Qwen3-Next-80B-A3B", "--retention", "none", "--step-tokens", "1632")
-    assert "Tiers: chunks of 136 tokens, snapshots every 544 tokens at the closest." in out
+    assert "Tiers: chunks of 136 tokens, snapshots at least 544 tokens apart." in out
     said = [line.split() for line in out.partition("prompt of 131,072 tokens, by settings:")[2].splitlines()]
     assert said[-2:] == [
         ["None", "1,632", "80", "5.95", "GiB", "1,632"],
@@ -146,7 +146,7 @@ def test_the_tiers_are_a_table_of_settings(capsys, monkeypatch):
 
 def test_a_prompt_of_which_nothing_can_be_loaded_is_said(capsys):
     out = " ".join(printed(capsys, "Qwen3-Next-80B-A3B", "--kept-tokens", "500").split())
-    assert "Nothing of it can be loaded: no prefix below 544 tokens can be loaded, the prompt has 500." in out
+    assert "No prefix can be loaded: the shortest loadable prefix has 544 tokens, the prompt has 500." in out
 
 
 def test_every_key_of_the_json_is_documented():

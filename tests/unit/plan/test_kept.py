@@ -105,7 +105,7 @@ def test_windows_can_be_thinned():
 def test_chunks_that_no_snapshot_ends_keep_nothing_that_can_be_loaded():
     found = kept(HYBRID, prompt=1000, chunk_tokens=256)
     assert found.first_tokens == 1280
-    assert found.why_not == "no prefix below 1,280 tokens can be loaded, the prompt has 1,000"
+    assert found.why_not == "the shortest loadable prefix has 1,280 tokens, the prompt has 1,000"
 
 
 def test_what_has_no_canonical_form_is_said(monkeypatch):
