@@ -82,7 +82,7 @@ class HugePageCollapser:
     """A thread that collapses memory in use into huge pages, which takes seconds per GiB."""
 
     def __init__(self, region: Region) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
             region: mapped until `stop`; what has not been touched stays as it is.

@@ -42,7 +42,7 @@ class Authenticator:
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kvferry-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvferry-zap", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

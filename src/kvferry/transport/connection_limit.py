@@ -91,7 +91,7 @@ class ConnectionLimiter:
             self._resume()
 
     def close(self) -> None:
-        """Watch no more; before the socket is closed."""
+        """Stop watching. Call it before the listener's socket is closed."""
         # Where events wait for room, ZeroMQ holds a lock that `disable_monitor` needs. So make room, and let
         # no more strangers in meanwhile.
         self.process_events()

@@ -1,10 +1,10 @@
-"""The producer's worker gathers for its readers: one thread, one ROUTER socket, one outgoing area.
+"""Gather cells for readers: one thread, one ROUTER socket, one outgoing staging area per worker.
 
     asked ─room─▶ gathered ─Done─▶ free
       └─no room─▶ waiting ─room─▶ ...          gathered ─silent for too long─▶ word raised ─▶ free
 
-A reader that is given a part of the area is told its word; the word is raised before the part is given to
-another. NIXL is never called here: the area has been registered already.
+The answer to a reader names the word of its allocation. The server raises that word before it gives the
+memory to another reader. It never calls NIXL, because the area is registered already.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 logger = logging.getLogger(__name__)
 
 ALLOCATION_SECONDS = 60.0
-"""How long a reader may take to read what was gathered for it."""
+"""Time for a reader to read what was gathered for it."""
 
 WAIT_SECONDS = 5.0
-"""How long a request waits for room; its reader does not wait much longer."""
+"""Time that a request waits for staging memory; its reader does not wait much longer."""
 
 MAX_READERS = 1024
 MAX_WAITING = 4096
 MAX_WAITING_OF_READER = 1024
 MAX_WAITING_BYTES = 64 << 20
-"""Of block ids in requests that wait."""
+"""Limit for the block ids of all waiting requests."""
 
 MAX_CELLS_OF_ALL_READERS = 1 << 22
-"""Places of cells that all readers have introduced; the readers that came first are forgotten."""
+"""Limit for the cells that all readers introduce; beyond it the oldest readers are forgotten."""
 
 _POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
@@ -65,7 +65,7 @@ _SWEEP_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Reader:
-    """Somebody who introduced itself: the loops of each route, and how many places of cells they name."""
+    """A reader that introduced itself: its routes with their copies, its allocations, its number of cells."""
 
     routes: list[tuple[GatherRoute, StagingCopies]]
     lots: dict[int, _HeldAllocation] = field(default_factory=dict)
@@ -86,11 +86,11 @@ class _Waiting:
 
 
 class GatherServer:
-    """Gathers until closed.
+    """Answers requests to gather until closed.
 
     Attributes:
-        port: listened on.
-        area: where images lie; the first of its words is `first_word`, one per unit.
+        port: the port it listens on.
+        area: the staging area; it has one word for each unit, starting at `first_word`.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class GatherServer:
 
         Args:
             host: address to bind, on any free port.
-            geometry: whose blocks are gathered.
-            area: outgoing images.
+            geometry: this worker's rank, whose blocks are gathered.
+            area: the outgoing staging area.
             words: the worker's lease words; those from `first_word` on belong to the area, one per unit.
-            first_word: see `words`.
+            first_word: index of the area's first word.
             keys: CURVE keys.
-            peers: who may connect.
+            peers: machines that may connect.
             clock: seconds.
 
         Raises:
@@ -134,7 +134,7 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the thread, or leave it behind if the copy it is at takes too long."""
+        """End the thread; leave it running if its current copy takes longer than `patience_seconds`."""
         self._stop.set()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():
@@ -151,7 +151,7 @@ class GatherServer:
         self._listener.close()
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Take a step; whatever it raises, the thread goes on for other readers."""
+        """Take a step, and log what it raises: the thread goes on for other readers."""
         try:
             step()
         except KVFerryError as error:
@@ -183,7 +183,7 @@ class GatherServer:
             self._free_all(oldest)
 
     def _crowded(self) -> bool:
-        """Whether there are more readers than fit."""
+        """Return whether readers or their cells exceed a limit."""
         cells = sum(reader.cells for reader in self._readers.values())
         return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
 
@@ -194,7 +194,7 @@ class GatherServer:
             self._waiting.append(_Waiting(sender, message, self._clock()))
 
     def _is_full(self, sender: bytes, message: Gather) -> bool:
-        """Whether too many requests wait, of this reader or of all, or too large ones."""
+        """Return whether the waiting requests of this reader, or of all, reach a limit."""
         if not self._waiting:
             return False
         of_reader = sum(one.sender == sender for one in self._waiting)
@@ -213,7 +213,7 @@ class GatherServer:
                 return
 
     def _gather(self, sender: bytes, message: Gather) -> bool:
-        """Answer a request; False if there is no room for its images now."""
+        """Answer a request; return False if no staging memory is free for it now."""
         reader = self._readers.get(sender)
         if reader is None:
             return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)
@@ -237,7 +237,7 @@ class GatherServer:
         return True
 
     def _copy(self, message: Gather, route: GatherRoute, loops: StagingCopies, lot: Allocation) -> str | None:
-        """Fill a lot; why that cannot be done, None if it is done."""
+        """Fill an allocation; return the reason if that fails, else None."""
         slots = self.area.images(route.image_stride)
         try:
             blocks = message.ids()
@@ -277,7 +277,7 @@ class GatherServer:
         self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.chunk != chunk)
 
     def _expire(self) -> None:
-        """Reclaim what nobody has read, and let go of those who wait in vain."""
+        """Reclaim allocations that were not read in time, and refuse requests that waited too long."""
         now = self._clock()
         if now - self._swept < _SWEEP_SECONDS:
             return
@@ -295,6 +295,6 @@ class GatherServer:
         reader.lots.clear()
 
     def _free(self, held: _HeldAllocation) -> None:
-        """Give a lot back; first its word is raised, so that a READ that comes late is seen to be late."""
+        """Raise the word of an allocation, so that late READs are detected, and free it."""
         self._words.end([self._first_word + held.lot.unit])
         self.area.free(held.lot)

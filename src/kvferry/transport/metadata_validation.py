@@ -1,4 +1,4 @@
-"""Checks peers' transport metadata: it is used only after a child process has survived it.
+"""Validate peers' transport metadata: it is used only after a child process has survived it.
 
     asked ─checked, tried in the child─▶ PASSED | REFUSED (in one sentence)
 
@@ -85,7 +85,7 @@ class SandboxValidator:
         self._passed: dict[bytes, None] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}
         self._asked: queue.SimpleQueue[_ValidationRequest | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvferry-vetting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvferry-validator", daemon=True)
         self._thread.start()
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:

@@ -37,7 +37,7 @@ class _PendingRedemption:
 
 
 class Redemptions:
-    """The engine's thread begins, looks and ends; the channel's thread hears, and asks again."""
+    """Redemptions by number. The engine's thread opens, polls and ends them; the channel's takes answers."""
 
     def __init__(
         self, consumer: int, patience_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -79,7 +79,7 @@ class Redemptions:
         return Pending()
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the address of a producer that has not answered; None if it has."""
+        """Return the address of the producer if it has not answered; None if it has."""
         asked = self._asked[number]
         return asked.address if asked.answer is None else None
 
@@ -93,7 +93,7 @@ class Redemptions:
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
-        """Take an answer; return the ticket if it has been redeemed and somebody waits for it."""
+        """Take an answer; return the ticket if it was redeemed and the redemption is still open."""
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or asked.answer is not None:
             return None

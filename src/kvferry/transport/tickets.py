@@ -78,7 +78,7 @@ class TicketBook:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def publish(self, ticket: bytes, lease: str, tokens: int, content: PromptContent, grant: Grant) -> None:
-        """From now on the ticket can be redeemed.
+        """Make a ticket redeemable.
 
         Args:
             ticket: random.
@@ -91,7 +91,7 @@ class TicketBook:
             self._tickets[lease] = ticket
 
     def withdraw(self, leases: Iterable[str]) -> None:
-        """From now on the tickets of these leases cannot be redeemed; names without one are ignored."""
+        """Withdraw the tickets of these leases; leases without one are ignored."""
         with self._lock:
             for lease in leases:
                 self._open.pop(self._tickets.pop(lease, b""), None)
