@@ -33,6 +33,12 @@ def setting(here=EngineSide(), there=None, config=DENSE):  # noqa: B008 - frozen
     return set_up(read_model(config), (here, there or here), 160)
 
 
+def test_every_column_of_the_table_has_its_header():
+    page = page_of("Qwen3-Next-80B-A3B", EngineSide(), EngineSide(tp=4))
+    head, *rows = re.findall(r"<tr>(.*?)</tr>", page)
+    assert {row.count("<td>") for row in rows} == {head.count("<th>")}
+
+
 class Tags(HTMLParser):
     """Raises nothing, so tags are counted: every one that opens closes."""
 

@@ -15,13 +15,12 @@ from kvferry.plan.show import describe, engine, table_cells
 
 _COLUMNS = (
     "layers",
-    "a token, snapshot",
-    "pages",
-    "run",
-    "descriptors",
+    "per token or state",
+    "run length",
+    "runs",
     "moved",
-    "of all full",
-    "way",
+    "of full attention",
+    "method",
     "time",
 )
 

@@ -14,7 +14,7 @@ p{margin:4px 0 8px}
 table{border-collapse:collapse;margin:14px 0;width:100%;font-variant-numeric:tabular-nums}
 th{font-weight:600;color:var(--dim)}
 th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line);text-align:right}
-th:first-child,td:first-child,th:nth-child(8),td:nth-child(8){text-align:left}
+th:first-child,td:first-child,th:nth-child(7),td:nth-child(7){text-align:left}
 .note,section p{color:var(--dim)}.legend{display:flex;flex-wrap:wrap;gap:6px 26px;color:var(--dim)}
 .legend i{display:inline-block;width:14px;height:10px;margin-right:2px}
 svg{width:100%;height:auto;display:block;overflow:visible}
