@@ -9,5 +9,5 @@ An engine package adapts its own objects to the protocols in `engine`, calls the
 - `peers` reads KV from other engines and offers it to them.
 - `tiers` stores and loads chunks.
 - `worker` does the work on each rank.
-- `events` says what happened; `watch` passes events to whoever listens.
+- `events` are values that say what happened; a `stream` passes them to its listeners.
 """

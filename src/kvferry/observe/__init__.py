@@ -1,5 +1,5 @@
-"""The stream of events of an engine, and the listeners that turn it into metrics, traces and spans.
+"""Listeners that turn the connector's events into metrics, traces and spans.
 
-Code that decides something about a request emits an event (`events`) to an `EventStream` (`stream`). The
-listeners are `metrics_listener`, `traces` and `spans`. Nothing here knows an engine.
+They are `metrics_listener`, `traces` and `spans`; `explaining` answers questions about the last requests.
+Nothing here knows an engine.
 """
