@@ -35,7 +35,7 @@ _BAD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32,64}-[0-9a-f]{16}\.bad")
 
 
 class EntryKind(StrEnum):
-    """What a file is."""
+    """The kind of a file in a cache."""
 
     CHUNK = "chunk"
     TEMPORARY = "temporary"
@@ -44,9 +44,9 @@ class EntryKind(StrEnum):
     LEDGER = "ledger"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """A file of the tier.
+    """A file or object of a cache.
 
     Attributes:
         path: where it is.
@@ -68,63 +68,63 @@ class CacheEntry:
 
 
 def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
-    """Where the chunk of a key is, if it is there."""
+    """Return the path of a key's chunk, whether or not it exists."""
     return f"{root}/{chunk_name(namespace, key)}"
 
 
 def chunk_name(namespace: bytes, key: bytes) -> str:
-    """The name of the chunk of a key."""
+    """Return the name of a key's chunk, relative to the root."""
     return f"{namespace.hex()}/{key[:1].hex()}/{key.hex()}.kv"
 
 
 def note_name(namespace: bytes) -> str:
-    """The name of what a namespace was made from."""
+    """Return the name of a namespace's note, relative to the root."""
     return f"{namespace.hex()}/{NAMESPACE_NOTE}"
 
 
 def key_of(name: str) -> bytes | None:
-    """The key that a file name says, or None if it is no chunk's."""
+    """Return the key in a file name; None if it is not the name of a chunk."""
     found = _CHUNK.fullmatch(name)
     return bytes.fromhex(found[1]) if found else None
 
 
 def keys_of(names: Sequence[str]) -> list[bytes]:
-    """The keys that file names say, of those that are chunks'."""
+    """Return the keys in file names, leaving out names that are not of chunks."""
     # No name has a slash in it. One search of many names takes a third of the time of one search each.
     found = _CHUNKS.findall("/".join(names))
     return [bytes.fromhex(key) for key in found if len(key) % 2 == 0]
 
 
 def is_chunk_folder(name: str) -> bool:
-    """Whether chunks lie in a folder of that name."""
+    """Return whether a folder of that name holds chunks."""
     return _BUCKET.fullmatch(name) is not None
 
 
 def temporary_path(final: str, reserved: int) -> str:
-    """A name beside `final`, used by nobody else, that says how many bytes were reserved for it."""
+    """Return an unused path beside `final` whose name holds the bytes reserved for it."""
     folder, name = os.path.split(final)
     stem = name.partition(".")[0]
     return f"{folder}/.{stem}.{reserved}.{boot_id()}.{secrets.token_hex(8)}.tmp"
 
 
 def chunk_identity(path: str) -> tuple[bytes, bytes]:
-    """Namespace and key of the chunk that lies at a path of `chunk_path`."""
+    """Return namespace and key of a path made by `chunk_path`."""
     folders, name = os.path.split(path)
     return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
 
 
 def quarantine_path(root: str, path: str) -> str:
-    """Where a bad file goes that lies at a path of `chunk_path`; another name every time."""
+    """Return a new path in quarantine for a bad file at a path made by `chunk_path`."""
     return f"{root}/{quarantine_name(*chunk_identity(path))}"
 
 
 def quarantine_name(namespace: bytes, key: bytes) -> str:
-    """A name for a bad chunk; another one every time."""
+    """Return a new name in quarantine for a bad chunk."""
     return f"{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
 
 
 def entry_kind(name: str) -> EntryKind | None:
-    """What has a name; None for what is not kvferry's. Directories have more kinds, which `walk` finds.
+    """Return the kind of a name; None if it is not kvferry's. `walk` knows more kinds, of directories only.
 
     >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
     (<EntryKind.CHUNK: 'chunk'>, None)
@@ -140,7 +140,7 @@ def entry_kind(name: str) -> EntryKind | None:
 
 
 def default_directory() -> str:
-    """Where chunks are kept if nobody says: in the user's cache directory.
+    """Return the default directory of the file tier, in the user's cache directory.
 
     Raises:
         ConfigError: this user has none.
@@ -149,7 +149,7 @@ def default_directory() -> str:
 
 
 def find_same_directory(path: str, others: Iterable[str]) -> str | None:
-    """Which of `others` is the same directory, by a link or a mount; None also of what is not there."""
+    """Return which of `others` is the same directory as `path`, by link or mount; None if none is."""
     for other in others:
         with suppress(OSError):
             if os.path.samefile(path, other):
@@ -159,7 +159,7 @@ def find_same_directory(path: str, others: Iterable[str]) -> str | None:
 
 @cache
 def boot_id() -> str:
-    """Names this machine since it started, in hex."""
+    """Return an id of this boot of the machine, in hex."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
@@ -167,7 +167,7 @@ def boot_id() -> str:
 
 
 def walk(root: str) -> Iterator[CacheEntry]:
-    """All files of the tier under `root`; what goes away meanwhile is left out.
+    """Yield all files of the tier under `root`, except those removed meanwhile.
 
     Raises:
         OSError: a folder that is there cannot be read.
@@ -184,7 +184,7 @@ def walk(root: str) -> Iterator[CacheEntry]:
 
 
 def folders(root: str) -> Iterator[str]:
-    """All folders of the tier under `root`, those within others first."""
+    """Yield all folders of the tier under `root`, inner ones first."""
     for name, is_folder, entry in _scan(root):
         if is_folder and _NAMESPACE.fullmatch(name):
             yield from (
@@ -226,10 +226,10 @@ def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.D
 
 
 def _check_gone(path: str) -> None:
-    """See that there is nothing any more; without it, what a mount denies for a moment would count as free.
+    """Check that a path is gone, because a mount that fails for a moment must not count as free space.
 
     Raises:
-        OSError: there is.
+        OSError: it is still there.
     """
     if os.path.lexists(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
@@ -247,4 +247,12 @@ def _stat(
         charged, boot = int(found[1]), found[2]
     else:
         charged, boot = status.st_size, ""
-    yield CacheEntry(entry.path, kind, status.st_size, charged, status.st_mtime_ns, namespace, boot)
+    yield CacheEntry(
+        path=entry.path,
+        kind=kind,
+        size=status.st_size,
+        charged=charged,
+        used_ns=status.st_mtime_ns,
+        namespace=namespace,
+        boot=boot,
+    )

@@ -1,8 +1,8 @@
-"""What processes compete for and threads hand on: the lock of a file, say.
+"""A file lock that processes compete for, and that the threads of a process hand to one another.
 
-Getting it takes several system calls, and a while if another process has it. So of the threads of a process
-one gets it, and who is done with it hands it on to one that waits. Before long it is given back all the same,
-and left alone for a moment in which another process can get it.
+Taking the lock costs several system calls, and a wait if another process has it. So one thread of a process
+takes it and hands it to the next waiting thread. After 20 ms it is released all the same, for long enough
+that another process can take it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _LEFT_SECONDS = 0.002
 
 
 class LockTimeout(Exception):
-    """Others had it for too long."""
+    """Other threads or processes held the lock for too long."""
 
 
 @dataclass
 class _WaitingThreads(Generic[T]):
-    """The threads of one process.
+    """The threads of one process that want the lock.
 
     Attributes:
-        pid: the process.
-        changed: told when it may be had.
-        waiting: threads that wait for it.
-        busy: a thread has it, or is getting it.
-        thing: it, while this process has it.
-        since: when it was got, by the clock.
-        leave: whether other processes come first now.
+        pid: of the process.
+        changed: notified when a thread is done with the lock.
+        waiting: number of waiting threads.
+        busy: whether a thread holds the lock or is taking it.
+        thing: the held resource, while this process has the lock.
+        since: when the lock was taken, by the clock.
+        leave: whether to let other processes go first.
     """
 
     pid: int
@@ -50,14 +50,14 @@ class _WaitingThreads(Generic[T]):
 
 
 class LockHandoff(Generic[T]):
-    """One thing, had by one thread of this process at a time. Any thread may use it.
+    """A locked resource, used by one thread of this process at a time. Any thread may use it.
 
         gone ─get─▶ had ─another waits─▶ kept ─▶ had ─nobody waits, or for long enough─▶ gone
 
     Args:
-        name: what it is, for messages.
-        get: gets it, until a time of the clock; raises `LockTimeout` or something else if it cannot.
-        give: gives it back.
+        name: of the resource, for messages.
+        get: takes the lock, given a deadline; raises `LockTimeout` or another error if it cannot.
+        give: releases it.
         clock: monotonic seconds.
         sleep: waits that many seconds.
     """
@@ -79,7 +79,7 @@ class LockHandoff(Generic[T]):
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[T]:
-        """Have it, if it can be had within so many seconds.
+        """Hold the resource in a ``with`` block, if it is free within `seconds`.
 
         Raises:
             Busy: it cannot.
@@ -100,7 +100,7 @@ class LockHandoff(Generic[T]):
             self._leave(queue, sound=sound)
 
     def _queue(self) -> _WaitingThreads[T]:
-        """That of this process; a forked one inherits what threads of its parent did just then."""
+        """Return the queue of this process; after a fork, release what the parent's threads held."""
         if self._own.pid != os.getpid():
             inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
             if inherited.thing is not None:

@@ -1,4 +1,4 @@
-"""A chunk in memory as a chunk file: the header before it, and whether what was read is one.
+"""A chunk's body in memory: making its header, and checking what was read.
 
 In memory a chunk is what `geometry.canonical` says: sections, each from a page on. That is the body of its
 file, byte for byte, so it is written and read in one piece; only what pads its sections must be zero.
@@ -19,11 +19,11 @@ PIECE_BYTES = 2 << 20
 
 
 def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
-    """A canonical group as the group of a chunk file.
+    """Return the chunk-file group of a canonical group.
 
     Args:
         group: what the chunk holds.
-        tokens: of it; 0 of a snapshot.
+        tokens: number of its tokens; 0 for a snapshot.
     """
     sections = (
         ChunkSection(f"{one.axis or 'all'}.{one.total}", one.units, one.unit_bytes) for one in group.sections
@@ -35,8 +35,8 @@ def zero_padding(chunk: Chunk, body: memoryview) -> None:
     """Write zeros between the sections of a body.
 
     Args:
-        chunk: what the body is of.
-        body: its sections, each from a page on; what lies between them is written.
+        chunk: the chunk.
+        body: its sections, each at a multiple of 4096 bytes; the padding between them is overwritten.
 
     Raises:
         ChunkError: the body has another length than the chunk's.
@@ -47,7 +47,7 @@ def zero_padding(chunk: Chunk, body: memoryview) -> None:
 
 
 def make_header(chunk: Chunk, body: memoryview) -> bytes:
-    """The header of a file, with the digests of its body, which is padded.
+    """Return the header for a body whose padding is zero.
 
     Raises:
         ChunkError: the body has another length than the chunk's.
@@ -59,16 +59,16 @@ def make_header(chunk: Chunk, body: memoryview) -> bytes:
 def is_chunk(
     chunk: Chunk, header: Buffer, body: memoryview, wait: Callable[[int], object] = lambda _: None
 ) -> bool:
-    """Whether header and body are, byte by byte, a file of this very chunk.
+    """Return whether header and body are, byte for byte, the file of this very chunk.
 
-    A chunk has exactly one image, so its header is written anew and compared: nothing that the given one says
-    is used for anything. Why they are none, `decode_header` and `check_body` say.
+    A chunk has exactly one encoding, so its header is encoded again and compared. Nothing in the given header
+    is trusted. `decode_header` and `check_body` explain a difference.
 
     Args:
-        chunk: what the file should be.
-        header: of the file; looked at when all of the body is there.
+        chunk: the expected chunk.
+        header: of the file; compared once the whole body is there.
         body: of the file, as long as the chunk's.
-        wait: returns when so many bytes of the body are there.
+        wait: returns when that many bytes of the body are there.
     """
     written = _header(chunk, body, wait)
     wait(len(body))
@@ -77,10 +77,10 @@ def is_chunk(
 
 
 def check_body(header: ChunkHeader, body: memoryview) -> None:
-    """See that a body is what was written, unit by unit, and nothing between its sections.
+    """Check every unit of a body, and that its padding is zero.
 
     Raises:
-        ChunkError: it is not; says which unit.
+        ChunkError: a check fails; the message names the unit.
     """
     check_size(header.chunk, body)
     for index, (section, content, padding) in enumerate(_sections(header.chunk, body)):
@@ -90,10 +90,10 @@ def check_body(header: ChunkHeader, body: memoryview) -> None:
 
 
 def check_size(chunk: Chunk, body: memoryview) -> None:
-    """See that memory is as long as a chunk's body.
+    """Check that `body` is as long as the chunk's body.
 
     Raises:
-        ChunkError: it is not.
+        ChunkError: it has another length.
     """
     if body.nbytes != chunk.body_bytes:
         raise ChunkError(f"a body of {body.nbytes} bytes; the chunk's has {chunk.body_bytes}")
@@ -108,7 +108,7 @@ def _header(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> by
 
 
 def _digests(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> Iterator[bytes]:
-    """Of the units of all sections, piece by piece, as they come."""
+    """Yield the digests of all units, piece by piece, as the bytes arrive."""
     view = body.cast("B")
     for section, offset in zip(chunk.sections, chunk.offsets, strict=True):
         begin, unit_bytes = offset - chunk.offsets[0], section.unit_bytes
@@ -129,7 +129,7 @@ def _arriving(view: memoryview, begin: int, end: int, wait: Callable[[int], obje
 
 
 def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Begins and ends of pieces of a range, each of `size` bytes but the last.
+    """Return the (begin, end) pairs of the pieces of a range, each of `size` bytes but the last.
 
     >>> list(_pieces(10, 25, 10))
     [(10, 20), (20, 25)]
@@ -138,7 +138,7 @@ def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _sections(chunk: Chunk, body: memoryview) -> Iterator[tuple[ChunkSection, memoryview, memoryview]]:
-    """Every section with its bytes, and those that pad it."""
+    """Yield every section with its bytes and its padding."""
     view = body.cast("B")
     for section, offset in zip(chunk.sections, chunk.offsets, strict=True):
         at = offset - chunk.offsets[0]

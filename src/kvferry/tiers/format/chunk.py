@@ -1,4 +1,4 @@
-"""What a chunk file is: its parts, where they lie, and how they become bytes.
+"""The parts of a chunk file, their offsets, and the encoding of its header.
 
 A file is one chunk: a header, which says whose bytes these are and has a digest of every unit, then one
 *section* after another, each from a multiple of 4096 bytes on. A section is `units` pieces of `unit_bytes`; a
@@ -46,12 +46,12 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ChunkSection:
-    """Units of one kind, in the order of the axis that ranks share out.
+    """Units of one kind, in the order of the axis that is split over ranks.
 
     Attributes:
-        name: what they are, unique in its group: 1 to 31 printable ASCII characters.
-        units: how many, at least 1.
-        unit_bytes: bytes of one, at least 1.
+        name: of the kind, unique in its group: 1 to 31 printable ASCII characters.
+        units: number of units, at least 1.
+        unit_bytes: bytes of one unit, at least 1.
     """
 
     name: str
@@ -73,11 +73,11 @@ class ChunkSection:
 
 @dataclass(frozen=True, slots=True)
 class ChunkGroup:
-    """What a chunk has of one KV cache group.
+    """The part of a chunk that belongs to one KV cache group.
 
     Attributes:
-        name: the group, unique in the chunk: 1 to 31 printable ASCII characters.
-        tokens: tokens whose content the sections hold; 0 for what belongs to a position, not to tokens.
+        name: of the group, unique in the chunk: 1 to 31 printable ASCII characters.
+        tokens: number of tokens that the sections hold; 0 for a snapshot of recurrent state.
         sections: at least one, of different names.
     """
 
@@ -94,14 +94,14 @@ class ChunkGroup:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """Where the parts of a chunk file lie. All offsets and sizes are in bytes.
+    """Offsets and sizes of the parts of a chunk file, in bytes.
 
     Attributes:
-        sections: those of all groups, in order of the file.
+        sections: the sections of all groups, in order of the file.
         tables: the group table and the section table.
-        header_bytes: header with its digest, without what pads it to 4096.
-        offsets: where each section begins.
-        file_bytes: the whole file.
+        header_bytes: bytes of the header with its digest, without padding.
+        offsets: start of each section.
+        file_bytes: bytes of the whole file.
     """
 
     sections: tuple[ChunkSection, ...]
@@ -113,10 +113,10 @@ class ChunkLayout:
     @staticmethod
     @lru_cache(maxsize=16)
     def of(groups: tuple[ChunkGroup, ...]) -> ChunkLayout:
-        """The layout of a chunk of these groups.
+        """Return the layout of a chunk of these groups.
 
         Raises:
-            ChunkError: they are no chunk.
+            ChunkError: the groups do not form a chunk.
         """
         _check_different("chunk", "group", [group.name for group in groups])
         sections = tuple(section for group in groups for section in group.sections)
@@ -142,13 +142,13 @@ class ChunkLayout:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Whose bytes a chunk is, and where they lie in its file.
+    """The identity of a chunk, and the layout of its file.
 
     Attributes:
         namespace: 32 bytes, the fingerprint of model and format.
         key: 16 to 32 bytes, the hash that names the content.
         groups: at least one, of different names.
-        layout: where they lie, found from the groups.
+        layout: derived from the groups.
     """
 
     namespace: bytes
@@ -165,40 +165,40 @@ class Chunk:
 
     @property
     def sections(self) -> tuple[ChunkSection, ...]:
-        """Those of all groups, in order of the file."""
+        """The sections of all groups, in order of the file."""
         return self.layout.sections
 
     @property
     def header_bytes(self) -> int:
-        """Header with its digest, without what pads it to 4096."""
+        """Bytes of the header with its digest, without padding."""
         return self.layout.header_bytes
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each section begins."""
+        """Start of each section in the file, in bytes."""
         return self.layout.offsets
 
     @property
     def file_bytes(self) -> int:
-        """The whole file."""
+        """Bytes of the whole file."""
         return self.layout.file_bytes
 
     @property
     def body_bytes(self) -> int:
-        """The file without its header."""
+        """Bytes of the file without its header."""
         return self.file_bytes - self.offsets[0]
 
 
 def aligned(size: int) -> int:
-    """`size` bytes, rounded up to where the next section may begin."""
+    """Round `size` up to a multiple of 4096, where a section may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def encode_header(chunk: Chunk, digests: bytes) -> bytes:
-    """The header, padded to where the body begins.
+    """Return the header of a chunk, padded to the start of the body.
 
     Args:
-        chunk: what the header describes.
+        chunk: the chunk.
         digests: of all units, in order of the file, 16 bytes each.
     """
     layout = chunk.layout

@@ -1,4 +1,4 @@
-"""Reading a chunk file: nothing in it is believed before it was checked.
+"""Decoding and verifying a chunk file. Nothing in it is trusted before it was checked.
 
 `header_span` says from the first bytes how long the header is, `decode_header` reads it, `check_units`
 compares units with the header's digests, `verify` reads everything. They raise `ChunkError` and nothing else,
@@ -34,19 +34,19 @@ from kvferry.tiers.format.chunk import (
     encode_header,
 )
 
-# Of a body, as much as is read and compared at once.
+# Bytes of a body that are read and compared at once.
 _STEP_BYTES = 8 << 20
 
-# The bytes of a file from an offset on, as many as asked for, or fewer at its end.
+# Reads a file: offset and size to bytes, fewer at the end of the file.
 ReadAt = Callable[[int, int], Buffer]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """What a header says, its own digest checked.
+    """A decoded header whose own digest was correct.
 
     Attributes:
-        chunk: whose bytes they are and where they lie.
+        chunk: the chunk that it describes.
         digests: of all units, in order of the file, 16 bytes each.
     """
 
@@ -54,17 +54,17 @@ class ChunkHeader:
     digests: bytes
 
     def digests_of(self, section: int, first: int, units: int) -> bytes:
-        """Digests of `units` units from `first` on, of the section of that index."""
+        """Return the digests of `units` units of a section, by its index, from unit `first` on."""
         before = sum(one.units for one in self.chunk.sections[:section]) + first
         return self.digests[before * UNIT_DIGEST_BYTES : (before + units) * UNIT_DIGEST_BYTES]
 
 
 def header_span(start: Buffer) -> int:
-    """Bytes of the header with its padding, from the first 128 bytes of a file or more.
+    """Return the bytes of a header with its padding, given the first 128 bytes of a file or more.
 
     Raises:
         OtherVersion: this is a chunk file of another format version.
-        ChunkError: this is no chunk file, or its header is impossibly long.
+        ChunkError: this is not a chunk file, or its header is too long.
     """
     if len(start) < PREAMBLE.size:
         raise ChunkError(
@@ -82,13 +82,13 @@ def header_span(start: Buffer) -> int:
 
 
 def decode_header(data: Buffer) -> ChunkHeader:
-    """Read a header.
+    """Decode a header.
 
     Args:
         data: the file's first `header_span` bytes, or more.
 
     Raises:
-        ChunkError: it is damaged, contradicts itself, or is not the one image that its chunk has.
+        ChunkError: it is damaged, contradicts itself, or is not the one encoding of its chunk.
     """
     span = header_span(data)
     if len(data) < span:
@@ -122,12 +122,12 @@ def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> 
 
     Args:
         header: of the file.
-        section: index of their section.
-        first: the first unit at hand.
-        data: that one and those after it, whole.
+        section: index of the section.
+        first: index of the first unit in `data`.
+        data: consecutive whole units.
 
     Raises:
-        ChunkError: some unit is not what was written; the sentence names the first.
+        ChunkError: a unit is damaged; the message names the first.
     """
     one = header.chunk.sections[section]
     found = unit_digests(data, one.unit_bytes)
@@ -143,14 +143,14 @@ def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> 
 
 
 def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """The header of a file, whose length is what it says.
+    """Read the header of a file and compare the file's length with it.
 
     Args:
-        read: gives the file's bytes.
-        file_bytes: as many as the file has.
+        read: reads the file.
+        file_bytes: length of the file.
 
     Raises:
-        ChunkError: it is no chunk file, or not a whole one.
+        ChunkError: it is not a chunk file, or not a whole one.
     """
     header = decode_header(read(0, header_span(read(0, PREAMBLE.size))))
     check_length(header, file_bytes)
@@ -161,11 +161,11 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
     """Check every byte of a file, header, units and padding.
 
     Args:
-        read: gives the file's bytes.
-        file_bytes: as many as the file has.
+        read: reads the file.
+        file_bytes: length of the file.
 
     Raises:
-        ChunkError: any byte is not what was written, or there are more or fewer than there were.
+        ChunkError: a byte is damaged, or the length is wrong.
     """
     header = read_header(read, file_bytes)
     for index, (section, offset) in enumerate(zip(header.chunk.sections, header.chunk.offsets, strict=True)):
@@ -184,7 +184,7 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def check_length(header: ChunkHeader, file_bytes: int) -> None:
-    """Compare a file's length with what its header says.
+    """Compare a file's length with its header.
 
     Raises:
         ChunkError: they differ.
@@ -194,13 +194,13 @@ def check_length(header: ChunkHeader, file_bytes: int) -> None:
 
 
 def verify_bytes(data: Buffer) -> ChunkHeader:
-    """`verify` of a file that is in memory."""
+    """Verify a chunk file that is in memory; see `verify`."""
     view = memoryview(data)
     return verify(lambda at, size: view[at : at + size], len(view))
 
 
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
-    """The groups of a header whose tables are known to lie within it."""
+    """Return the groups of a header whose tables were found to lie within it."""
     at = PREAMBLE.size + groups * GROUP.size
     rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
     found = [

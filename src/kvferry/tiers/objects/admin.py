@@ -53,11 +53,11 @@ class BucketAdmin(CacheAdmin):
                     if kind is not None:
                         space = one.path.partition("/")[0] if kind is not EntryKind.QUARANTINED else ""
                         yield CacheEntry(
-                            f"{self.where}/{one.path}",
-                            kind,
-                            one.size,
-                            one.size,
-                            one.stored_ns,
+                            path=f"{self.where}/{one.path}",
+                            kind=kind,
+                            size=one.size,
+                            charged=one.size,
+                            used_ns=one.stored_ns,
                             namespace=space,
                         )
 
