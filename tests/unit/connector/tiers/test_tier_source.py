@@ -94,7 +94,7 @@ class Engine:
     def holds(self):
         """Slots that are held, but for those that are being written to a tier."""
         self.host.check_integrity()
-        held = len(self.host._book._reads) + len(self.host._book._fills)
+        held = len(self.host._slots._reads) + len(self.host._slots._fills)
         return held - sum(queue.writing for queue in self.queues)
 
 
