@@ -144,6 +144,8 @@ class Played:
     def brought(self, load: Load, report: Report) -> tuple[Any, ...]:
         return ()
 
+    def forget(self, load: Load) -> None: ...
+
     def blame(self, load: Load, report: Report) -> MissReason:
         return MissReason.FAILED
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.counts import CacheCounts
+from kvferry.cache.counts import CacheCounts, TransferTimes
 from kvferry.cache.reading import Reading
 from kvferry.cache.tier_queue import Read
 from kvferry.cache.writing import Behind, Writing
@@ -61,6 +61,7 @@ class ChunkCache:
         if any(one.queue.tier.keys.table is not host.keys.table for one in behind):
             raise ValueError("tiers of one cache share a table of tags")
         self.counts, self._events = CacheCounts(), 0
+        self._times = TransferTimes()
         self._host = host
         self._memory, self._groups = body, tuple(groups)
         self._files: dict[tuple[int, int], ChunkGroup] = {}
@@ -160,15 +161,20 @@ class ChunkCache:
                 self._events += 1
                 if isinstance(done, Read):
                     if done.what is GetOutcome.HIT:
-                        self.counts.read_seconds.setdefault(queue.name, []).append(done.seconds)
+                        self._times.reads.setdefault(queue.name, []).append(done.seconds)
                     self.reading.came(done.key, done.what)
                 else:
                     if done.what is PutOutcome.STORED:
-                        self.counts.write_seconds.setdefault(queue.name, []).append(done.seconds)
+                        self._times.writes.setdefault(queue.name, []).append(done.seconds)
                     writing.wrote(done.key)
         self.reading.advance()
         for writing in self.writing:
             self._events += writing.pump()
+
+    def take_times(self) -> TransferTimes:
+        """Return the times of chunks since the last call; called once per step, so that few are kept."""
+        times, self._times = self._times, TransferTimes()
+        return times
 
     def clear(self) -> None:
         """Forget what is in host memory, and what is owed of it; slow tiers keep what they have."""

@@ -239,6 +239,7 @@ class Admission:
         wanted = known is not None and load in known.loads
         in_vain = load.given_up and whole.failure is not None
         self._events.ended(source, load, whole, wanted=wanted and not in_vain)
+        source.forget(load)
         if known is None or not wanted:
             return
         known.loads.remove(load)

@@ -263,7 +263,7 @@ class SchedulerHalf:
         """Note that the engine has taken the output of a step; called once per step, in their order."""
         self._steps.done()
         if self._tiering is not None:
-            self._tiering.teller.tell()
+            self._tiering.step_done()
 
     def _weights_changed(self, stale: int) -> None:
         """Exchange nothing any more; use tiers again after a reset.

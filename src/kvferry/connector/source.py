@@ -108,13 +108,16 @@ class Source(Protocol):
         """Return the place that most of a load comes from: ``peer``, or a tier's name."""
 
     def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the bytes that a load brought. Called once, before `ended`."""
+        """Return the bytes that a load brought. Called before `forget`."""
 
     def blame(self, load: Load, report: Report) -> MissReason:
-        """Return the kind of a load's failure. Called before `ended`."""
+        """Return the kind of a load's failure. Called before `forget`."""
 
     def ended(self, load: Load, report: Report) -> None:
         """Handle the end of a load that all workers have reported; strike out what made it fail."""
+
+    def forget(self, load: Load) -> None:
+        """Forget a load that all workers have reported, whoever still waits for it."""
 
     def dropped(self, load: Load) -> None:
         """Drop a load under way: its request has ended, or another load of the attempt has failed.

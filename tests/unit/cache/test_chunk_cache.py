@@ -606,7 +606,7 @@ def test_a_tier_takes_only_so_many_stores_at_once():
     assert (made.jobs(0), made.cache.busy) == ([("write", OTHER)], True), "steps go on until it is heard of"
     made.answer(0, "write", OTHER, PutOutcome.STORED)
     assert (made.jobs(0), made.cache.busy) == ([], False)
-    assert len(made.cache.counts.write_seconds["file"]) == 2
+    assert len(made.cache.take_times().writes["file"]) == 2
 
 
 def hung(*kept):

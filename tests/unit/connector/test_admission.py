@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.connector import admission
 from kvferry.connector.admission import Admission
+from kvferry.connector.admission_events import AdmissionEvents
 from kvferry.connector.bids import Bid, Part
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import (
@@ -65,6 +66,7 @@ class Stand:
     head_until: int = 0
     has_room: bool = True
     heard: list = field(default_factory=list)
+    forgotten: list = field(default_factory=list)
 
     def arrived(self, request, bidding):
         self.bidding = bidding
@@ -110,6 +112,9 @@ class Stand:
         self.heard.append(("ended", report.failure))
         if report.failure is not None and self.strikes:
             self.bidding.strike(self.name, report.failure)
+
+    def forget(self, load):
+        self.forgotten.append(load.key)
 
     def dropped(self, load):
         self.heard.append(("dropped", load.key))
@@ -912,6 +917,22 @@ def said(engine):
     """Names of events, and what was counted of them."""
     counted = {" ".join([name, *of]): n for (name, of), n in engine.fold.take().counters.items()}
     return [type(event).__name__ for event in engine.told], counted
+
+
+@pytest.mark.parametrize("ends", ["first", "last"])
+def test_a_source_forgets_a_load_once_though_nobody_observes_it(monkeypatch, ends):
+    for emit in ("arrived", "asked", "began", "ended", "settled", "scheduled", "finished"):
+        monkeypatch.setattr(AdmissionEvents, emit, lambda *_, **__: None)
+    source = Stand("tiers", 16)
+    engine = Engine(source)
+    one = engine.arrive()
+    engine.admit(one)
+    if ends == "first":
+        engine.admission.finished("a")
+    engine.report(source.load, None)
+    assert source.forgotten == []
+    engine.report(source.load, None)
+    assert source.forgotten == [source.load.key]
 
 
 def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():

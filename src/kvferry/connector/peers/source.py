@@ -293,6 +293,9 @@ class PeerSource:
                 self._client.forget(self._pulls[load.request_id].address)
             self._strike(load.request_id, report.failure)
 
+    def forget(self, load: Load) -> None:
+        """Do nothing: reports say what a load has brought."""
+
     def dropped(self, load: Load) -> None:
         """Do nothing: reads in flight land, and are reported."""
 

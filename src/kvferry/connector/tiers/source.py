@@ -96,11 +96,7 @@ class _Brought:
 
 
 class TierSource:
-    """Bids chunks of this engine's tiers, and orders their loads. Only the engine's thread calls it.
-
-    Attributes:
-        copy_seconds: seconds that the slowest rank took for each part of a load; the reader empties the list.
-    """
+    """Bids chunks of this engine's tiers, and orders their loads. Only the engine's thread calls it."""
 
     name = TIERS
 
@@ -126,7 +122,7 @@ class TierSource:
             timeout_seconds: deadline of a load.
             apart: also bid the shorter prefixes that do without the slowest tiers.
         """
-        self.copy_seconds: list[float] = []
+        self._copy_seconds: list[float] = []
         chunk_tokens = canonical.chunk_tokens
         self._cache, self._prompts, self._groups = cache, prompts, groups
         self._alignments = tuple(
@@ -240,7 +236,7 @@ class TierSource:
 
     def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the bytes that ranks have copied, per canonical group."""
-        sizes = self._brought.pop(load.key).sizes
+        sizes = self._brought[load.key].sizes
         return tuple(
             GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
         )
@@ -257,6 +253,15 @@ class TierSource:
         if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
             self._asked[load.request_id].without |= self._cache.reading.awaited(loading.fetch)
             self._end(loading, report.failure)
+
+    def forget(self, load: Load) -> None:
+        """Forget what a load has brought."""
+        del self._brought[load.key]
+
+    def take_copy_seconds(self) -> list[float]:
+        """Return the seconds that the slowest rank took for each part of a load since the last call."""
+        taken, self._copy_seconds = self._copy_seconds, []
+        return taken
 
     def dropped(self, load: Load) -> None:
         """Cancel a load that nobody waits for."""
@@ -292,7 +297,7 @@ class TierSource:
             return False
         for slot in reversed(slots):
             self._cache.close(slot)
-        self.copy_seconds.append(moved.seconds)
+        self._copy_seconds.append(moved.seconds)
         if (brought := self._brought.get(load)) is not None:
             brought.sizes.update(dict(enumerate(moved.bytes_by_group)))
         return True

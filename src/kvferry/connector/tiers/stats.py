@@ -1,17 +1,17 @@
-"""What the tiers have done since it was last told, as events: of chunks, not of requests."""
+"""Events about the tiers: what happened to chunks since the last step, whichever requests they belong to."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.counts import TransferTimes
 from kvferry.cache.writing import Writing
 from kvferry.connector.events import TierChanged
 from kvferry.connector.stream import EventStream, log_errors
-from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.tiers.host.counters import HostDropReason
 from kvferry.tiers.names import HOST
@@ -34,23 +34,27 @@ _NOTHING = _Totals(0, 0, 0, 0, {}, {})
 
 @dataclass(slots=True)
 class TierTeller:
-    """Tells a events, once per step, of every tier of which something has changed."""
+    """Emits an event for every tier that has changed, once per step."""
 
     cache: ChunkCache
-    source: TierSource
     stores: StoreOrders
     events: EventStream
     _seen: dict[str, _Totals] = field(default_factory=dict)
     _looked: tuple[object, ...] = ()
 
     @log_errors
-    def tell(self) -> None:
-        """Look, and say what is new."""
+    def tell(self, times: TransferTimes, copies: Sequence[float]) -> None:
+        """Emit what has changed since the last call.
+
+        Args:
+            times: times of chunks between host memory and storage since then.
+            copies: seconds of each copy from host memory to blocks since then.
+        """
         looked = self._signs()  # before counting: what a thread adds meanwhile is seen next time
-        if looked == self._looked and not self.source.copy_seconds:
+        if looked == self._looked and not copies:
             return
         self._looked = looked
-        for event in self._changes():
+        for event in self._changes(times, copies):
             self.events.emit(event)
 
     def _signs(self) -> tuple[object, ...]:
@@ -58,9 +62,8 @@ class TierTeller:
         around = [one.behind.queue.around for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
 
-    def _changes(self) -> Iterator[TierChanged]:
-        host, counts = self.cache.host, self.cache.counts
-        copies, self.source.copy_seconds = self.source.copy_seconds, []
+    def _changes(self, times: TransferTimes, copies: Sequence[float]) -> Iterator[TierChanged]:
+        host = self.cache.host
         used, capacity = host.used_bytes, host.capacity_bytes
         yield self._more(HOST, self._of_host(), used, capacity, fetch_seconds=tuple(copies))
         for writing in self.cache.writing:
@@ -71,8 +74,8 @@ class TierTeller:
                 queue.around.used,
                 queue.around.capacity,
                 len(writing),
-                tuple(counts.read_seconds.pop(queue.name, ())),
-                tuple(counts.write_seconds.pop(queue.name, ())),
+                tuple(times.reads.get(queue.name, ())),
+                tuple(times.writes.get(queue.name, ())),
             )
 
     def _more(

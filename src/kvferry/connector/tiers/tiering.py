@@ -65,7 +65,6 @@ class Tiering:
     Attributes:
         source: what bids for requests.
         weights: of what comes from each tier, by its name.
-        teller: of what was done.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class Tiering:
         every = _snapshot_tokens(config, canonical)
         self._storing = Storing(self._cache, self._prompts, canonical, groups, parts, self._stores, every)
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
-        self.teller = TierTeller(self._cache, self.source, self._stores, events)
+        self._teller = TierTeller(self._cache, self._stores, events)
         self._moved: dict[str, MovedByAll] = {}
         self._failures: Counter[str] = Counter()
         logger.info(
@@ -180,6 +179,10 @@ class Tiering:
         self._failures[failure] += 1
         if self._failures[failure] == 1:
             logger.warning("tiers: ranks could not copy chunks: %s", failure)
+
+    def step_done(self) -> None:
+        """Emit events of what the tiers have done since the last step."""
+        self._teller.tell(self._cache.take_times(), self.source.take_copy_seconds())
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """A request has ended."""

@@ -135,8 +135,10 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     engine.moved(part)
     assert engine.holds() == 0
     assert engine.source.brought(load, Report(None)) == (GroupBytes("0 full_attention", "copied", 3 * SIZE),)
-    assert engine.source.copy_seconds == [0.5]
+    assert (engine.source.take_copy_seconds(), engine.source.take_copy_seconds()) == ([0.5], [])
     engine.source.ended(load, Report(None))
+    engine.source.forget(load)
+    assert not engine.source._brought
     assert not engine.source.busy
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.counts import TransferTimes
 from kvferry.cache.fetch import Want
 from kvferry.cache.writing import Behind
 from kvferry.connector.events import TierChanged
@@ -37,17 +38,18 @@ class Tiers:
             CANONICAL.groups,
             [Behind(self.queue)],
         )
-        self.source, self.stores = SimpleNamespace(copy_seconds=[]), SimpleNamespace(dropped=Counter())
+        self.copies, self.stores = list[float](), SimpleNamespace(dropped=Counter())
         self.heard: list[TierChanged] = []
         events = EventStream(self.heard.append)
-        self.teller = TierTeller(self.cache, self.source, self.stores, events)
+        self.teller = TierTeller(self.cache, self.stores, events)
 
     def store(self, key):
         self.cache.filled(self.cache.reserve(key, 0), 8, None)
 
     def told(self):
         self.cache.poll()
-        self.teller.tell()
+        copies, self.copies = self.copies, []
+        self.teller.tell(self.cache.take_times(), copies)
         heard, self.heard[:] = {event.tier: event for event in self.heard}, []
         return heard
 
@@ -92,14 +94,24 @@ def test_what_is_not_stored_is_told_with_its_reason_but_not_what_is_there_alread
 def test_what_ranks_copy_is_told_of_host_memory():
     tiers = Tiers()
     tiers.told()
-    tiers.source.copy_seconds += [0.1, 0.2]
+    tiers.copies = [0.1, 0.2]
     assert tiers.told()["host"].fetch_seconds == (0.1, 0.2)
     assert tiers.told() == {}
 
 
 def test_what_cannot_be_told_ends_no_engine(monkeypatch, caplog):
     tiers = Tiers()
-    monkeypatch.setattr(TierTeller, "_changes", lambda _: 1 / 0)
+    monkeypatch.setattr(TierTeller, "_changes", lambda *_: 1 / 0)
     tiers.store(FIRST)
     assert tiers.told() == {}
     assert "TierTeller.tell emitted no event" in caplog.text
+
+
+def test_times_are_kept_until_the_next_step_only():
+    tiers = Tiers()
+    tiers.store(FIRST)
+    tiers.cache.poll()
+    answer(tiers.queue, "write", FIRST, PutOutcome.STORED)
+    tiers.cache.poll()
+    assert len(tiers.cache.take_times().writes["file"]) == 1
+    assert tiers.cache.take_times() == TransferTimes()
