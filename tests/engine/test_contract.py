@@ -73,12 +73,13 @@ def test_requests_say_what_leaves_their_content_without_a_certain_name() -> None
     from vllm.v1.request import Request
 
     from kvferry.connector.adapters import Adapters
-    from kvferry.connector.tiers.prompts import keys_of
+    from kvferry.connector.prompt_content import keys_of
+    from kvferry.engines.vllm.requests import VLLMRequest
     from kvferry.errors import Unnameable
 
     def named(tokens: list[int] | None = None, **how: Any) -> Any:
         one = Request("r", tokens, SamplingParams(max_tokens=8), None, **how)
-        return keys_of(one, list(one.all_token_ids), 2, Adapters(), "")
+        return keys_of(VLLMRequest(one), list(one.all_token_ids), 2, Adapters(), "")
 
     assert named([1, 2, 3]).chunks()
     for how in ({"tokens": [1, 2, 3], "resumable": True}, {"prompt_embeds": torch.zeros(3, 4)}):

@@ -268,7 +268,7 @@ def _hook_gathering(server: Any, hooks: Hooks) -> None:
 
 def _hook_leases(producer: Any, hooks: Hooks) -> None:
     """Remember what a request left for a consumer."""
-    finished, tables = producer.finished, producer.tables
+    finished, tables = producer.finished, producer._engine.tables
 
     def watched(request: Any, block_ids: Any) -> Any:
         kept = finished(request, block_ids)

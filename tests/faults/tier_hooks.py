@@ -36,16 +36,13 @@ def tokens_at_hand(engine: Any, text: list[int], salt: str, adapter: str = "") -
 
 
 def _chunks_of(engine: Any, text: list[int], salt: str, adapter: str) -> Any:
-    from types import SimpleNamespace
-
     from kvferry.cache.prompt_chunks import PromptChunks
-    from kvferry.connector.tiers.prompts import keys_of
+    from kvferry.connector.plain import PlainRequest
+    from kvferry.connector.prompt_content import keys_of
     from support.vllm_engine.inside import lora_of
 
     prompts = half(engine)._tiering._prompts
-    request = SimpleNamespace(
-        prompt_token_ids=text, mm_features=(), lora_request=lora_of(adapter), cache_salt=salt
-    )
+    request = PlainRequest(request_id="", prompt_token_ids=text, adapter=lora_of(adapter), cache_salt=salt)
     keys = keys_of(request, text, prompts._canonical.chunk_tokens, prompts._adapters, prompts._epoch)
     return PromptChunks(prompts._canonical.groups, keys)
 

@@ -80,9 +80,9 @@ def start(settings: dict[str, Any]) -> Any:
     if ferries(engine.llm_engine.engine_core.engine_core.scheduler.connector):
         engine.granted = _grants(half(engine)._producer._tickets)
         engine.fold = MetricsListener()
-        half(engine).watch.add(engine.fold)
+        half(engine).events.subscribe(engine.fold)
         engine.begun = []
-        half(engine).watch.add(
+        half(engine).events.subscribe(
             lambda event: engine.begun.append(event) if isinstance(event, LoadBegan) else None
         )
     return engine
