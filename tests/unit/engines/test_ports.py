@@ -25,7 +25,11 @@ def configured(engine_id: str, index: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_index=index),
         kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_role="kv_both"),
-        model_config=SimpleNamespace(model="tiny"),
+        model_config=SimpleNamespace(model="tiny", max_model_len=400),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+        speculative_config=None,
+        num_speculative_tokens=0,
+        max_concurrent_batches=1,
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         lora_config=None,
         max_in_flight_tokens=256,
