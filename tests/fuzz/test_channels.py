@@ -137,7 +137,7 @@ def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, mo
         assert not consumer._questions._open
         meet(consumer, server.port)
     print(f"{cost.calls} messages, {cost.most * 1e3:.1f} ms at most; {dict(asking.taken)}")
-    assert min(asking.taken[one] for one in ("Redeemed", "NotUsable", "turns")) > 5
+    assert min(asking.taken[one] for one in ("Redeemed", "Unusable", "turns")) > 5
     said(reached, 0.75)
 
 

@@ -455,7 +455,7 @@ def loads_of(engine: Any, source: str) -> dict[str, float]:
 def new_loads(engine: Any) -> list[tuple[str, int, int]]:
     """(source, first token, last token) of the loads that have begun since the last call."""
     seen, engine.begun[:] = list(engine.begun), []
-    return [(event.source, event.have, event.total) for event in seen]
+    return [(event.source, event.begin, event.end) for event in seen]
 
 
 def tier_counts(engine: Any) -> dict[str, Any]:
