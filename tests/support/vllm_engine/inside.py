@@ -543,11 +543,11 @@ def treat_tenants_alike(engine: Any) -> None:
     told = ours.on_new_request
 
     def on_new_request(request: Any) -> None:
-        request.cache_salt = None  # vLLM has digested it
+        request.raw.cache_salt = None  # vLLM has digested it
         told(request)
 
     ours.on_new_request = on_new_request
-    ours._adapters.name = lambda _: ""
+    ours.adapters.name = lambda _: ""
 
 
 def ask_for_turns(engine: Any, *, asks: bool) -> None:
