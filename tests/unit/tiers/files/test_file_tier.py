@@ -606,9 +606,7 @@ def test_a_capacity_above_the_disk_is_refused(tmp_path):
 
 
 def test_a_capacity_that_holds_nothing_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"cannot hold the \d+ B that are needed .*; raise the capacity"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot hold the \d+ B that are needed .*; raise the capacity"):
         open_store(tmp_path, capacity=100)
 
 
