@@ -32,7 +32,7 @@ from typing import Any
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
 from kvferry.connector.bids import Bidding
-from kvferry.connector.engine import Allocation, BlockIds, BlockPool, CacheGroup, Request
+from kvferry.connector.engine import BlockIds, BlockPool, CacheGroup, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
 from kvferry.connector.messages import Report, StepOrders, StepReports
@@ -155,7 +155,7 @@ class Admission:
             return 0
         return self._best(known, request, have)
 
-    def allocated(self, request: Request, blocks: Allocation, external: int) -> None:
+    def allocated(self, request: Request, blocks: RequestBlocks, external: int) -> None:
         """Begin the load of `external` tokens, 0 for none, into the blocks that the request now has."""
         known = self._known.get(request.request_id)
         if known is not None and known.phase is RequestPhase.SERVED:
@@ -310,7 +310,7 @@ class Admission:
             for source, bid, span in plan.parts(have, plan.bid.tokens, tokens)
         )
 
-    def _begin(self, known: _RequestState, request: Request, blocks: Allocation, external: int) -> None:
+    def _begin(self, known: _RequestState, request: Request, blocks: RequestBlocks, external: int) -> None:
         """Begin the loads of the plan that was taken; `external` tokens of it are not here."""
         assert known.taken is not None
         plan, have = known.taken
@@ -370,7 +370,7 @@ class Admission:
         self._pool.touch(held)
         self.pins.hold(load.key, load.source, held)
 
-    def _tables(self, blocks: Allocation, span: LoadSpan) -> BlockIds:
+    def _tables(self, blocks: RequestBlocks, span: LoadSpan) -> BlockIds:
         ids = zip(self._groups, blocks.get_block_ids(), strict=True)
         return tuple(group.table(of_group, span.total) for group, of_group in ids)
 

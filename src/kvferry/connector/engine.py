@@ -170,7 +170,7 @@ class Request(Protocol):
         """
 
 
-class Allocation(Protocol):
+class RequestBlocks(Protocol):
     """The blocks that the engine has given to a request.
 
     Attributes:
