@@ -32,7 +32,7 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome
 
 
 class ChunkCache:
-    """See the module. Not thread-safe.
+    """The chunks of one engine in host memory and storage. Not thread-safe.
 
     Attributes:
         counts: what it has done.

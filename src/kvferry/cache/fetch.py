@@ -28,7 +28,7 @@ class Want:
 
 @dataclass(slots=True)
 class Fetch:
-    """See the module. Filled by `reading.Reading`, emptied by who loads.
+    """The chunks of one load on their way to host memory. `reading.Reading` fills it, the load empties it.
 
     Attributes:
         left: chunks that nobody has looked for yet.

@@ -20,7 +20,7 @@ from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
 
 
 class PromptChunks:
-    """See the module. Not thread-safe.
+    """Keys and look-ups of one request's chunks. Not thread-safe.
 
     Attributes:
         keys: of the request; extended as it grows.

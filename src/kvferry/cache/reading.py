@@ -44,7 +44,7 @@ class _Incoming:
 
 
 class Reading:
-    """See the module. Not thread-safe: the engine's thread.
+    """Reads of chunks from storage to host memory. Only the engine's thread calls it.
 
     Attributes:
         incoming: chunks that are being read, by key.

@@ -55,7 +55,7 @@ Done: TypeAlias = Wrote | Read
 
 
 class TierQueue:
-    """See the module. Methods are for one thread, the engine's.
+    """Reads and writes of one storage tier. Only the engine's thread calls its methods.
 
     Attributes:
         name: of the tier, alone among those of an engine.

@@ -1,4 +1,4 @@
-"""What is said of a setting that was given a value that it cannot have."""
+"""Errors for settings with a value that they cannot have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_CHOICE = re.compile(r"Invalid enum value (.*) - at `\$\.(\w+)`")
 
 
 def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.Struct]) -> ConfigError:
-    """What is wrong with settings; of one that has a few values, which these are.
+    """Return the error for settings that msgspec refused; it lists the values of a setting with a few.
 
     Args:
         where: they were given.

@@ -106,7 +106,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def anywhere(self) -> ConnectorConfig:
-        """These settings without the address of this machine, so equal on all machines of an engine."""
+        """The settings without this machine's address, equal on all machines of an engine."""
         return msgspec.structs.replace(self, host="")
 
     @property

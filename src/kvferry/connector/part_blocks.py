@@ -51,10 +51,10 @@ class _Watch:
 
 
 class PartBlocks:
-    """See the module. The engine's thread calls it."""
+    """The partly loaded blocks of an engine. Only the engine's thread calls it."""
 
     def __init__(self, groups: Sequence[Group], pool: BlockPool, refused: bool = False) -> None:
-        """None.
+        """Begin without any.
 
         Args:
             groups: the engine's, as a rank has them.
@@ -69,11 +69,11 @@ class PartBlocks:
         self._doubted: set[str] = set()
 
     def doubt(self, request_id: str) -> None:
-        """Another connector fills blocks of this request in the step that uses them: all may prove wrong."""
+        """Note a request whose blocks another connector fills during a step: all may prove wrong."""
         self._doubted.add(request_id)
 
     def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
-        """Whether such a load would fill a block in part, and there must be none; see `begin`."""
+        """Return whether a load would fill a block in part although none may be; arguments as of `begin`."""
         return self._refused and any(
             partial_block(group.kind, group.attention_span, group.block_tokens, span, alignment_tokens)
             is not None
@@ -81,7 +81,7 @@ class PartBlocks:
         )
 
     def begin(self, request: Request, tables: BlockIds, span: LoadSpan, alignments: Sequence[int]) -> None:
-        """A load fills these tables; what an earlier one filled in part is the request's no more.
+        """Note the blocks that a load fills in part. Forgets those of the request's earlier loads.
 
         Args:
             request: vLLM's.
@@ -104,7 +104,7 @@ class PartBlocks:
             self._loading[request.request_id] = _Watch(request, request.num_preemptions, list(found))
 
     def evict(self) -> bool:
-        """Take those that the engine has cached out of its prefix cache; whether there were any.
+        """Take partly loaded blocks out of the engine's prefix cache; return whether any was in it.
 
         In a scheduling pass what is running comes first. Of requests that had gone on before it, blocks are
         cached by the time the first request is looked up, so they are looked at once in a pass.
@@ -116,20 +116,20 @@ class PartBlocks:
         return found
 
     def end_pass(self) -> None:
-        """The scheduling pass is over."""
+        """End a scheduling pass."""
         self._looked = False
         self.evict()
         self._looked = False
 
     def goes_on(self, request_id: str) -> None:
-        """The engine has cached what was loaded for a request, but for what is not full yet."""
+        """Note that the engine has cached a request's loaded blocks, except those that are not full yet."""
         if request_id in self._loading:
             self._evict(self._loading)
             if (watch := self._loading.pop(request_id, None)) is not None:
                 self._going_on[request_id] = watch
 
     def without(self, request_id: str, tables: BlockIds) -> BlockIds:
-        """A request's block tables as far as their blocks are whole: null blocks instead of others."""
+        """Return block tables of a request with null blocks in place of those that a load filled in part."""
         if request_id in self._doubted:
             return tuple([NULL_BLOCK] * len(ids) for ids in tables)
         parts = self._parts.get(request_id)
@@ -143,7 +143,7 @@ class PartBlocks:
         return tuple(whole)
 
     def forget(self, request_id: str) -> None:
-        """The request's blocks are not its own any more, or are computed anew."""
+        """Forget a request whose blocks are not its own any more, or are computed anew."""
         self._doubted.discard(request_id)
         for of in (self._parts, self._loading, self._going_on):
             of.pop(request_id, None)

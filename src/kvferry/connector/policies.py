@@ -24,10 +24,10 @@ MARGIN = 1.1
 
 
 class Policy(Protocol):
-    """How good bids are."""
+    """Values bids."""
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """How good a bid is, above 0: twice as much is twice as good.
+        """Return the value of a bid, above 0; twice the value is twice as good.
 
         Args:
             bid: None for computing everything.
@@ -103,7 +103,7 @@ class Choice:
 def choose(
     policy: Policy, bids: Sequence[Bid], rest: int, *, waits: bool, before: Bid | None = None
 ) -> Bid | None:
-    """The bid to take; None to compute.
+    """Return the bid to take; None to compute.
 
     >>> from kvferry.connector.bids import Part
     >>> disk, host = Bid("a", (Part("file", 300),)), Bid("b", (Part("host", 256),))

@@ -1,4 +1,4 @@
-"""Requests that a source was to serve and does not: every one is an event, few are log lines."""
+"""Requests that a source refuses: an event for each, few log lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _REASON_CHARACTERS = 500
 
 
 class Refusals:
-    """Tells each; logs each source and reason once a minute, and 20 lines a minute at most."""
+    """Emits an event per refusal; logs each source and reason once a minute, at most 20 lines a minute."""
 
     def __init__(self, events: EventStream | None = None) -> None:
         self._events = events or EventStream()
         self._log = LimitedLog(logger)
 
     def say(self, request_id: str, source: str, reason: str) -> None:
-        """`source` does not serve a request."""
+        """Emit, and perhaps log, that `source` does not serve a request."""
         source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
         self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))
         text = f"request {shown(request_id)} is not served by {source}: {reason}"

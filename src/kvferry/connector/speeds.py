@@ -44,18 +44,18 @@ class Line:
 
     @staticmethod
     def through(tokens: int, seconds: float) -> Line:
-        """One measurement, of at least one token."""
+        """Return the line through one measurement, of at least one token."""
         return Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
     def then(self, tokens: int, seconds: float) -> Line:
-        """Another one."""
+        """Return the line with one more measurement."""
         new = Line.through(tokens, seconds)
         return Line(
             *(NEWEST * n + (1 - NEWEST) * b for n, b in zip(_moments(new), _moments(self), strict=True))
         )
 
     def seconds(self, tokens: int) -> float:
-        """What so many tokens should take: never less for more, nor more per token."""
+        """Return the expected seconds for so many tokens: never less for more tokens, nor more per token."""
         most = self.seconds_mean / self.tokens
         spread = self.squares - self.tokens**2
         if spread <= (_ALIKE * self.tokens) ** 2:
@@ -77,7 +77,7 @@ class Speeds:
         self._rate = 0.0
 
     def loaded(self, parts: Sequence[Part], seconds: float) -> None:
-        """A load has brought this: the place that was expected to take longest, or an unknown one, did."""
+        """Record a load's seconds, for the place that was expected to take longest or is unknown."""
         if not parts or seconds <= 0:
             return
         slowest, now = max(parts, key=self._expected), self._clock()
@@ -86,18 +86,18 @@ class Speeds:
         self._lines[slowest.place] = line, now
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step has computed so many tokens of prompts."""
+        """Record the seconds of a step that computed so many tokens of prompts."""
         if tokens > 0 and seconds > 0:
             newest = tokens / seconds
             self._rate = 1 / (NEWEST / newest + (1 - NEWEST) / self._rate) if self._rate else newest
 
     def load_seconds(self, place: str, tokens: int) -> float:
-        """What so many tokens of a place should take; 0 if that is not known."""
+        """Return the expected seconds for so many tokens of a place; 0 if unknown."""
         line = self._lately(place)
         return line.seconds(tokens) if line else 0.0
 
     def compute_seconds(self, tokens: int) -> float:
-        """What so many tokens should take to compute; a second each as long as that is not known."""
+        """Return the expected seconds to compute so many tokens; one each while unknown."""
         return tokens / self._rate if self._rate else float(tokens)
 
     def _lately(self, place: str) -> Line | None:

@@ -18,7 +18,7 @@ _PREFILL_TOKENS = 128
 
 
 class StepTimes:
-    """Tells `Speeds` what steps took."""
+    """Measures steps for `Speeds`."""
 
     def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
         self._speeds, self._clock = speeds, clock
@@ -30,7 +30,7 @@ class StepTimes:
         self._under_way.append((self._clock(), tokens))
 
     def done(self) -> None:
-        """The output of the first step that is under way has been taken."""
+        """Note that the output of the oldest step under way has been taken."""
         if not self._under_way:
             return
         (scheduled, tokens), now = self._under_way.popleft(), self._clock()

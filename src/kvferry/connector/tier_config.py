@@ -91,7 +91,7 @@ class Tiers(msgspec.Struct, frozen=True):
 
 
 def read_tiers(given: Any) -> Tiers | None:
-    """The tiers of a configuration, None if it has none.
+    """Return the tiers of a configuration, None if it has none.
 
     Args:
         given: the value of ``tiers``: None, ``"default"`` or a list of objects.
@@ -159,7 +159,7 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
 
 
 def _check_path(name: str, path: str) -> None:
-    """See that a directory can have that name, whether it is there or not."""
+    """Check that a directory can have that name, whether it exists or not."""
     try:
         usable = path and b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
@@ -169,7 +169,7 @@ def _check_path(name: str, path: str) -> None:
 
 
 def _check_apart(tiers: Sequence[TierSettings]) -> None:
-    """See that no two are in one place, as far as their texts say: each chunk would be looked for twice."""
+    """Check that no two tiers name one place, where each chunk would be looked for twice."""
     taken: dict[tuple[str, ...], int] = {}
     for number, one in enumerate(tiers):
         if isinstance(one, HostSettings):
@@ -184,7 +184,7 @@ def _check_apart(tiers: Sequence[TierSettings]) -> None:
 
 
 def _place(one: SlowSettings) -> tuple[str, tuple[str, ...]]:
-    """Where chunks of a tier lie, in words and to be compared; with other options a URL may be elsewhere."""
+    """Return where a tier's chunks lie, in words and as a key; other options make a URL another place."""
     if isinstance(one, ObjectSettings):
         url = one.url.rstrip("/")
         return url, (url, *(f"{name}={value}" for name, value in sorted(one.options.items())))
@@ -195,7 +195,7 @@ def _place(one: SlowSettings) -> tuple[str, tuple[str, ...]]:
 
 
 def check_weight(name: str, weight: float) -> None:
-    """See that a weight is one.
+    """Check a weight.
 
     Raises:
         ConfigError: it is below 0, or so large that nothing else would ever be taken.

@@ -79,5 +79,5 @@ class TransferLog:
             self._file = None
 
     def _blocks(self, span: LoadSpan) -> int:
-        """Blocks that hold what was missing, the last one whole."""
+        """Return the number of blocks that hold a span, the last one whole."""
         return -(-span.ends // self._block_tokens) - span.begins // self._block_tokens

@@ -34,12 +34,12 @@ class FoundTurn:
 
 
 class TurnFinder:
-    """See the module. The engine's thread calls it."""
+    """Looks for earlier turns at peers. Only the engine's thread calls it."""
 
     def __init__(
         self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
     ) -> None:
-        """Nobody was asked yet.
+        """Begin without questions.
 
         Args:
             client: to the peers.
@@ -50,11 +50,11 @@ class TurnFinder:
         self._asked: dict[str, tuple[int, TurnContent]] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether peers were asked for this request, and what they say was not taken yet."""
+        """Return whether peers were asked for this request, and `found` has not taken their answers yet."""
         return request_id in self._asked
 
     def ask(self, request: Request) -> bool:
-        """A request has come in: ask the peers that may have an earlier turn of it; whether there are any."""
+        """Ask the peers that may keep an earlier turn of a new request; return whether there are any."""
         keepers = self._keepers()
         if not keepers or request.num_tokens <= CHUNK_TOKENS:
             return False
@@ -65,7 +65,7 @@ class TurnFinder:
         return True
 
     def found(self, request: Request) -> FoundTurn | Pending | None:
-        """What peers have answered: the turn that brings most, if any; taken once."""
+        """Take the peers' answers: the turn that shares most tokens, None if none does, or still pending."""
         number, content = self._asked[request.request_id]
         answers = self._client.turns(number)
         if answers is None:
@@ -79,13 +79,13 @@ class TurnFinder:
         return FoundTurn(*max(usable, key=lambda one: one[0])) if usable else None
 
     def drop(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request."""
         number, _ = self._asked.pop(request_id, (None, None))
         if number is not None:
             self._client.drop_question(number)
 
 
 def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
-    """Tokens of a turn with which a prompt of so many can go on; it computes its last one itself."""
+    """Return the tokens of a turn that a prompt can use, which computes its last token itself."""
     shared = min(shared_tokens(content, kept), tokens - 1)
     return shared if shared >= kept.least else 0

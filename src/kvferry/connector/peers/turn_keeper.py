@@ -54,7 +54,7 @@ class _Turn:
 
 
 class TurnKeeper:
-    """See the module. The engine's thread calls it."""
+    """The kept turns of an engine. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TurnKeeper:
         seconds: float,
         share: float,
     ) -> None:
-        """Nothing is kept yet.
+        """Begin without any.
 
         Args:
             engine: facts of the engine.
@@ -89,11 +89,11 @@ class TurnKeeper:
         self._pool: BlockPool | None = None
 
     def __contains__(self, lease: str) -> bool:
-        """Whether this is a turn's lease."""
+        """Return whether a lease is that of a kept turn."""
         return lease in self._turns
 
     def start(self, index: TurnIndex, pool: BlockPool, workers: int) -> None:
-        """From now on turns are kept.
+        """Begin to keep turns.
 
         Args:
             index: where they are published.
@@ -104,12 +104,12 @@ class TurnKeeper:
 
     @property
     def busy(self) -> bool:
-        """The engine must go on stepping: turns are not found yet, or not given back."""
+        """Whether the engine must keep stepping: turns wait to be published, or to be given back."""
         return bool(self._over or self._leaving or any(turn.steps > 0 for turn in self._turns.values()))
 
     @property
     def holds_blocks(self) -> bool:
-        """Blocks will come free soon."""
+        """Whether blocks will become free soon."""
         return bool(self._leaving)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
@@ -150,7 +150,7 @@ class TurnKeeper:
         self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
-        """A step begins: publish what can be read by now; leases that are to end."""
+        """Begin a step: publish turns that can be read by now; return leases that must end."""
         for lease, turn in self._turns.items():
             turn.steps -= 1
             if turn.steps == 0:
@@ -159,20 +159,20 @@ class TurnKeeper:
         return over + self._in_the_way(over)
 
     def give_up(self) -> None:
-        """None is found any more; all are let go of with the next step."""
+        """Withdraw all turns; their leases end with the next step."""
         self._over = list(self._turns)
         for turn in self._turns.values():
             turn.steps = 0  # nor published later
             self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
-        """A lease ends: it is found no more."""
+        """Withdraw the turn of a lease that ends."""
         if (turn := self._turns.pop(lease, None)) is not None:
             self._index.withdraw(turn.kept.ticket)
             self._leaving[lease] = turn.blocks
 
     def raised(self, lease: str, workers: int) -> bool:
-        """So many more workers have raised the word of a lease; whether all have: its blocks are free."""
+        """Count workers that have raised a lease's word; free its blocks and return True when all have."""
         blocks = self._pins.landed(lease, workers)
         if not blocks:
             return False
@@ -182,7 +182,7 @@ class TurnKeeper:
         return True
 
     def _in_the_way(self, over: Sequence[str]) -> list[str]:
-        """The oldest of those that go on: that are too many, or whose room is needed."""
+        """Return the oldest leases, beside `over`, that exceed the share or whose blocks are needed."""
         assert self._pool is not None
         held = {name: turn.blocks for name, turn in self._turns.items() if name not in over}
         if not held:
@@ -195,7 +195,7 @@ class TurnKeeper:
         return first_to_go(held, -room)
 
     def _tokens(self, request: Request) -> int:
-        """Tokens that blocks hold for certain, and a state exactly; 0 if that cannot be said."""
+        """Return the tokens whose KV the blocks certainly hold; 0 if that is unknown."""
         if not request.is_complete:
             return 0
         computed, tokens = request.num_computed_tokens, request.num_tokens
@@ -207,7 +207,7 @@ class TurnKeeper:
         return 0 if self._engine.speculates or computed > tokens else computed
 
     def _least(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
-        """The shortest prefix that can be continued from; None if not even the longest can."""
+        """Return the shortest prefix that can be continued from; None if not even the longest can."""
         least = 1
         for group, ids in zip(self._engine.groups, tables, strict=True):
             if group.kind is GroupKind.STATE:

@@ -1,4 +1,4 @@
-"""What names the content of a request's blocks to other engines that look for an earlier turn."""
+"""Names of the content of a request's blocks, by which other engines find an earlier turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TurnNames:
         self._adapters, self._epoch = adapters, ""
 
     def content(self, request: Request, tokens: int) -> TurnContent | None:
-        """Of the first tokens of a request; None if there is no certain name."""
+        """Return the content of the first tokens of a request; None if it has no certain name."""
         if self._prompts_only and tokens > request.num_prompt_tokens:
             return None
         ids = request.all_token_ids[:tokens]
@@ -36,5 +36,5 @@ class TurnNames:
         return TurnContent(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
 
     def start_anew(self) -> None:
-        """Nothing from before is found, and what comes is found by nobody: blocks may mix both times."""
+        """Rename everything: nothing from before is found, and nothing new either, as blocks may mix both."""
         self._epoch = f"{secrets.token_hex(16)} "

@@ -1,4 +1,4 @@
-"""Why tiers have nothing of a prompt, as far as that can be told."""
+"""Reasons why the tiers have nothing of a prompt."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLIN
 
 
 def lack_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
-    """What the boundary lacks that was closest to being usable.
+    """Return what the boundary closest to being usable lacks.
 
-    Evicted, if all that it lacks was at hand lately: with more room it still were. Local, if the engine has
-    the beginning itself, and there is nothing beyond that of any group.
+    EVICTED if every missing chunk was cached recently: a larger cache would have hit. LOCAL if the engine has
+    the beginning itself, and no group has anything beyond it.
 
     Args:
         chunks: of the request.

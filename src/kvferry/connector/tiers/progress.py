@@ -1,4 +1,4 @@
-"""How far a running request has been looked at for what of it is to be stored."""
+"""How far the chunks of a running request have been considered for storing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.connector.engine import Request
 
 @dataclass(slots=True)
 class Progress:
-    """Of one request; every chunk of it is taken once.
+    """The progress of one request, which hands out every chunk once.
 
     Attributes:
         request: the request.
@@ -30,7 +30,7 @@ class Progress:
     due: int = 0
 
     def step(self, tokens: int) -> bool:
-        """The coming step computes so many; whether there may be something to take then."""
+        """Note the tokens of the coming step; return whether a chunk may be complete then."""
         request = self.request
         if self.preemptions != request.num_preemptions:
             self.preemptions, self.found = request.num_preemptions, request.num_computed_tokens
@@ -38,13 +38,13 @@ class Progress:
         return self.computed >= self.due
 
     def end(self) -> bool:
-        """The request has ended; whether what it has computed is still in its blocks."""
+        """Note that the request has ended; return whether its blocks still hold what it has computed."""
         # Of a load that is under way, what the engine counts as computed is not there yet.
         self.computed = min(self.computed, self.request.num_computed_tokens)
         return self.preemptions == self.request.num_preemptions  # preempted, its blocks were given back
 
     def take(self, chunk_tokens: int) -> tuple[range, bool]:
-        """Chunks that are complete and were not taken before; whether the prompt's tail is so, too."""
+        """Take the complete chunks that are left; return them, and whether the prompt's tail is one."""
         prompt = self.request.num_prompt_tokens
         until = min(self.computed, self.request.num_tokens)
         whole = range(self.chunks, max(self.chunks, until // chunk_tokens))

@@ -19,7 +19,7 @@ from kvferry.tiers.names import HOST
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """Of one tier, since the start."""
+    """Counts of one tier since the start."""
 
     fetched: int
     stored: int
@@ -58,7 +58,7 @@ class TierTeller:
             self.events.emit(event)
 
     def _signs(self) -> tuple[object, ...]:
-        """Something that is another whenever something is to be told; taken in a microsecond."""
+        """Return a value that changes whenever a tier has changed; it takes a microsecond."""
         around = [one.behind.queue.around for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
 

@@ -42,7 +42,7 @@ class _Store:
 
 
 class StoreOrders:
-    """See the module. The engine's thread calls it.
+    """The stores under way of an engine. Only the engine's thread calls it.
 
     Attributes:
         dropped: chunks that were not stored, by reason.
@@ -71,7 +71,7 @@ class StoreOrders:
 
     @property
     def busy(self) -> bool:
-        """Blocks are pinned, or about to be copied."""
+        """Whether blocks are pinned."""
         return bool(self._stores)
 
     def order(
@@ -113,12 +113,12 @@ class StoreOrders:
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(stretches), at_hand))
 
     def take(self) -> list[StoreOrder]:
-        """Orders since the last call."""
+        """Return the orders since the last call."""
         orders, self._orders = self._orders, []
         return orders
 
     def moved(self, moved: MovedByAll) -> bool:
-        """All ranks have done an order; whether it was a store."""
+        """Handle an order that all ranks have carried out; return whether it was a store."""
         store = self._stores.pop(moved.key, None)
         if store is None:
             return False
@@ -141,7 +141,7 @@ class StoreOrders:
         return True
 
     def ended(self, request_id: str, keys: list[bytes]) -> None:
-        """A request has ended, and nothing more of it will be ordered.
+        """Note a request that has ended, of which nothing more will be ordered.
 
         Args:
             request_id: which.
@@ -151,10 +151,10 @@ class StoreOrders:
         self._rank(request_id)
 
     def start_anew(self) -> None:
-        """What requests that have ended used is of no use any more."""
+        """Forget which chunks ended requests used."""
         self._ended.clear()
 
     def _rank(self, request_id: str) -> None:
-        """The chunks of a request that has ended were used, once nothing of it is being stored."""
+        """Mark the chunks of an ended request as used, once nothing of it is being stored."""
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
             self._cache.used(self._ended.pop(request_id))

@@ -1,4 +1,4 @@
-"""What of running requests goes to the tiers, and when.
+"""Orders to store chunks of running requests.
 
 A chunk is complete in the step that computes its last token, and is ordered in that step (`store_orders`):
 its blocks are pinned, and ranks copy them after the forward. What is at hand already, what has left its
@@ -39,7 +39,7 @@ Resolve = Callable[[str], BlockIds]
 
 
 class Storing:
-    """See the module. The engine's thread calls it."""
+    """Orders stores. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Storing:
         self._progress: dict[str, Progress] = {}
 
     def on_new_request(self, request: Request) -> None:
-        """A request whose chunks have names has come in."""
+        """Follow a new request whose chunks have names."""
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
 
     def schedule(self, step: Step) -> None:
@@ -95,7 +95,7 @@ class Storing:
                 self._snapshots(progress.request, snapshots)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """A request has ended; what it completed last is stored, its blocks being pinned."""
+        """Store what a request that has ended completed last; its blocks are pinned."""
         progress = self._progress.pop(request.request_id, None)
         if progress is None:
             return
@@ -153,7 +153,7 @@ class Storing:
             self._blocks_of(progress, group, some, keys, tables, range(some[0] * self._chunk, until))
 
     def _together(self, group: int) -> int:
-        """Chunks of one order: a prompt that is stored at once finds room in part, if not in whole."""
+        """Return the most chunks of one order. Small orders let a long prompt find room at least in part."""
         blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
         return max(1, min(_TOGETHER, self._orders.most_pinned // blocks))
 
@@ -176,7 +176,7 @@ class Storing:
         self._orders.order(progress.request.request_id, group, wanted, stretches, at_hand)
 
     def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
-        """The first token of a chunk from which on the engine still has it; None if that is not enough.
+        """Return the token of a chunk from which on the engine still has it; None if that is not enough.
 
         What a window has left behind is not needed of a chunk either: whoever goes on from its end, or from
         later, looks no farther back. Of what was found and not computed, blocks are believed from that on in

@@ -1,4 +1,4 @@
-"""The tiers of one engine, in its scheduler's process: set up, told of every step, and closed."""
+"""The tiers of one engine, in its scheduler's process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
 
 
 class Tiering:
-    """See the module. The engine's thread calls it.
+    """Opens the tiers, drives them once per step, and closes them. Only the engine's thread calls it.
 
     Attributes:
         source: what bids for requests.
@@ -81,7 +81,7 @@ class Tiering:
         refusals: Refusals,
         events: EventStream,
     ) -> None:
-        """All workers are up: make the arena, open the tiers.
+        """Make the arena and open the tiers, once all workers are up.
 
         Args:
             tiers: what is configured.
@@ -137,16 +137,16 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Coming steps have something to do, requests or not."""
+        """Whether the engine must keep stepping even without requests."""
         return self._stores.busy or self.source.busy or self._cache.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Stores hold blocks that will come free."""
+        """Whether stores hold blocks that will become free."""
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come in; its chunks are named by now, if they can be."""
+        """Follow a new request whose chunks have names, or may have later."""
         if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
@@ -175,7 +175,7 @@ class Tiering:
                     self.source.moved(whole)
 
     def _say(self, failure: str) -> None:
-        """Why ranks could not do an order; the first of each kind is logged."""
+        """Log why ranks could not carry out an order, once per reason."""
         self._failures[failure] += 1
         if self._failures[failure] == 1:
             logger.warning("tiers: ranks could not copy chunks: %s", failure)
@@ -185,12 +185,12 @@ class Tiering:
         self._teller.tell(self._cache.take_times(), self.source.take_copy_seconds())
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """A request has ended."""
+        """Handle the end of a request."""
         self._storing.finished(request, block_ids)
         self._prompts.remove(request.request_id)
 
     def start_anew(self) -> None:
-        """What the engine computes has changed, or shall be forgotten: nothing kept so far is used again."""
+        """Make everything that was kept so far unusable."""
         self._prompts.start_anew()
         self._storing.start_anew()
         self.source.start_anew()
@@ -261,7 +261,7 @@ def _host_bytes(tiers: Tiers) -> int:
 def _open_all(
     tiers: Iterable[SlowSettings], named: Callable[[], Namespace], table: KeyTable
 ) -> list[tuple[Behind, float]]:
-    """The slow tiers that can be used, with their weights; of others it is said why."""
+    """Open storage tiers; return those that can be used with their weights, and log why others cannot."""
     found: list[tuple[Behind, float]] = []
     directories: list[str] = []
     namespace = None
@@ -280,7 +280,7 @@ def _open_all(
 def _open(
     settings: SlowSettings, namespace: Namespace, table: KeyTable, directories: list[str]
 ) -> StorageTier:
-    """A slow tier; a directory that is taken is added to `directories`."""
+    """Open a storage tier; adds a directory that it uses to `directories`."""
     if isinstance(settings, FileSettings):
         capacity = None if settings.capacity is None else parse_size(settings.capacity)
         path = settings.path or _default_directory()
@@ -297,7 +297,7 @@ def _open(
 
 
 def _default_directory() -> str:
-    """The directory in the user's cache directory; made if it is not there, for this user alone.
+    """Return the default directory, in the user's cache directory; make it for this user alone.
 
     Raises:
         ConfigError: it cannot be made.

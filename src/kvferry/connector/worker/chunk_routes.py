@@ -24,7 +24,7 @@ _SLOTS = 1 << 20
 
 
 def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
-    """See that an engine's ranks fill chunks whole, and can be filled from them.
+    """Check that an engine's ranks fill chunks whole, and can be filled from them.
 
     Raises:
         Incompatible: they cannot; says which layers and why.
@@ -37,7 +37,7 @@ def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> N
 
 
 class ChunkRoutes:
-    """See the module; used by one thread.
+    """One rank's copies between its blocks and the arena. Used by one thread.
 
     Every operation is over when it returns.
     """

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What has come to an end since it was last asked.
+    """The loads that have come to an end since the last call.
 
     Attributes:
         reported: load to its failure, None if it succeeded.
@@ -32,13 +32,13 @@ class Settled:
 
 
 class Joined:
-    """Loads that a request waits for together, since each brings a part: over with the last of them."""
+    """Joins the loads of an attempt, each of which brings a part; the attempt ends with the last of them."""
 
     def __init__(self) -> None:
         self._heard: dict[str, list[str | None]] = {}
 
     def reported(self, attempt: str, loads: int, failure: str | None) -> bool | None:
-        """One of an attempt's loads has been reported.
+        """Note that one of an attempt's loads has been reported.
 
         Args:
             attempt: names it.
@@ -67,22 +67,22 @@ class Loads:
         self._landed: dict[str, str | None] = {}
 
     def __len__(self) -> int:
-        """Loads whose memory is still held."""
+        """Return the number of loads whose memory is still held."""
         return len(self._deadlines) + len(self._expired)
 
     def begin(self, key: str, timeout_seconds: float) -> None:
-        """A load has been ordered."""
+        """Begin a load."""
         if key in self._deadlines or key in self._expired:
             raise ValueError(f"load {key!r} has begun already")
         self._deadlines[key] = self._clock() + timeout_seconds
 
     def give_up(self, key: str, why: str) -> None:
-        """A load is of no use any more; nothing if it has been reported."""
+        """Fail a load that is of no use any more; do nothing if it has been reported."""
         if key in self._deadlines:
             self._given_up[key] = why
 
     def landed(self, key: str, failure: str | None) -> None:
-        """Nothing of a load is in flight any more."""
+        """Note that nothing of a load is in flight any more."""
         self._landed[key] = failure
 
     def settle(self) -> Settled:

@@ -32,7 +32,7 @@ _Item = TypeVar("_Item")
 
 
 class ChunkMover:
-    """See the module. Its methods are for the engine's thread."""
+    """Copies chunks in a thread of its own. Only the engine's thread calls its methods."""
 
     def __init__(self, place: tuple[int, int]) -> None:
         """Start the thread.
@@ -72,15 +72,15 @@ class ChunkMover:
             self._put(_STORE, partial(self._store, order, computed))
 
     def refuse(self, orders: ChunkOrders, why: str) -> None:
-        """Say of all that a step is to store that it was not."""
+        """Report every store of a step as failed."""
         self._moved.extend(Moved(order.key, why, (), 0.0) for order in orders.stores)
 
     def moved(self) -> list[Moved]:
-        """What has been done since the last call."""
+        """Return the orders carried out since the last call."""
         return _taken(self._moved)
 
     def ended(self) -> list[LoadEnd]:
-        """Loads of which all parts have been done and no more will come."""
+        """Return the loads whose last part has been copied since the last call."""
         return _taken(self._ended)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class ChunkMover:
         self._ended.append(LoadEnd(end.key, end.failure or failure))
 
     def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
-        """Carry an order out and say so; why it could not be."""
+        """Carry an order out and report it; return why it failed, None if it did not."""
         began = time.perf_counter()
         moved: tuple[int, ...] = ()
         failure = None

@@ -1,4 +1,4 @@
-"""What the ranks of an engine are told to do with chunks in host memory, and what they answer."""
+"""Orders about chunks in host memory to the ranks of an engine, and their reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ArenaCard:
-    """What a rank needs to know before the first order.
+    """Facts that a rank needs before the first order.
 
     Attributes:
         name: of the arena.
@@ -112,7 +112,7 @@ class LoadEnd:
 
 @dataclass(slots=True)
 class ChunkOrders:
-    """All that ranks are told in one step, in the order in which it is meant.
+    """All orders about chunks of one step, in the order in which ranks carry them out.
 
     Attributes:
         arena: in the first step.
@@ -126,13 +126,13 @@ class ChunkOrders:
     ends: list[LoadEnd] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """There is something to do."""
+        """Return whether there is any order."""
         return bool(self.arena or self.stores or self.begins or self.parts or self.ends)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """An order that a rank has done, or could not do; nothing of it is in flight.
+    """A rank's report of an order, carried out or failed; nothing of it is in flight.
 
     Attributes:
         key: of a store or a part of a load.
@@ -149,7 +149,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class MovedByAll:
-    """An order that all ranks have done, or some could not.
+    """The reports of all ranks of an order.
 
     Attributes:
         key, failure: as of `Moved`.
@@ -166,11 +166,11 @@ class MovedByAll:
 
     @classmethod
     def of(cls, moved: Moved) -> MovedByAll:
-        """What one rank says."""
+        """Return the report of one rank."""
         return cls(moved.key, moved.failure, moved.bytes_by_group, moved.seconds)
 
     def with_other(self, other: MovedByAll) -> MovedByAll:
-        """What other ranks say of the same order, added."""
+        """Return these reports with those of other ranks of the same order."""
         ours, theirs = self.bytes_by_group, other.bytes_by_group
         return MovedByAll(
             self.key,

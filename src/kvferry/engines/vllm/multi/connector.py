@@ -58,7 +58,7 @@ NOT_FORWARDED = {
 
 
 class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. One instance in the scheduler, one per worker, as of any connector."""
+    """Several connectors as one: an instance in the scheduler, and one per worker."""
 
     supports_sleep_mode: ClassVar[bool] = False
     """As of `KVFerryConnector`, which is one of the children."""

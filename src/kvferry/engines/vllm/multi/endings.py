@@ -17,7 +17,7 @@ Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 
 
 class Endings:
-    """See the module. The engine's thread calls it."""
+    """The connectors that keep blocks of ended requests. Only the engine's thread calls it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)

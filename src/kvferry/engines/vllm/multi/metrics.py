@@ -17,7 +17,7 @@ from kvferry.observe.metrics import MULTI, PREFIX
 
 
 class MultiMetrics(KVConnectorPromMetrics):
-    """See the module; lives in the API server's process."""
+    """Metrics of all connectors, in the API server's process."""
 
     def __init__(
         self,
