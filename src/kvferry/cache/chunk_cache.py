@@ -1,12 +1,12 @@
-"""The tiered cache of one engine, for the thread that schedules: chunks by key, in host memory and behind it.
+"""The tiered cache of one engine: chunks by key, in host memory and in slower tiers.
 
-Host memory is where every chunk passes: ranks copy between it and their blocks, threads copy between it and
-storage.
+The engine's scheduling thread uses it. Every chunk passes through host memory. Ranks copy chunks between host
+memory and their blocks. Threads copy chunks between host memory and storage.
 
     store   reserve ─▶ (ranks copy) ─▶ filled ─▶ in host memory, and owed to every slow tier (`writing`)
     load    fetch ─▶ in host memory, whatever tier had it, and held (`reading`) ─▶ (ranks copy) ─▶ close
 
-Nothing here blocks, and nothing raises for what a tier does.
+No call blocks, except `shutdown`. A tier's failure raises no exception.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ChunkCache:
     """The chunks of one engine in host memory and storage. Not thread-safe.
 
     Attributes:
-        counts: what it has done.
-        writing: what every slow tier is owed, the fastest first.
-        reading: what they are to give, and the loads that wait for it.
+        counts: numbers of chunks since the start.
+        writing: chunks to be written to each slow tier, the fastest tier first.
+        reading: reads from the slow tiers, and the loads that wait for them.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class ChunkCache:
         groups: Sequence[CanonicalGroup],
         behind: Sequence[Behind] = (),
     ) -> None:
-        """Begin with what the slow tiers have.
+        """Start with the chunks that the slow tiers already have.
 
         Args:
-            host: empty, from here on nobody else's.
-            body: memory of the arena by offset and size in bytes, writable.
-            groups: what chunks hold.
-            behind: slow tiers, the fastest first; taken over.
+            host: an empty host tier, which the cache takes over.
+            body: function from an offset and a size in bytes to writable memory of the arena.
+            groups: the canonical groups that chunks belong to.
+            behind: slow tiers, the fastest first, which the cache takes over.
 
         Raises:
-            ValueError: the tiers do not share a table of tags.
+            ValueError: the tiers do not share one key table.
         """
         if any(one.queue.tier.keys.table is not host.keys.table for one in behind):
             raise ValueError("tiers of one cache share a table of tags")
@@ -71,24 +71,24 @@ class ChunkCache:
 
     @property
     def events(self) -> int:
-        """How often something was done; no count has changed while this has not."""
+        """The number of operations so far. While it stays the same, so do all counts."""
         return self._events + self.reading.events
 
     @property
     def busy(self) -> bool:
-        """Coming steps have something to do: a load waits for chunks, or some are to be written or just are.
+        """Return whether a load waits for chunks, or chunks are due or being written.
 
-        A chunk that is read and nobody waits for is heard of in whichever step comes next.
+        A chunk being read that no load waits for does not count. The next `poll` collects it.
         """
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
     @property
     def host(self) -> HostTier:
-        """To look at, not to change."""
+        """The host tier, to be read and not changed."""
         return self._host
 
     def why_missed(self, key: bytes) -> HostMissReason:
-        """Why a chunk is not at hand, as far as that is remembered; "absent" of one that was never here."""
+        """Return why a chunk is missing, as far as the tiers remember; ABSENT if it was never stored."""
         why = self._host.miss_reason(key)
         if why is HostMissReason.ABSENT and any(
             queue.tier.keys.recently_evicted(key) for queue in self._queues
@@ -98,18 +98,21 @@ class ChunkCache:
 
     @property
     def stranger(self) -> str:
-        """A namespace of a model of the same name, in a place where there is nothing of this one's."""
+        """Digest of another namespace whose model has the same name, in a tier where this namespace is empty.
+
+        An empty string if no tier reports one.
+        """
         return next(
             (queue.around.same_name_namespace for queue in self._queues if queue.around.same_name_namespace),
             "",
         )
 
     def at_hand(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
-        """Which chunks could be loaded now: bool of shape (len(keys),).
+        """Return which chunks can be loaded now: bool of shape (len(keys),).
 
         Args:
-            keys: of chunks.
-            without: names of tiers that are not asked.
+            keys: chunk keys.
+            without: names of tiers to leave out.
         """
         return self.reading.places(tags_of(keys), without) < NO_TIER
 
@@ -119,17 +122,17 @@ class ChunkCache:
         return [queue.name for queue in self._queues]
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Room for a chunk that ranks will fill; None if there is none, which is counted."""
+        """Reserve a slot for a chunk that ranks will fill; None if there is no room, which is counted."""
         self._events += 1
         return self._host.reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None) -> None:
-        """Ranks have filled a slot, or could not, and touch it no more.
+        """Commit a slot that ranks have filled, or abort it if they failed. Ranks no longer touch it.
 
         Args:
-            slot: of `reserve`.
-            tokens: that the chunk holds; 0 of a snapshot.
-            failure: why they could not, None if they have.
+            slot: the slot that `reserve` returned.
+            tokens: number of tokens in the chunk; 0 for a snapshot.
+            failure: reason why the ranks failed; None if they filled the slot.
         """
         self._events += 1
         if failure is not None:
@@ -141,21 +144,21 @@ class ChunkCache:
                 writing.owe(slot.key, self._file(slot.group, tokens))
 
     def close(self, slot: Slot) -> None:
-        """A load is done with a chunk that it had."""
+        """Release a slot that a load no longer needs."""
         self._host.close(slot)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """A prompt was used, with all of its chunks, wherever they were taken from: its end shall go first.
+        """Mark all chunks of a prompt as used, so that its last chunks are evicted first.
 
         Args:
-            keys: of its chunks, from its beginning on, kept or not.
+            keys: keys of all its chunks, the first chunk first, whether or not a tier has them.
         """
         self._host.mark_used(keys)
         for queue in self._queues:
             queue.used(keys)
 
     def poll(self) -> None:
-        """Hear what threads have done, and give them more to do; once per step."""
+        """Collect finished reads and writes, and start more. The engine calls it once per step."""
         for queue, writing in zip(self._queues, self.writing, strict=True):
             for done in queue.done():
                 self._events += 1
@@ -172,19 +175,19 @@ class ChunkCache:
             self._events += writing.pump()
 
     def take_times(self) -> TransferTimes:
-        """Return the times of chunks since the last call; called once per step, so that few are kept."""
+        """Return the transfer times since the last call. The engine calls it once per step."""
         times, self._times = self._times, TransferTimes()
         return times
 
     def clear(self) -> None:
-        """Forget what is in host memory, and what is owed of it; slow tiers keep what they have."""
+        """Drop all chunks in host memory and all writes that are owed; slow tiers keep their chunks."""
         self._events += 1
         self._host.clear()
         for writing in self.writing:
             writing.forget()
 
     def shutdown(self, patience_seconds: float) -> None:
-        """Write what is owed, as long as that takes no longer than this, and end all threads."""
+        """Write all chunks that are owed and end all threads, within `patience_seconds`."""
         for writing in self.writing:
             writing.flush()
         ends = time.monotonic() + patience_seconds
@@ -195,7 +198,7 @@ class ChunkCache:
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
 
     def _file(self, group: int, tokens: int) -> ChunkGroup:
-        """What a chunk of so many tokens is as a file."""
+        """Return the stored form of a chunk of `tokens` tokens of a group."""
         if (group, tokens) not in self._files:
             self._files[group, tokens] = chunk_group(self._groups[group], tokens)
         return self._files[group, tokens]

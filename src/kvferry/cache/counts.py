@@ -16,7 +16,7 @@ class CacheCounts:
         stored: chunks that ranks have filled.
         failed: chunks that ranks could not fill.
         fetched: chunks that loads took, by tier.
-        missed: chunks that a tier should have had and did not give, by tier and reason.
+        missed: chunks that a tier should have had but did not deliver, by tier and reason.
     """
 
     stored: int = 0
@@ -27,11 +27,11 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class TransferTimes:
-    """Seconds that each chunk took between host memory and a storage tier, by tier.
+    """The time of each chunk's transfer between host memory and a storage tier, by tier.
 
     Attributes:
-        reads: of chunks that were read.
-        writes: of chunks that were written.
+        reads: seconds of each read.
+        writes: seconds of each write.
     """
 
     reads: dict[str, list[float]] = field(default_factory=dict)

@@ -15,9 +15,9 @@ class Want:
 
     Attributes:
         group: number of the canonical group.
-        number: of the chunk in the prompt.
-        key: that it is kept under.
-        tokens: that it holds; 0 of a snapshot.
+        number: index of the chunk in the prompt.
+        key: key of the chunk, with its group.
+        tokens: number of tokens that it holds; 0 for a snapshot.
     """
 
     group: int
@@ -31,15 +31,15 @@ class Fetch:
     """The chunks of one load on their way to host memory. `reading.Reading` fills it, the load empties it.
 
     Attributes:
-        left: chunks that nobody has looked for yet.
-        without: names of tiers that are not asked.
+        left: chunks that are not yet held or being read.
+        without: names of tiers to leave out.
         coming: chunks that are being read, by key.
         ready: chunks that lie in host memory, held for this load until they are closed.
         tiers: names of the tiers that chunks came from.
-        failed: names of tiers that could not read a chunk. One that it had no longer is no fault of a tier:
-            nobody is offered that chunk again.
-        failure: why it cannot go on; what is ready stays so.
-        miss: of the chunk that this is for.
+        failed: names of tiers that could not read a chunk. A tier that no longer has a chunk has not failed:
+            that chunk is not offered again.
+        failure: reason why the fetch cannot continue; ready chunks stay ready.
+        miss: outcome of the chunk that caused the failure.
     """
 
     left: deque[Want] = field(default_factory=deque)
@@ -53,11 +53,11 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """Nothing more will become ready."""
+        """Return whether no further chunk will become ready."""
         return self.failure is not None or not (self.left or self.coming)
 
     def take(self) -> list[tuple[Want, Slot]]:
-        """What has become ready since the last call; the caller closes the slots."""
+        """Return the chunks that became ready since the last call; the caller closes their slots."""
         found = list(self.ready)
         self.ready.clear()
         return found

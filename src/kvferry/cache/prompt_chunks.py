@@ -1,7 +1,7 @@
-"""The chunks of one request, by group: what they are kept under, and how far a prefix is at hand.
+"""The chunks of one request, by group: their keys, and the longest cached prefix.
 
-A chunk of a group is kept under the chunk's key (`keys.chunk`) with its last byte replaced by the group's
-number: 248 bits of digest are left, and one mapping or directory holds all groups.
+The key of a group's chunk is the chunk's key (`keys.chunk`) with its last byte replaced by the group's
+number. This leaves 248 bits of digest, and one mapping or directory holds all groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PromptChunks:
     """Keys and look-ups of one request's chunks. Not thread-safe.
 
     Attributes:
-        keys: of the request; extended as it grows.
+        keys: chunk keys of the request, extended as it grows.
     """
 
     def __init__(self, groups: Sequence[CanonicalGroup], keys: ChunkKeys) -> None:
@@ -35,22 +35,22 @@ class PromptChunks:
 
     @property
     def tails(self) -> bool:
-        """Whether a prefix may end inside a chunk: a state is kept at its end only."""
+        """Return whether a prefix may end inside a chunk; False if any group is a state."""
         return all(group.kind is not GroupKind.STATE for group in self._groups)
 
     def key(self, group: int, number: int) -> bytes:
-        """Of a whole chunk."""
+        """Return the key of a whole chunk."""
         return _of_group(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
-        """Of what lies between the last boundary before `tokens` and `tokens`."""
+        """Return the key of the chunk from the last chunk boundary before `tokens` to `tokens`."""
         return _of_group(self.keys.at(tokens), group)
 
     def every(self, prompt: int) -> list[bytes]:
-        """Keys of all chunks that may be kept, from the first on.
+        """Return the keys of all chunks that a tier may have, the first chunk first.
 
         Args:
-            prompt: tokens of the prompt, which may end in a tail.
+            prompt: number of tokens of the prompt, which may end in a tail.
         """
         whole, rest = divmod(prompt, self.keys.chunk_tokens)
         of_any = self.keys.chunks()
@@ -59,20 +59,20 @@ class PromptChunks:
         return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
 
     def key_of(self, cut: ChunkedPrompt, group: int, number: int) -> bytes:
-        """Of a chunk of a prompt that was cut so: a whole one, or the tail."""
+        """Return the key of a chunk of a prompt cut into chunks: a whole chunk or the tail."""
         whole = (number + 1) * cut.chunk_tokens <= cut.tokens
         return self.key(group, number) if whole else self.tail(group, cut.tokens)
 
     def look_up(
         self, tokens: int, have: int, places: Callable[[Tags], TierNumbers], *, in_full: bool = True
     ) -> Coverage:
-        """The longest prefix that can be continued from.
+        """Return the longest prefix that the engine can continue from.
 
         Args:
-            tokens: of the request, all of which the keys know.
-            have: tokens that the engine has.
-            places: where chunks would come from, by their keys' tags.
-            in_full: all tokens may be loaded, the last one included.
+            tokens: number of tokens of the request, all of which `keys` covers.
+            have: number of tokens that the engine has.
+            places: function from key tags to the numbers of the tiers that chunks would come from.
+            in_full: whether all tokens may be loaded, including the last one.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
         ends_inside = in_full and rest > 0 and self.tails
@@ -83,7 +83,7 @@ class PromptChunks:
         return coverage(self._groups, cut, places(tags.ravel()).reshape(tags.shape))
 
     def wants(self, found: Coverage, span: LoadSpan) -> Iterator[Want]:
-        """The chunks that a prefix takes, or a part of it, by number, so that the first come first."""
+        """Yield the chunks to load for a prefix, or for a part of it, in order of their numbers."""
         cut = found.cut
         numbers = chunks_to_load(self._groups, cut, span.total, span.part)
         each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
@@ -96,7 +96,7 @@ class PromptChunks:
             yield Want(group, number, key, 0 if state else last - number * size)
 
     def _tags(self, cut: ChunkedPrompt) -> Tags:
-        """Of all chunks' keys, uint64 of shape (groups, chunks): all at once, without making the keys."""
+        """Return the tags of all chunks' keys, without making the keys: uint64 of shape (groups, chunks)."""
         whole, rest = divmod(cut.tokens, cut.chunk_tokens)
         if len(self._of_any) < whole:
             self._of_any = np.concatenate((self._of_any, self._more()))
@@ -106,7 +106,7 @@ class PromptChunks:
         return tags | self._numbers
 
     def _more(self) -> Tags:
-        """What of the keys is the same for all groups, of the chunks that are new."""
+        """Return, for the new chunks, the part of the tags that all groups share."""
         return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
 
 

@@ -1,9 +1,9 @@
-"""Chunks on their way from slow tiers into host memory, and the loads that wait for them.
+"""Reads of chunks from slow tiers into host memory, and the loads that wait for them.
 
-    fetch ─▶ each chunk held where it is, or read from the first tier that has it, from the next if that one
-             does not give it ─▶ in host memory, owed to faster tiers (promotion) ─▶ ready ─▶ (ranks copy)
+    fetch ─▶ hold each chunk that is in host memory, or read it from the fastest tier that has it, from the
+             next on a miss ─▶ in host memory, owed to faster tiers (promotion) ─▶ ready ─▶ (ranks copy)
 
-What several loads want is read once.
+A chunk that several loads want is read once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Incoming:
     """A chunk that is being read into host memory.
 
     Attributes:
-        slot: where to.
-        group: what it is as a file.
-        source: number of the tier that it is read from.
-        others: tiers that are asked next.
+        slot: the slot that is filled.
+        group: the stored form of the chunk.
+        source: index of the slow tier that it is read from.
+        others: indices of the slow tiers to try next.
         waiting: fetches that want it.
     """
 
@@ -48,8 +48,8 @@ class Reading:
 
     Attributes:
         incoming: chunks that are being read, by key.
-        fetches: that wait for some.
-        events: how often something was done.
+        fetches: fetches that are not over.
+        events: number of operations so far.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Reading:
         file: Callable[[int, int], ChunkGroup],
         counts: CacheCounts,
     ) -> None:
-        """Begin.
+        """Start without reads.
 
         Args:
-            host: where chunks are read to.
-            writing: of every slow tier, the fastest first.
-            body: memory of a slot, writable.
-            file: what a chunk of a group, of so many tokens, is as a file.
-            counts: of the cache.
+            host: the host tier that chunks are read into.
+            writing: the writes of every slow tier, the fastest first.
+            body: function from a slot to its writable memory.
+            file: function from a group's number and a number of tokens to the stored form of a chunk.
+            counts: counts of the cache, which are updated.
         """
         self.incoming: dict[bytes, _Incoming] = {}
         self.fetches: list[Fetch] = []
@@ -78,14 +78,14 @@ class Reading:
         self._counts = counts
 
     def places(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
-        """Where chunks would come from now: int64 of shape (len(tags),).
+        """Return where each chunk would come from now: int64 of shape (len(tags),).
 
-        0 for host memory, n for the n-th tier, `NO_TIER` for none. What a tier is reading comes from that
-        one; of a tier that is stuck or not asked nobody should join in waiting.
+        0 stands for host memory, n for the n-th slow tier, `NO_TIER` for none. A chunk that is being read
+        comes from the tier that it is read from, or from none if that tier is stuck or left out.
 
         Args:
-            tags: of chunks' keys.
-            without: names of tiers that are not asked.
+            tags: tags of chunk keys.
+            without: names of tiers to leave out.
         """
         names = frozenset(without)
         asked = (True, *(queue.name not in names and not queue.unread for queue in self._queues))
@@ -96,13 +96,13 @@ class Reading:
         return found
 
     def fetch(self, wants: Iterable[Want], without: Iterable[str] = ()) -> Fetch:
-        """Bring chunks to host memory and hold them there; `advance` goes on with what this returns.
+        """Bring chunks to host memory and hold them there. `advance` continues the returned fetch.
 
-        What is in host memory is held first, before room for others is made there.
+        Chunks in host memory are held first, before room for others is made there.
 
         Args:
-            wants: in the order in which they are looked for.
-            without: names of tiers that are not asked.
+            wants: chunks, in the order in which they are looked up.
+            without: names of tiers to leave out.
         """
         self.events += 1
         fetch = Fetch(without=frozenset(without))
@@ -117,23 +117,23 @@ class Reading:
         return fetch
 
     def cancel(self, fetch: Fetch) -> None:
-        """Nothing more is wanted: what was held is let go; what is being read is kept when it comes."""
+        """Cancel a fetch and release its slots. Chunks that are being read still go to host memory."""
         for _, slot in fetch.take():
             self._host.close(slot)
         fetch.left.clear()
         fetch.coming.clear()
 
     def awaited(self, fetch: Fetch) -> set[str]:
-        """Names of the tiers that have not answered a fetch yet."""
+        """Return the names of the tiers that a fetch still waits for."""
         return {self._queues[self.incoming[key].source].name for key in fetch.coming}
 
     def origin(self, fetch: Fetch) -> str:
-        """The slowest tier that a fetch asks so far; host memory if none."""
+        """Return the name of the slowest tier that a fetch has used so far; host memory if none."""
         asked = self.awaited(fetch) | fetch.tiers
         return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
 
     def came(self, key: bytes, what: GetOutcome) -> None:
-        """A tier has given a chunk, or has not; the next is asked then, if there is one."""
+        """Handle the end of a read: keep the chunk, or read it from the next tier if there is one."""
         incoming = self.incoming[key]
         name = self._queues[incoming.source].name
         if what is GetOutcome.HIT:
@@ -153,14 +153,14 @@ class Reading:
         self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
 
     def advance(self) -> None:
-        """Go on with all fetches, as far as there is room for what they want."""
+        """Continue all fetches as far as host memory has room."""
         self.events += bool(self.fetches)
         for fetch in self.fetches:
             self._advance(fetch)
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
 
     def _first_of(self, asked: tuple[bool, ...]) -> TierNumbers:
-        """By the marks of a tag, the fastest of its places that are asked."""
+        """Return a table from the tier bits of a tag to its fastest place, among those marked in `asked`."""
         if asked not in self._firsts:
             marks = np.arange(1 << MAX_TIERS)
             found = self._firsts[asked] = np.full(len(marks), NO_TIER)
@@ -171,7 +171,7 @@ class Reading:
         return self._firsts[asked]
 
     def _coming(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
-        """The places that chunks are being read from, 0 of those that are not; see `places`."""
+        """Return the place that each chunk is being read from, as in `places`; 0 if it is not being read."""
         reads = [
             NO_TIER if queue.name in without or queue.stuck_for_reading else number
             for number, queue in enumerate(self._queues, 1)
@@ -183,12 +183,12 @@ class Reading:
         return np.where(coming[at] == tags, places[at], 0)
 
     def _advance(self, fetch: Fetch) -> None:
-        """Look for chunks as far as there is room for them."""
+        """Hold or read the remaining chunks of a fetch as far as host memory has room."""
         while fetch.left and fetch.failure is None and self._bring(fetch, fetch.left[0]):
             fetch.left.popleft()
 
     def _bring(self, fetch: Fetch, want: Want) -> bool:
-        """Hold a chunk that is here, or have it read; False if there is no room for it yet."""
+        """Hold a chunk of host memory, or start its read; return False if there is no room for it yet."""
         if incoming := self.incoming.get(want.key):
             incoming.waiting.append(fetch)
             fetch.coming[want.key] = want
@@ -208,7 +208,7 @@ class Reading:
         return True
 
     def _sources(self, fetch: Fetch, key: bytes) -> list[int]:
-        """Tiers that should have a chunk, the fastest first."""
+        """Return the indices of the slow tiers that should have a chunk, the fastest first."""
         return [
             number
             for number, queue in enumerate(self._queues)

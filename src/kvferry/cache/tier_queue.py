@@ -1,9 +1,10 @@
-"""A slow tier and the threads that wait for it, so that nobody else does.
+"""A slow tier and the threads that wait for its storage.
 
-The engine's thread gives orders and takes what became of them. Threads that hang in a mount hang alone: when
-reads are under way and none has ended for `STUCK_SECONDS`, the tier is *stuck* for reading, and is asked for
-nothing more until one ends; the same for writing, since one may hang where the other goes on. What an
-operation reads or writes belongs to it until it is over, however long that is.
+The engine's thread starts reads and writes and collects their results. It does not wait for a mount that
+hangs.
+If reads are under way and none has ended for `STUCK_SECONDS`, the tier is *stuck* for reading: it gets no
+further reads until one ends. Writes are treated in the same way, independently of reads. An operation owns
+the memory that it reads or writes until it ends, however long that takes.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 5.0
 _MOST_USES = 1 << 12
-"""Prompts whose use has not been noted, at most: of a tier that hangs, the last ones."""
+"""Maximum number of prompts whose use is not yet recorded. If the tier hangs, the latest ones are kept."""
 REFRESH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """A store has come to its end; nothing reads its memory any more."""
+    """The end of a store, which no longer reads its memory."""
 
     key: bytes
     what: PutOutcome
@@ -44,7 +45,7 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A fetch has come to its end; nothing writes its memory any more."""
+    """The end of a fetch, which no longer writes its memory."""
 
     key: bytes
     what: GetOutcome
@@ -58,8 +59,8 @@ class TierQueue:
     """Reads and writes of one storage tier. Only the engine's thread calls its methods.
 
     Attributes:
-        name: of the tier, alone among those of an engine.
-        around: what lay around its namespace when that was last looked at.
+        name: name of the tier, unique within an engine.
+        around: last known usage of the tier's storage.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class TierQueue:
         """Start the threads.
 
         Args:
-            tier: taken over, closed with us.
-            readers, writers: how many threads for each.
-            clock: seconds.
-            name: the tier's own if empty.
+            tier: the tier, which the queue takes over and closes.
+            readers, writers: number of threads for reads and for writes.
+            clock: monotonic seconds.
+            name: name of the tier; the tier's own if empty.
         """
         self.name = name or tier.name
         self.tier, self.around = tier, StoreUsage()
@@ -95,64 +96,64 @@ class TierQueue:
         self._refresher.start()
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` can be asked for now: none of a tier that is stuck for reading."""
+        """Return which keys can be read now: bool of shape (len(keys),), all False if stuck for reading."""
         return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.contains(keys)
 
     @property
     def unread(self) -> bool:
-        """Nothing can be asked for now."""
+        """Return whether the tier currently accepts no reads: it is stuck for reading or paused."""
         return self._reading.stuck or self.tier.paused
 
     @property
     def reading(self) -> int:
-        """Fetches of which nobody has heard the end."""
+        """The number of fetches whose end `done` has not returned."""
         return self._reading.count
 
     @property
     def writing(self) -> int:
-        """Stores of which nobody has heard the end."""
+        """The number of stores whose end `done` has not returned."""
         return self._writing.count
 
     @property
     def stuck(self) -> bool:
-        """For reading or for writing."""
+        """Return whether the tier is stuck for reading or for writing."""
         return self._reading.stuck or self._writing.stuck
 
     @property
     def stuck_for_reading(self) -> bool:
-        """Fetches are under way, and none has ended for a while."""
+        """Return whether fetches are under way and none has ended for `STUCK_SECONDS`."""
         return self._reading.stuck
 
     @property
     def stuck_for_writing(self) -> bool:
-        """Stores are under way, and none has ended for a while."""
+        """Return whether stores are under way and none has ended for `STUCK_SECONDS`."""
         return self._writing.stuck
 
     @property
     def can_write(self) -> bool:
-        """There is room for another store. Where there is none, the tier is slower than what it is given."""
+        """Return whether the queue has room for another store and is not stuck for writing."""
         return self.writing < self._most_writes and not self._writing.stuck
 
     def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
-        """Fetch a chunk; `into` is the fetch's until it has ended."""
+        """Start to fetch a chunk. The fetch owns `into` until it ends."""
         self._reading.begin()
         self._reads.put(partial(self._read, key, group, into))
 
     def write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
-        """Store a chunk; `body` is the store's until it has ended."""
+        """Start to store a chunk. The store owns `body` until it ends."""
         self._writing.begin()
         self._writes.put(partial(self._write, key, group, body))
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """A prompt's chunks were used, from its beginning on; the tier notes that with the next refresh."""
+        """Mark a prompt's chunks as used, the first chunk first. The next refresh records it in the tier."""
         self._uses.append(keys)
 
     def done(self) -> list[Done]:
-        """What has ended since the last call."""
+        """Return the reads and writes that ended since the last call."""
         return [*self._reading.done(), *self._writing.done()]
 
     def close(self, patience_seconds: float) -> None:
-        """End the threads: stores that were given are written, as long as that takes no longer than this."""
+        """Finish the reads and writes in the queue within `patience_seconds`, then end the threads."""
         self._closing.set()
         ends = time.monotonic() + patience_seconds
         idle = [threads.close(ends) for threads in (self._writes, self._reads)]
@@ -206,7 +207,7 @@ class TierQueue:
                 logger.exception("%s tier: refresh", self.name)
 
     def _note_uses(self) -> None:
-        """Note what was used, each chunk once: after all that are of no use without it."""
+        """Record the used chunks in the tier, each once and after the later chunks that need it."""
         order: dict[bytes, None] = {}
         while self._uses:
             for key in reversed(self._uses.popleft()):
@@ -220,7 +221,10 @@ class TierQueue:
 
 
 class _UnderWay:
-    """Operations of one kind whose end nobody has heard of. Threads call `end`, the engine's the rest."""
+    """The reads or the writes whose end is not collected yet.
+
+    Worker threads call `end`. The engine's thread calls the other methods.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
@@ -229,18 +233,18 @@ class _UnderWay:
         self._ended: deque[Done] = deque()
 
     def begin(self) -> None:
-        """One more."""
+        """Count an operation that starts."""
         if not self._at_work:
             self._moved_at = self._clock()
         self.count += 1
 
     def end(self, what: Done) -> None:
-        """One has come to its end."""
+        """Record the end of an operation."""
         self._ended.append(what)
         self._moved_at = self._clock()
 
     def done(self) -> list[Done]:
-        """What has ended since the last call."""
+        """Return the operations that ended since the last call."""
         found: list[Done] = []
         while self._ended:
             found.append(self._ended.popleft())
@@ -249,7 +253,7 @@ class _UnderWay:
 
     @property
     def stuck(self) -> bool:
-        """Some are still at work, and none has ended for a while, whether or not anybody has heard."""
+        """Return whether operations are running and none has ended for `STUCK_SECONDS`, collected or not."""
         return self._at_work > 0 and self._clock() - self._moved_at > STUCK_SECONDS
 
     @property
@@ -258,7 +262,7 @@ class _UnderWay:
 
 
 class _Threads:
-    """Daemon threads over one queue: one that hangs does not keep the process from ending."""
+    """Daemon threads that serve one queue. A thread that hangs does not keep the process from ending."""
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -273,7 +277,14 @@ class _Threads:
         self._jobs.put(job)
 
     def close(self, ends: float) -> bool:
-        """End once the queue is empty; whether they did by then (seconds of `time.monotonic`)."""
+        """End the threads once the queue is empty.
+
+        Args:
+            ends: deadline, in seconds of `time.monotonic`.
+
+        Returns:
+            Whether all threads ended by then.
+        """
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

@@ -1,12 +1,12 @@
-"""Whose weights: a digest of a checkpoint's content.
+"""Digests of the content of checkpoints.
 
-A model's name says nothing about its weights, and headers and sizes are equal for different ones, so the
-files are read whole: several GB/s with BLAKE3 on all cores. What was read is remembered per file by device,
-inode, size, and the times of its last modification and change. The time of change is in it because the other
-one can be set: a copy that keeps times, over another file of the same size, would pass for it.
+A model's name says nothing about its weights, and different weights have equal headers and sizes. So the
+files are read whole: several GB/s with BLAKE3 on all cores. Digests are remembered per file by device, inode,
+size, modification time and change time. A copy over a file of the same size can keep the modification time,
+but not the change time.
 
-The memory is a shortcut and nothing else. Missing, spoiled or not writable, the files are read again.
-Processes that write it at once lose at most each other's news, never its form.
+The memory is only a shortcut. If it is missing, damaged or not writable, the files are read again. Processes
+that write it at the same time may lose each other's new digests, but do not damage it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _BUFFER_BYTES = 4 << 20
 _TOLD_BYTES = 8 << 30
-"""Progress is told each time so much has been read; less than that is over in seconds."""
+"""Bytes between two progress messages; reading fewer takes seconds."""
 _SETTLED_SECONDS = 2.0
-"""Times are as coarse as this on some file systems: a file changed more recently may change again unseen."""
+"""Granularity of file times on some file systems. A file changed more recently may change again unnoticed."""
 _MOST_FILES = 4096
 
 
 def weights_of(model: Path) -> str | None:
-    """Digest of the weights of a checkpoint, None if there are none.
+    """Return the digest of the weights of a checkpoint; None if there are none.
 
-    Names do not count, but their order does: it is the order in which the files are digested.
+    File names do not enter the digest, but files are digested in the order of their names.
 
     Args:
-        model: its directory, or its only file.
+        model: directory of the checkpoint, or its only file.
 
     Raises:
-        ConfigError: a file cannot be read, or changes while it is.
+        ConfigError: a file cannot be read, or changes while it is read.
     """
     files = [model] if model.is_file() else sorted({f for each in _WEIGHTS for f in model.glob(each)})
     return digest_of_files(files) if files else None
@@ -55,15 +55,15 @@ def weights_of(model: Path) -> str | None:
 def digest_of_files(
     files: Sequence[Path], memory: Path | None = None, now: Callable[[], float] = time.time
 ) -> str:
-    """Digest of the content of files, in this order; 32 hex digits.
+    """Return the digest of the content of files, in this order; 32 hex digits.
 
     Args:
-        files: what to read.
+        files: files to read.
         memory: JSON file that remembers digests; by default in the user's cache directory.
-        now: seconds of the clock that times of files are in.
+        now: clock of the file system's times, in seconds.
 
     Raises:
-        ConfigError: a file cannot be read, or changes while it is.
+        ConfigError: a file cannot be read, or changes while it is read.
     """
     memory = memory or _default_memory()
     known, news = _read_memory(memory), {}
@@ -96,13 +96,13 @@ def _key(stat: os.stat_result) -> str:
 
 
 def remembered() -> tuple[Path | None, int]:
-    """Where this user's digests are remembered, if anywhere, and of how many files."""
+    """Return the file that remembers this user's digests, if there is one, and the number of digests."""
     memory = _default_memory()
     return memory, len(_read_memory(memory))
 
 
 class _Progress:
-    """Bytes that have been read, told from time to time."""
+    """A counter of bytes read that logs progress from time to time."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._of = f"{len(files)} weight files"
@@ -115,7 +115,7 @@ class _Progress:
 
 
 def _digest(file: FileIO, progress: _Progress) -> str:
-    """Read by calls, not through a mapping: a file cut short meanwhile would kill the process (SIGBUS)."""
+    """Digest a file by read calls: a memory-mapped file that is truncated would kill the process (SIGBUS)."""
     hasher = blake3(max_threads=blake3.AUTO)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     while count := file.readinto(buffer):
@@ -125,7 +125,7 @@ def _digest(file: FileIO, progress: _Progress) -> str:
 
 
 def _default_memory() -> Path | None:
-    """None where a user has no home."""
+    """Return the default memory file; None if the user has no cache directory."""
     try:
         return user_cache() / "weights.json"
     except ConfigError:
@@ -133,7 +133,7 @@ def _default_memory() -> Path | None:
 
 
 def _read_memory(memory: Path | None) -> dict[str, str]:
-    """What is remembered: nothing, if a single bit of it is not as it was written."""
+    """Return the remembered digests by file; none if the memory is missing or damaged."""
     if memory is None:
         return {}
     try:
@@ -149,7 +149,7 @@ def _check(files: dict[str, str]) -> str:
 
 
 def _remember(memory: Path | None, news: dict[str, str]) -> None:
-    """Add to what is remembered now, which may be more than when it was read; the oldest are forgotten."""
+    """Add new digests to those now in the memory file, and drop the oldest beyond `_MOST_FILES`."""
     if memory is None:
         return
     kept = {key: digest for key, digest in _read_memory(memory).items() if key not in news} | news

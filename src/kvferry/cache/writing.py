@@ -1,8 +1,8 @@
-"""What slow tiers have still to get: chunks are in host memory, *owed* to a tier, until it has taken them.
+"""Writes from host memory to slow tiers. A chunk is *owed* to a tier until the tier's queue takes it.
 
-*Write-through* gives a chunk to a tier as soon as the tier takes it; *write-back* once host memory is fuller
-than `WRITE_BACK_SHARE`, and at the end. A tier that is slower than what is stored loses chunks by itself:
-they leave host memory before their turn comes. That is counted, and holds nobody up.
+*Write-through* writes a chunk as soon as the tier has room for another write. *Write-back* writes it once
+host memory is fuller than `WRITE_BACK_SHARE`, and at shutdown. A tier that is too slow loses chunks: they
+leave host memory before their turn. These losses are counted and delay no other work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
 
 WRITE_BACK_SHARE = 0.5
-"""Of host memory: how much of it chunks may fill before write-back writes."""
+"""The share of host memory that chunks may fill before write-back starts to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Behind:
     """A slow tier behind host memory.
 
     Attributes:
-        queue: its threads.
-        write_back: write only when host memory fills up, or at the end.
+        queue: the tier and its threads.
+        write_back: whether to write only when host memory fills up, or at shutdown.
     """
 
     queue: TierQueue
@@ -34,13 +34,13 @@ class Behind:
 
 @dataclass(slots=True)
 class Writing:
-    """What one tier is owed, and what is being written. Not thread-safe: the engine's thread.
+    """The chunks owed to one tier, and those being written. Only the engine's thread may use it.
 
     Attributes:
-        behind: the tier.
-        host: where the chunks are.
-        body: memory of a slot, writable.
-        lost: chunks that left host memory before their turn.
+        behind: the slow tier.
+        host: the host tier that has the chunks.
+        body: function from a slot to its writable memory.
+        lost: number of chunks that left host memory before their turn.
     """
 
     behind: Behind
@@ -51,26 +51,26 @@ class Writing:
     _held: dict[bytes, Slot] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Chunks that it is owed or is taking."""
+        """Return the number of chunks that are owed or being written."""
         return len(self._owed) + len(self._held)
 
     def owe(self, key: bytes, group: ChunkGroup) -> None:
-        """A chunk has come to host memory; it is the tier's as well, unless it has it."""
+        """Queue a chunk of host memory for writing, unless the tier has it or is writing it."""
         if key not in self._held and not self.behind.queue.tier.contains([key])[0]:
             self._owed[key] = group
 
     @property
     def due(self) -> bool:
-        """There is something to write, now or when the tier has room again; not of a tier that is stuck."""
+        """Return whether chunks are to be written once the tier has room; False for a stuck tier."""
         return bool(self._owed) and self._wanted and not self.behind.queue.stuck_for_writing
 
     @property
     def under_way(self) -> bool:
-        """Chunks are being written, and it will be heard of them; not of a tier that is stuck."""
+        """Return whether chunks are being written; False for a stuck tier."""
         return bool(self._held) and not self.behind.queue.stuck_for_writing
 
     def pump(self) -> int:
-        """Give the tier as much as it takes; how many chunks are owed no more."""
+        """Start as many writes as the tier has room for; return the number of chunks no longer owed."""
         if not (before := len(self._owed)):
             return 0
         while self._owed and self._wanted and self.behind.queue.can_write:
@@ -78,16 +78,16 @@ class Writing:
         return before - len(self._owed)
 
     def wrote(self, key: bytes) -> None:
-        """The tier has taken a chunk, or has not: its memory is no longer needed for that."""
+        """Release the slot of a chunk whose write has ended, whether or not the tier stored it."""
         self.host.close(self._held.pop(key))
 
     def flush(self) -> None:
-        """Give the tier everything, whatever it takes."""
+        """Start writes of all chunks that are owed, even if the tier has no room."""
         while self._owed:
             self._write_next()
 
     def forget(self) -> None:
-        """Nothing that is owed is wanted any more."""
+        """Drop all chunks that are owed; writes that have started go on."""
         self._owed.clear()
 
     @property
