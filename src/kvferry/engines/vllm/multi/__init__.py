@@ -1,7 +1,12 @@
 """Several KV connectors in one: `connector.FerryMultiConnector`.
 
-Every child stores; which of them loads a request is chosen as kvferry chooses between its own sources.
-`settings` reads the configuration, `children` makes what it names agree, `choosing` decides who loads and
-sees loads to their end, `completions` joins what children report into what the engine may be told, `meta` is
-what the two halves say to each other, `stats` and `metrics` carry counts to the engine's /metrics.
+Every child stores. One child loads a request, chosen as kvferry chooses between its own sources.
+
+- `settings`: reads the configuration
+- `children`: makes the connectors that it names, and checks that they agree
+- `choosing`: decides which child loads a request, and follows each load to its end
+- `completions`: joins the completions that children report
+- `endings`: collects which children keep blocks of ended requests
+- `meta`: carries messages between the two halves
+- `stats`, `metrics`: carry counts to the engine's /metrics
 """

@@ -1,4 +1,4 @@
-"""The connectors of a `FerryMultiConnector`, and what they must agree on before an engine can start."""
+"""The connectors of a `FerryMultiConnector`, and the facts on which they must agree at engine start."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Child:
     """A connector before it is made.
 
     Attributes:
-        name: see `ChildSettings`.
-        load_weight: the same.
-        cls: its class.
+        name: unique name, as in `ChildSettings`.
+        load_weight: weight of the tokens that it offers, as in `ChildSettings`.
+        cls: connector class.
         config: the engine's configuration with this child's settings as the connector's.
     """
 
@@ -47,22 +47,22 @@ class Child:
 
     @property
     def ferry(self) -> bool:
-        """It is one of kvferry's own."""
+        """True for kvferry's own connector."""
         return isinstance(self.cls, type) and issubclass(self.cls, KVFerryConnector)
 
     @property
     def hands_over(self) -> bool:
-        """It is known to hand KV to other engines."""
+        """True for a connector that is known to hand KV to other engines."""
         if self.ferry:
             return read_settings(self.config).transfers
         return self.cls.__name__ in _HAND_OVER
 
 
 def read_multi(vllm_config: Any) -> MultiSettings:
-    """The settings from vLLM's.
+    """Read the settings from vLLM's configuration.
 
     Raises:
-        ConfigError: see `parse_multi`; or vLLM's own settings cannot be used.
+        ConfigError: `parse_multi` refuses a setting, or vLLM's own settings cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
     settings = parse_multi(transfer.kv_connector_extra_config)
@@ -71,10 +71,10 @@ def read_multi(vllm_config: Any) -> MultiSettings:
 
 
 def children_of(vllm_config: Any) -> tuple[Child, ...]:
-    """The connectors that the settings name.
+    """Return the connectors that the settings name.
 
     Raises:
-        ConfigError: see `read_multi`; a class that is not found, or settings that vLLM refuses.
+        ConfigError: `read_multi` refuses a setting, a class is not found, or vLLM refuses a child's settings.
     """
     return tuple(_child(vllm_config, one) for one in read_multi(vllm_config).children)
 
@@ -95,10 +95,11 @@ def _child(vllm_config: Any, settings: ChildSettings) -> Child:
 
 
 def check(children: Sequence[Child], vllm_config: Any) -> None:
-    """See that these children can live in one engine.
+    """Check that these children can live in one engine.
 
     Raises:
-        ConfigError: some cannot do with the hybrid KV cache manager, which is on; or several hand KV over.
+        ConfigError: the hybrid KV cache manager is on and a child does not support it, or several children
+            hand KV over.
     """
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         without = [child.name for child in children if not supports_hybrid(child.config)]
@@ -118,12 +119,12 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
 
 
 def agreed_layout(children: Sequence[Child]) -> str | None:
-    """The memory layout that the children want the engine's cache to have; None if any will do.
+    """Return the memory layout that the children want for the engine's cache; None if any will do.
 
-    A KVFerryConnector whose layout is ``auto`` takes what the others want.
+    A KVFerryConnector whose layout is ``auto`` takes the layout that the others want.
 
     Raises:
-        ConfigError: two want different ones.
+        ConfigError: two children want different layouts.
     """
     soft: str | None = None
     wishes: dict[str, str] = {}
@@ -145,10 +146,10 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
 
 
 def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:
-    """How many workers report each request, by what the children say; None for all.
+    """Return the number of workers that report each request, as the children state it; None for all workers.
 
     Raises:
-        ConfigError: not all of them say the same.
+        ConfigError: the children state different numbers.
     """
     if len({workers if count is None else count for count in counts}) > 1:
         said = ", ".join(

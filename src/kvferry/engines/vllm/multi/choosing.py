@@ -1,16 +1,16 @@
-"""Choice of the child that loads a request: ask all, choose one, never the same again after it failed.
+"""Choice of the child that loads a request: ask all, choose one, exclude a child after its load failed.
 
-The life of each request, in a `_RequestState`; `admission` has the same phases for kvferry's own sources:
+Phases of a request, kept in its `_RequestState` (`admission` has the same phases for kvferry's own sources):
 
     OPEN ─admitted with blocks─▶ LOADING ─its child reports it─▶ SERVED
       │                             └─as failed─▶ (struck out) FAILED ─lets others pass─▶ OPEN ─▶ …
       └─nothing to load─▶ SERVED ─preempted, admitted anew─▶ OPEN
 
 A child that was not chosen gets the blocks with 0 tokens to load, as in vLLM's MultiConnector, and drops
-what it holds for the request. Children with synchronous loads report nothing. Their request is SERVED when
+its state for the request. Children with synchronous loads report nothing. Their request is SERVED when
 it is admitted, and the child is struck out if it reports blocks that did not load.
 
-An asynchronous load waits if it would leave too little `headroom` for requests that wait.
+An asynchronous load waits if it would leave too little `headroom` for waiting requests.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Count = tuple[str, str, str]
 
 @dataclass(slots=True)
 class _Load:
-    """What a child loads.
+    """A load by a child.
 
     Attributes:
-        place: of the child.
-        bid: that was taken.
-        waits: the child reports when it is done.
-        blocks: vLLM's, of the request.
-        began: seconds of the clock.
-        spoilt: the engine was told of blocks that did not load.
+        place: index of the child.
+        bid: the bid that was taken.
+        waits: True if the child reports the end of the load.
+        blocks: vLLM's blocks of the request.
+        began: start of the load, in seconds of the clock.
+        spoilt: True once the engine was told of blocks that did not load.
     """
 
     place: int
@@ -54,17 +54,17 @@ class _Load:
 
 @dataclass(slots=True)
 class _RequestState:
-    """One request.
+    """State of one request.
 
     Attributes:
         bidding: its bids and attempts.
-        phase: as drawn above.
-        answers: the children's last answers, in tokens; None of a child that is still looking.
+        phase: its phase, as drawn in the module's diagram.
+        answers: the children's last answers, in tokens; None for a child that is still looking.
         had: tokens that the engine had at that time.
-        taken: place of the child that is to load, and its bid.
-        waits: the load is asynchronous, between steps.
-        load: the load under way; a synchronous one until the request ends or is admitted anew.
-        failed: the last load has failed.
+        taken: index of the child that is to load, and its bid.
+        waits: True if the load is asynchronous, between steps.
+        load: the load under way; a synchronous load stays until the request ends or is admitted anew.
+        failed: True if the last load failed.
         waiting: time spent waiting for room, or for children that were looking.
     """
 
@@ -81,18 +81,18 @@ class _RequestState:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the last look.
+    """Counts of events since the last call of `take`.
 
     Attributes:
-        more: counted up.
-        pending: loads under way per child, as it is now.
+        more: increments of counters.
+        pending: current loads under way per child.
     """
 
     more: Counter[Count] = field(default_factory=Counter)
     pending: Counter[str] = field(default_factory=Counter)
 
     def take(self) -> Counter[Count]:
-        """What was counted; from now on anew."""
+        """Return the increments and begin new ones."""
         taken, self.more = self.more, Counter()
         return taken
 
@@ -102,7 +102,7 @@ class Choosing:
 
     Attributes:
         counts: counters per child.
-        headroom: blocks to leave for requests that wait; set once the engine has its blocks.
+        headroom: blocks to leave for waiting requests; set once the engine has its blocks.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Choosing:
         attempts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin.
+        """Begin without requests.
 
         Args:
-            names: of the children.
+            names: names of the children.
             children: connectors, made for the scheduler.
-            choice: between what they offer, with their names as places.
-            attempts: loads of a request.
-            clock: seconds.
+            choice: policy that chooses between the children's bids, with the children's names as sources.
+            attempts: maximum loads of one request.
+            clock: returns seconds.
         """
         self.counts, self.headroom = Counts(), Headroom()
         self._names, self._children = tuple(names), tuple(children)
@@ -131,11 +131,14 @@ class Choosing:
         self._brought: dict[str, Bidding] = {}
 
     def __len__(self) -> int:
-        """Requests that are known, and loads that are under way."""
+        """Return the number of known requests plus the number of loads under way."""
         return len(self._known) + len(self._loads)
 
     def matched(self, request: Any, have: int) -> tuple[int | None, bool]:
-        """Tokens to load beyond `have`, and whether between steps; None to be asked again."""
+        """Return the tokens to load beyond `have`, and True for a load between steps.
+
+        The tokens are None if the engine must ask again.
+        """
         known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, have) for child in self._children]
         known.answers, known.had = tuple(tokens for tokens, _ in answers), have
@@ -188,7 +191,7 @@ class Choosing:
             self._brought.pop(name).computed()
 
     def chosen(self, request_id: str) -> int | None:
-        """Place of the child that is to load, or loads, the request."""
+        """Return the index of the child that is to load the request or is loading it; None without one."""
         known = self._known.get(request_id)
         if known is None:
             return None
@@ -197,10 +200,10 @@ class Choosing:
         return None if known.load is None else known.load.place
 
     def allocated(self, request: Any, blocks: Any, external: int) -> int | None:
-        """The request has blocks; `external` tokens are to be loaded into them, or none.
+        """Hand the request's blocks to all children; the chosen child loads `external` tokens into them.
 
         Returns:
-            Place of the child that loads them within the step that uses them, if one does.
+            Index of the child that loads within the step that uses the blocks; None without one.
         """
         known = self._known.get(request.request_id)
         loader = None
@@ -211,7 +214,7 @@ class Choosing:
         return None if known is None or known.waits else loader
 
     def _admit(self, request: Any, known: _RequestState, blocks: Any, external: int) -> int | None:
-        """Begin to load what was taken, if anything is to be loaded; the place of the child that does."""
+        """Begin the chosen load if there are tokens to load; return the index of its child, or None."""
         taken, known.taken, known.failed = known.taken, None, False
         self._count(known.answers, None if taken is None or not external else taken[0], external)
         if taken is None or not external:
@@ -243,12 +246,12 @@ class Choosing:
                 more["misses", name, ""] += 1
 
     def take_new(self) -> dict[str, int]:
-        """Requests that wait for a child since the last call, and for which."""
+        """Return the requests that wait for a child since the last call, each with the child's index."""
         new, self._new = self._new, {}
         return new
 
     def heard(self, received: set[str], failed: set[str], spoilt: set[int]) -> None:
-        """What the engine is told of a step: requests arrived, which of them failed, blocks not loaded."""
+        """Handle a step's results: received requests, the failed ones among them, and blocks not loaded."""
         if spoilt:
             self._look_for(spoilt)
         for request_id in received:
@@ -275,7 +278,7 @@ class Choosing:
             self.headroom.forget(request_id)
 
     def _look_for(self, spoilt: set[int]) -> None:
-        """Strike out whoever was to load these blocks."""
+        """Strike out the children that were to load these blocks."""
         for known in self._known.values():
             load = known.load
             if load is None or not any(spoilt.intersection(ids) for ids in load.blocks.get_block_ids()):
@@ -284,7 +287,7 @@ class Choosing:
             known.bidding.strike(self._names[load.place], "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
-        """The request has ended, whichever way; a load that is under way is still reported."""
+        """Forget a request that has ended in any way; an asynchronous load under way is still reported."""
         self.headroom.forget(request_id)
         self._brought.pop(request_id, None)
         known = self._known.pop(request_id, None)
@@ -292,7 +295,7 @@ class Choosing:
             self._settle(known)
 
     def _settle(self, known: _RequestState) -> None:
-        """A load that nobody reports is over."""
+        """End a synchronous load, which no child reports."""
         load, known.load = known.load, None
         if load is not None and not load.waits:
             outcome = "failed" if load.spoilt else "ready"

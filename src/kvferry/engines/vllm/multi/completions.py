@@ -1,8 +1,8 @@
-"""Which of its children's completions a worker tells the engine.
+"""Completions of the children, as a worker reports them to the engine.
 
-vLLM asserts on a completion that it does not wait for, and takes the first one for all: so a request has
-arrived when the child that loads it says so, whatever others say, and is sent when every child that asked for
-its blocks to be kept has said so.
+vLLM asserts on a completion that it does not wait for, and takes the first one for all. So a request has
+arrived when the child that loads it says so, whatever other children say. A request is sent when every child
+that asked to keep its blocks has said so.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 
 
 class Completions:
-    """What a worker still waits for."""
+    """Completions that a worker still waits for."""
 
     def __init__(self) -> None:
         self._loads: dict[str, int] = {}
         self._holders: dict[str, set[int]] = {}
 
     def __len__(self) -> int:
-        """Requests that some child has yet to report."""
+        """Return the number of requests that some child has yet to report."""
         return len(self._loads) + len(self._holders)
 
     def expect(self, loads: Mapping[str, int], holders: Mapping[str, Iterable[int]]) -> None:
-        """Requests that are loaded from now on, and by whom; requests that have ended, and who holds them."""
+        """Note new loads with their children, and ended requests with the children that hold blocks."""
         self._loads.update(loads)
         self._holders.update({name: set(places) for name, places in holders.items()})
 
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
-        """All children's completions of a step as the engine may hear them.
+        """Join all children's completions of a step into those that the engine expects.
 
         Args:
-            reports: by place of the child.
+            reports: reports in the order of the children.
         """
         sent, received, failed = set(), set(), set()
         for place, report in enumerate(reports):

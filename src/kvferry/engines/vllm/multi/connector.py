@@ -1,10 +1,10 @@
-"""`FerryMultiConnector`: several of vLLM's KV connectors at once, and a choice between what they have.
+"""`FerryMultiConnector`: several of vLLM's KV connectors at once, and a choice between their offers.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "FerryMultiConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.multi.connector", ...}'
 
-This class only hands vLLM's hooks on to the children, and joins what they answer; see `choosing`,
-`completions` and `endings` for what is more than that.
+This class only hands vLLM's hooks on to the children, and joins their answers. `choosing`, `completions` and
+`endings` hold all further logic.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def sub_connectors(self) -> list[Any]:
-        """The children, by place in the configuration."""
+        """The children, in the order of the configuration."""
         return list(self._connectors)
 
     @property
@@ -362,12 +362,12 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _of_child(metadata: dict[Any, Any], place: int) -> dict[Any, Any]:
-    """One child's part of what workers told at start, by worker."""
+    """Return one child's part of the workers' handshakes, by worker."""
     return {worker: of.children[place] for worker, of in metadata.items() if of.children[place] is not None}
 
 
 def _part(whole: Any, place: int) -> Any:
-    """What one child said of what all did; None if they said nothing."""
+    """Return one child's part of a joint message; None if the child sent none."""
     return None if whole is None else whole.children[place]
 
 

@@ -1,7 +1,7 @@
-"""Requests that have ended: which children keep their blocks, and whose parameters go with the answer.
+"""Ended requests: the children that keep their blocks, and the parameters that go with the answer.
 
-The scheduler half collects here what its children say, request by request; workers learn who holds what with
-the next step (`completions`).
+The scheduler half collects its children's answers here, request by request. Workers learn with the next step
+which children hold blocks (`completions`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Endings:
         self._warned_of: set[tuple[str, ...]] = set()
 
     def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
-        """What all say together: parameters are those of the first child that has some."""
+        """Join the children's answers; the parameters are those of the first child that has some."""
         keeps = self.hold(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
         self._warn_once(tuple(name for name, _ in said))
         return keeps, said[0][1] if said else None
 
     def hold(self, request_id: str, held: Sequence[bool]) -> bool:
-        """Children keep blocks of a request, by place; whether any does."""
+        """Note which children, in order, keep blocks of a request; return True if any does."""
         if any(held):
             places = {place for place, holds in enumerate(held) if holds}
             self._holders.setdefault(request_id, set()).update(places)
         return any(held)
 
     def take_new(self) -> dict[str, frozenset[int]]:
-        """Who holds blocks of which request, since this was asked last."""
+        """Return the indices of the children that hold blocks, by request, noted since the last call."""
         holders, self._holders = self._holders, {}
         return {request_id: frozenset(places) for request_id, places in holders.items()}
 

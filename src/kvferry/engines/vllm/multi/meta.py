@@ -1,4 +1,4 @@
-"""What the halves of a `FerryMultiConnector` say to each other: their children's words, side by side.
+"""Messages between the halves of a `FerryMultiConnector`: their children's messages, side by side.
 
 The engine carries these within itself (pickled between its own processes).
 """
@@ -18,12 +18,12 @@ from kvferry.engines.vllm.compat.contract import (
 
 @dataclass(slots=True)
 class MultiMeta(KVConnectorMetadata):
-    """Scheduler half to worker halves.
+    """Message of the scheduler half to the worker halves.
 
     Attributes:
-        children: by place in the configuration.
-        loads: request to the child that now loads it; no other child's word on its arrival counts.
-        holders: request that has ended to the children that still need its blocks.
+        children: the children's messages, in the order of the configuration.
+        loads: request to the child that now loads it; only this child can report its arrival.
+        holders: ended request to the children that still need its blocks.
     """
 
     children: tuple[KVConnectorMetadata, ...]
@@ -33,12 +33,12 @@ class MultiMeta(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiWorkerMeta(KVConnectorWorkerMetadata):
-    """Worker half to scheduler half; None where a child has said nothing."""
+    """Message of a worker half to the scheduler half; None for a child without a message."""
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMeta:
-        """Both workers' words as one."""
+        """Join the messages of two workers."""
         assert isinstance(other, MultiWorkerMeta)
         return MultiWorkerMeta(
             tuple(
@@ -50,7 +50,7 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshake(KVConnectorHandshakeMetadata):
-    """What a worker's children tell their scheduler halves at start; None where one has nothing to tell."""
+    """Handshakes of a worker's children for their scheduler halves at start; None for a child without one."""
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
@@ -58,19 +58,19 @@ class MultiHandshake(KVConnectorHandshakeMetadata):
 class MultiEvents(KVConnectorKVEvents):
     """KV cache events of a worker's children, which the engine joins over the workers.
 
-    vLLM joins by adding another's list and counting one worker more. Children count by themselves: not every
-    child of every worker has events in a step.
+    vLLM joins by adding another worker's list and counting one worker more. Children count by themselves: not
+    every child of every worker has events in a step.
     """
 
     def __init__(self, children: tuple[KVConnectorKVEvents | None, ...]) -> None:
         self.children = list(children)
 
     def get_all_events(self) -> list[Any]:
-        """(place of the child, its events) of those that have any."""
+        """Return (index of the child, its events) for every child that has events."""
         return [(place, of) for place, of in enumerate(self.children) if of is not None]
 
     def add_events(self, events: list[Any]) -> None:
-        """Another worker's."""
+        """Add another worker's events."""
         for place, theirs in events:
             mine = self.children[place]
             if mine is None:
@@ -80,18 +80,18 @@ class MultiEvents(KVConnectorKVEvents):
                 mine.increment_workers(theirs.get_number_of_workers())
 
     def aggregate(self) -> MultiEvents:
-        """Each child's, joined as it joins them."""
+        """Return each child's events, joined by the child's own class."""
         return MultiEvents(tuple(of.aggregate() if of is not None else None for of in self.children))
 
     def increment_workers(self, count: int = 1) -> None:
-        """Nothing: see the class."""
+        """Do nothing: the children count workers by themselves."""
 
     def get_number_of_workers(self) -> int:
-        """The most that any child has heard of."""
+        """Return the largest number of workers that any child counts."""
         return max((of.get_number_of_workers() for of in self.children if of is not None), default=0)
 
     def clear_events(self) -> None:
-        """Forget all."""
+        """Clear the events of all children."""
         for of in self.children:
             if of is not None:
                 of.clear_events()

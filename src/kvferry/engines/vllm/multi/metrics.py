@@ -1,4 +1,4 @@
-"""The children's Prometheus metrics, each with a label ``connector``, and those of choosing between them."""
+"""Prometheus metrics of the children, each with a label ``connector``, and of the choice between children."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MultiMetrics(KVConnectorPromMetrics):
                 self._children[child.name] = metrics
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine has sent."""
+        """Add stats that an engine has sent."""
         engine = self.per_engine_labelvalues[engine_idx]
         for metric, child, outcome, n in transfer_stats_data["more"]:
             labels = (child, outcome) if outcome else (child,)
@@ -60,7 +60,7 @@ class _Shared:
         self._made: dict[str, Any] = {}
 
     def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The metric of that name, made the first time."""
+        """Return the metric of that name; make it at the first call."""
         name = str(kwargs["name"] if "name" in kwargs else args[0])
         if name not in self._made:
             self._made[name] = make(*args, **kwargs)

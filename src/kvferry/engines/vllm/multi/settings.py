@@ -1,4 +1,4 @@
-"""The settings of a `FerryMultiConnector`: a list of connectors, and how to choose between them."""
+"""Settings of a `FerryMultiConnector`: a list of connectors, and the choice between them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """One entry of ``connectors``.
 
     Attributes:
-        name: tells it from the others, in errors and as a label; by default the class, numbered from the
-            second of its kind on.
-        load_weight: of the tokens that it offers, for ``policy`` ``weight``.
+        name: unique name in errors and labels; by default the class, numbered from the second of its kind on.
+        load_weight: weight of the tokens that it offers, for ``policy`` ``weight``.
         transfer: its keys of vLLM's ``KVTransferConfig``.
     """
 
@@ -51,12 +50,12 @@ class ChildSettings(msgspec.Struct, frozen=True):
 
 
 class MultiSettings(msgspec.Struct, frozen=True):
-    """``kv_connector_extra_config`` of a `FerryMultiConnector`.
+    """Settings in ``kv_connector_extra_config`` of a `FerryMultiConnector`.
 
     Attributes:
-        children: in the order in which equals are preferred.
-        policy: which of several serves a request, see `cache.policies`.
-        patience_seconds: how long a request waits for one that cannot say yet what it has.
+        children: the children; the order decides between equals.
+        policy: policy that chooses the child that serves a request (`cache.policies`).
+        patience_seconds: longest wait of a request for a child that is still looking.
         attempts: loads tried for one request before it is computed.
     """
 
@@ -67,7 +66,7 @@ class MultiSettings(msgspec.Struct, frozen=True):
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
-    """The keys besides ``connectors``, as they are given."""
+    """The keys besides ``connectors``, as given."""
 
     policy: Literal["weight", "cost", "first"] = "weight"
     patience_seconds: float = 10.0
@@ -75,7 +74,7 @@ class _Plain(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
-    """Settings from what the engine was given.
+    """Parse the settings that the engine was given.
 
     Raises:
         ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range, no

@@ -1,7 +1,7 @@
-"""What the children count, and what is counted of them, on its way to the engine's /metrics.
+"""Stats of the children and of the choice between them, on their way to the engine's /metrics.
 
-vLLM hands stats from process to process as plain values and asks the connector's class, which knows no
-configuration there, to make them whole again. So each child's carry the class that can.
+vLLM hands stats from process to process as plain values. It restores them with the connector's class, which
+knows no configuration there. So each child's stats carry the class that restores them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ ClassPath = tuple[str, str]
 
 
 def path_of(cls: type) -> ClassPath:
-    """Where a class is found."""
+    """Return the module and the name of a class."""
     return cls.__module__, cls.__qualname__
 
 
 class MultiStats(KVConnectorStats):
-    """Stats of a step, of one worker or of the scheduler.
+    """Stats of a step, from one worker or from the scheduler.
 
     Attributes:
         data: ``children``: by name, the path of the connector's class and its stats; ``more``: (metric,
-            child, outcome, how much more); ``pending``: loads under way by child, as it is now.
+            child, outcome, increment); ``pending``: current loads under way by child.
     """
 
     data: dict[str, Any]
@@ -42,7 +42,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> MultiStats:
-        """From what `to_dict` gave, on the other side of a process boundary or on this one."""
+        """Restore stats from the values of `to_dict`, in another process or in this one."""
         if not data:
             return cls()
         children = {}
@@ -56,7 +56,7 @@ class MultiStats(KVConnectorStats):
     def of(
         cls, children: Mapping[str, tuple[ClassPath, KVConnectorStats]], counts: Counts | None
     ) -> MultiStats:
-        """What the children have, and what was counted of them; mutates `counts`."""
+        """Join the children's stats with the counts of the choice between them; mutates `counts`."""
         more = counts.take() if counts is not None else {}
         pending = dict(counts.pending) if counts is not None and more else {}
         return cls(
@@ -64,18 +64,18 @@ class MultiStats(KVConnectorStats):
         )
 
     def reset(self) -> None:
-        """Forget all."""
+        """Clear all stats."""
         self.data = {"children": {}, "more": [], "pending": {}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the stats as plain values."""
         children = {
             name: [list(path), stats.to_dict()] for name, (path, stats) in self.data["children"].items()
         }
         return {**self.data, "children": children}
 
     def aggregate(self, other: KVConnectorStats) -> MultiStats:
-        """Add another's to these."""
+        """Add other stats to these."""
         ours = self.data["children"]
         for name, (path, stats) in other.data["children"].items():
             ours[name] = (path, ours[name][1].aggregate(stats) if name in ours else stats)
@@ -84,7 +84,7 @@ class MultiStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the engine's log."""
+        """Return the stats for the engine's log."""
         said: dict[str, int | float] = {}
         for metric, name, outcome, n in self.data["more"]:
             key = " ".join(filter(None, (name, outcome, metric.replace("_", " "))))
@@ -95,12 +95,12 @@ class MultiStats(KVConnectorStats):
         return said
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
+        """Return True if there are no stats to report."""
         return not self.data["more"] and all(stats.is_empty() for _, stats in self.data["children"].values())
 
 
 def _whole(path: ClassPath, data: Any) -> KVConnectorStats | None:
-    """A child's stats from plain values, made by its class; None if it makes none."""
+    """Restore a child's stats from plain values with its class; return None if the class makes none."""
     module, name = path
     found: Any = importlib.import_module(module)
     for part in name.split("."):
