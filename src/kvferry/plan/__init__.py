@@ -1,16 +1,16 @@
-"""What handing a model's KV cache over will take, and what the tiers keep of it, before any engine runs.
+"""Forecasts of a KV cache handover and of what the tiers keep, before any engine runs.
 
 - `find`, `table`: a model's ``config.json``, from a file, a folder, the built-in table or the hub.
-- `side`: the flags of one engine to its shape, with what vLLM would choose for what is not given.
+- `side`: the shape of one engine from its flags; vLLM's choices replace missing flags.
 - `request`: a made-up request with scattered block tables.
-- `planes`: K and V laid out apart.
-- `setting`: both engines laid out, and the request on them.
-- `forecast`, `moved`, `cost`: the planner run on it: what moves, in which pieces, which way, how long.
-- `snapshots`: where the engine leaves snapshots of recurrent state, by its settings.
-- `kept`, `choices`: what the tiers keep of a prompt by the settings, and how much of it can be used.
-- `show`, `numbers`, `show_kept`, `numbers_kept`: both on a terminal and as JSON.
-- `page`: a picture of it, as one HTML file.
+- `planes`: K and V as separate pages.
+- `setting`: the memory of both engines, and the request in it.
+- `forecast`, `moved`, `cost`: the planner's result: bytes, descriptors, strategy and expected seconds.
+- `snapshots`: the positions at which an engine leaves snapshots of recurrent state.
+- `kept`, `choices`: the part of a prompt that the tiers keep, and the prefixes that another prompt can load.
+- `show`, `numbers`, `show_kept`, `numbers_kept`: both forecasts on a terminal and as JSON.
+- `page`: a picture of the handover, as one HTML file.
 
-Nothing here has a formula of its own for what moves: geometry is laid out, templates are built, cells
-selected and tallied by the code that serves a real request.
+This package has no formula of its own for what moves. The code that serves a real request lays out the
+geometry, builds the templates, and selects and counts the cells.
 """

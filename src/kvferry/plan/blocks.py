@@ -1,14 +1,14 @@
 """Tokens of a block and layers of a group, as vLLM 0.32 derives them for a CUDA machine.
 
-A block id belongs to one group at a time, so every group must fit into the same memory. Where layers keep
+A block id belongs to one group at a time, so every group must fit into the same memory. If layers keep
 different things, vLLM brings their pages to one size, in this order:
 
-1. a page of attention holds a snapshot of recurrent state (`base_tokens`);
-2. of layers with smaller pages a block has more tokens (`block_sizes`);
-3. groups get as many layers each (`group_counts`).
+1. It makes a page of attention hold a snapshot of recurrent state (`base_tokens`).
+2. It puts more tokens into the blocks of layers with smaller pages (`block_sizes`).
+3. It gives all groups equally many layers (`group_counts`).
 
-Where blocks are outermost a page need not be as large as another, and 2 and 3 make way for packing: groups
-get as many layers as fit into the bytes that a block has anyway.
+If blocks are outermost, pages may differ in size, and packing replaces 2 and 3: a group gets as many layers
+as fit into the bytes that a block has anyway.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ _SIMILAR = 1.5
 
 
 def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tuple[int, str]:
-    """Tokens of a block, and why, in words; empty if it is what was asked for or vLLM's ordinary one.
+    """Return the tokens of a block, and the reason in words.
 
-    vLLM's rule for models with recurrent state (`Platform._align_hybrid_block_size`): the least multiple of
-    16 (of 128 for latents, of a larger size that was asked for) whose attention page is at least a page of
-    state. Both shrink with tensor parallelism, not alike, so that the block size depends on it.
+    The reason is empty for the requested size and for vLLM's ordinary size.
+
+    For models with recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the least multiple of
+    16 whose attention page is at least as large as a page of state. For latents it takes a multiple of 128,
+    and for a larger requested size a multiple of that. Both pages shrink with tensor parallelism, but not
+    equally, so the block size depends on `tp`.
 
     Args:
-        stores: what the layers keep.
-        tp: tensor-parallel ranks.
-        asked: tokens of a block, as the engine is told; None: it is not.
+        stores: the caches of the layers.
+        tp: number of tensor-parallel ranks.
+        asked: the engine's configured tokens of a block; None if it has no such setting.
 
     Raises:
-        GeometryError: heads do not go onto so many ranks.
+        GeometryError: the ranks can neither share nor copy the heads evenly.
     """
     stores = dict.fromkeys(stores)
     if all(store.block_tokens for store in stores):
@@ -63,7 +66,7 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
 
 
 def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, str]:
-    """The size that attention kernels take, where the engine is told none."""
+    """Return the requested block size, else the one that the attention kernels take, and the reason."""
     if asked is not None:
         return asked, ""
     stores = list(stores)
@@ -77,19 +80,19 @@ def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, s
 def block_sizes(
     stores: Iterable[LayerCache], tp: int, layout: str, tokens: int
 ) -> tuple[dict[LayerCache, int], str]:
-    """Tokens of a block of every kind of layer, and why some have more than others, in words.
+    """Return the tokens of a block for each kind of layer, and the reason for larger blocks in words.
 
-    vLLM's rule (`unify_kv_cache_spec_page_size`): where a page divides the largest, its block gets as many
-    times the tokens. Other pages are padded.
+    If a page divides the largest page, vLLM (`unify_kv_cache_spec_page_size`) multiplies the tokens of its
+    block by the quotient. It pads other pages.
 
     Args:
-        stores: what the layers keep.
-        tp: tensor-parallel ranks.
+        stores: the caches of the layers.
+        tp: number of tensor-parallel ranks.
         layout: order of the axes in memory.
-        tokens: of a block, as `base_tokens` has it.
+        tokens: tokens of a block, from `base_tokens`.
 
     Raises:
-        GeometryError: the layout is not for this model.
+        GeometryError: the layout does not suit this model.
     """
     kinds = list(dict.fromkeys(stores))
     sizes = {store: store.block_tokens or tokens for store in kinds}
@@ -116,18 +119,19 @@ def block_sizes(
 def group_counts(
     layers: Iterable[LayerCache], tp: int, layout: str, sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Groups that the layers of every kind are dealt out to.
+    """Return the number of groups that share the layers of each kind.
 
-    vLLM's rules: one block table for all layers that need the same tokens. Else groups of as many layers as
-    the rarest kind has, or the commonest one if that is not half as many again
-    (`_get_kv_cache_groups_uniform_page_size`). Where blocks are outermost and pages differ, windows are dealt
-    out so that a group fits into the block that the other layers need (`_get_packed_kv_cache_groups`).
+    If all layers need the same tokens, vLLM uses one block table for all of them. Otherwise a group has as
+    many layers as the rarest kind, or as the commonest kind if that has less than 1.5 times as many
+    (`_get_kv_cache_groups_uniform_page_size`). If blocks are outermost and pages differ, vLLM deals out the
+    sliding-window layers so that a group fits into the block that the other layers need
+    (`_get_packed_kv_cache_groups`).
 
     Args:
-        layers: what every layer keeps.
-        tp: tensor-parallel ranks.
+        layers: the cache of every layer.
+        tp: number of tensor-parallel ranks.
         layout: order of the axes in memory.
-        sizes: tokens of a block by kind, as of `block_sizes`.
+        sizes: tokens of a block by kind of layer, from `block_sizes`.
     """
     alike = Counter(layers)
     if _one_table(alike):
@@ -143,11 +147,11 @@ def group_counts(
 def _packed(
     alike: Mapping[LayerCache, int], pages: Mapping[LayerCache, int], sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Groups by kind of layer where blocks are outermost and pages differ.
+    """Return the number of groups by kind of layer, for outermost blocks and pages that differ.
 
-    Layers that need the same tokens are a *bucket*. Buckets whose layers come in pairs of different pages
-    stay whole, and others are dealt out to groups of about as many layers. Without such a bucket only windows
-    are dealt out, to groups that fit into the block that the other buckets need.
+    A *bucket* is all layers that need the same tokens. Buckets whose layers come in pairs of different pages
+    stay whole, and the others are dealt out to groups of about as many layers. Without such a bucket only
+    sliding-window layers are dealt out, to groups that fit into the block that the other buckets need.
     """
     buckets: dict[object, list[LayerCache]] = {}
     for store in alike:
@@ -172,27 +176,27 @@ def _packed(
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
-    """The size of groups, `least` or more, that all counts fill best; of several the largest."""
+    """Return the group size from `least` on that needs the least padding; the largest one in a tie."""
     return min(
         range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size)
     )
 
 
 def _differ(pages: Mapping[LayerCache, int]) -> bool:
-    """Whether pages stay of different sizes; snapshots are padded to the size of the others."""
+    """Return whether pages stay different in size. Snapshots do not count: vLLM pads them."""
     return len({page for store, page in pages.items() if store.kind is not GroupKind.STATE}) > 1
 
 
 def _one_table(stores: Iterable[LayerCache]) -> bool:
-    """Whether all layers need the same tokens, so that they share a block table, whatever their pages."""
+    """Return whether all layers need the same tokens, and so can share a block table."""
     return len({(*_needs(store), store.block_tokens) for store in stores}) == 1
 
 
 def _needs(store: LayerCache) -> tuple[GroupKind, int]:
-    """What decides which tokens a layer needs. Latents are full attention."""
+    """Return the kind and span that decide which tokens a layer needs. Latents count as full attention."""
     return GroupKind.FULL if store.kind is GroupKind.MLA else store.kind, store.attention_span
 
 
 def page_bytes(store: LayerCache, tp: int, tokens: int) -> int:
-    """Bytes of a snapshot, or of a page of so many tokens, on one rank."""
+    """Return the bytes of a snapshot, or of a page of `tokens` tokens, on one rank."""
     return page_interior(store, tokens, 1, 0, tp).page_bytes

@@ -1,7 +1,6 @@
-"""What a prompt comes to in the tiers under some settings, and how much of it another prompt can use.
+"""The part of a prompt that the tiers keep under some settings, and the prefixes that other prompts can load.
 
-Which chunks are kept, and from where a prefix can be continued, is asked of the code that stores and loads
-them.
+The code that stores and loads chunks decides which chunks are kept and where a prefix can be continued.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _THINNED = (16, 128)
 
 @dataclass(frozen=True, slots=True)
 class StorageChoice:
-    """What a prompt comes to under some settings.
+    """The storage that a prompt takes under some settings.
 
     Attributes:
-        steps: of the engine.
-        snapshot_tokens: distance of positions at which windows and snapshots are kept.
-        snapshots: kept of recurrent state.
-        bytes: of all files.
-        gap_tokens: the longest stretch of the prompt without a place to continue from: what a prompt that
-            begins alike may have to compute anew of what it shares.
+        steps: the engine's settings for snapshots.
+        snapshot_tokens: tokens between positions at which windows and snapshots are kept.
+        snapshots: number of snapshots of recurrent state that are kept.
+        bytes: bytes of all files.
+        gap_tokens: the longest stretch of the prompt, in tokens, without a place to continue from. Another
+            prompt with the same prefix may have to recompute that much of it.
     """
 
     steps: SnapshotSteps
@@ -44,12 +43,12 @@ class StorageChoice:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrompt:
-    """A prompt that is kept.
+    """A prompt that the tiers keep.
 
     Attributes:
-        canonical: what chunks are.
-        file_bytes: of a chunk's file, by group.
-        tokens: how long it is.
+        canonical: the form of its chunks.
+        file_bytes: bytes of a chunk's file, by group.
+        tokens: length of the prompt.
     """
 
     canonical: CanonicalForm
@@ -57,11 +56,11 @@ class StoredPrompt:
     tokens: int
 
     def choices(self, steps: SnapshotSteps, every: int) -> tuple[StorageChoice, ...]:
-        """What these settings come to, then others that keep more snapshots, or fewer windows.
+        """Return the storage under these settings, then under others with more snapshots or fewer windows.
 
         Args:
-            steps: of the engine.
-            every: distance of positions at which windows and snapshots are kept.
+            steps: the engine's settings for snapshots.
+            every: tokens between positions at which windows and snapshots are kept.
         """
         settings = _finer(steps, every) if self._has_state else self._coarser(steps, every)
         found = [self._choice(*each) for each in settings]
@@ -73,7 +72,7 @@ class StoredPrompt:
         return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
 
     def _coarser(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-        """Settings that keep fewer windows."""
+        """Yield these settings, then ones that keep fewer windows."""
         yield steps, every
         if any(group.attention_span for group in self.canonical.groups):
             thinned = (chunks * self.canonical.chunk_tokens for chunks in _THINNED)
@@ -90,7 +89,7 @@ class StoredPrompt:
         return StorageChoice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
 
     def _at_hand(self, steps: SnapshotSteps, every: int) -> Bools:
-        """Which whole chunks are kept, bool of shape (groups, chunks)."""
+        """Return a mask of the whole chunks that are kept: bool of shape (groups, chunks)."""
         chunk = self.canonical.chunk_tokens
         ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
         found = np.zeros((len(self.canonical.groups), self.tokens // chunk), np.bool_)
@@ -103,7 +102,7 @@ class StoredPrompt:
         return found
 
     def _usable(self, at_hand: Bools) -> Iterator[int]:
-        """The ends of chunks from which a longer prompt can be continued, ascending."""
+        """Yield the chunk ends, in tokens, from which a longer prompt can continue, ascending."""
         tokens = at_hand.shape[1] * self.canonical.chunk_tokens
         cut = ChunkedPrompt(tokens, self.canonical.chunk_tokens, tokens + 1)
         for end in cut.boundaries.tolist():
@@ -113,7 +112,7 @@ class StoredPrompt:
 
 
 def _finer(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-    """Settings that leave more snapshots of a long prompt, the finest last."""
+    """Yield these settings, then ones that leave more snapshots of a long prompt, the finest last."""
     dense = replace(steps, retention=None)
     quarter = max(steps.apart // 4 // steps.block_tokens, 1) * steps.block_tokens
     finer = (replace(dense, step_tokens=tokens) for tokens in (quarter, steps.block_tokens))

@@ -1,6 +1,6 @@
-"""Which way a route will go and how long that should take: the planner's own choice.
+"""The planner's choice of strategy for a route, and the expected seconds.
 
-The one place where a forecast meets the planner's cost model.
+Only this module connects a forecast to the planner's cost model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROOM_BYTES = TransferSettings().staging_bytes // 4
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """How a route will move.
+    """The expected transfer of a route.
 
     Attributes:
-        strategy: which way.
-        seconds: expected.
-        read_descriptors, read_bytes: of the READs that are posted.
+        strategy: the planner's choice.
+        seconds: expected duration.
+        read_descriptors, read_bytes: descriptors and bytes of the READs that are posted.
     """
 
     strategy: Strategy
@@ -40,11 +40,11 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What a forecast goes by.
+    """The costs and the strategy that a forecast assumes.
 
     Attributes:
-        costs: of work on the machine and the link.
-        pin: the strategy, where there is a choice; None for the cheapest.
+        costs: costs of work on the machine and the link.
+        pin: the strategy to take if there is a choice; None for the cheapest.
     """
 
     costs: Costs
@@ -52,14 +52,14 @@ class Pricing:
 
 
 def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
-    """Costs over a link that is no faster than so many 1e9 bytes per second.
+    """Return the costs over a link of limited bandwidth.
 
     Args:
-        costs: of a machine.
-        gigabytes_per_second: None for a link as fast as its memory.
+        costs: costs of a machine.
+        gigabytes_per_second: bandwidth in 1e9 bytes per second; None for a link as fast as its memory.
 
     Raises:
-        ConfigError: a speed that is none.
+        ConfigError: the bandwidth is not a finite number above 0.
     """
     if gigabytes_per_second is None:
         return costs
@@ -71,10 +71,10 @@ def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
 
 
 def pinned(name: str) -> Strategy | None:
-    """The strategy of that name; None, whichever is cheapest, for `AUTO`.
+    """Return the strategy of that name; None, for the cheapest, if it is `AUTO`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no strategy has that name.
     """
     if name == AUTO:
         return None
@@ -87,12 +87,12 @@ def pinned(name: str) -> Strategy | None:
 
 
 def expected(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> Expected:
-    """How the cells of a route will move.
+    """Return the expected transfer of a route's cells.
 
     Args:
-        route, cells: what moves.
-        counts: totals over both.
-        pricing: what work costs.
+        route, cells: the route, and its cells that move.
+        counts: totals over these cells.
+        pricing: costs, and the strategy if it is pinned.
     """
     costs = pricing.costs
     found = transfer_methods(route, costs, ROOM_BYTES)

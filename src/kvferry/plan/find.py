@@ -1,4 +1,4 @@
-"""A model's ``config.json``, from whatever the user calls the model."""
+"""Lookup of a model's ``config.json`` by a path, a name in the table or a name on the hub."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FILE = "config.json"
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
-    """(name for people, keys of the file).
+    """Return the model's display name, and the keys of its ``config.json``.
 
-    A path that exists wins over the table, the table over the hub.
+    A path that exists wins over the table, and the table wins over the hub.
 
     Raises:
-        ConfigError: there is no such model, or its file cannot be read; in one sentence.
+        ConfigError: there is no such model, or its file cannot be read. The message is one sentence.
     """
     path = expanded(model)
     if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
@@ -64,7 +64,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-    """The file from the hub's cache on this machine, or from the hub."""
+    """Return the path of the file in the hub's cache on this machine; download it if necessary."""
     give = "give the path of its config.json"
     try:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415 - comes with the engine, slow to import

@@ -1,4 +1,4 @@
-"""The planner, run on a made-up request between two engines that are not there."""
+"""A forecast of a handover: the planner's result for a made-up request between two hypothetical engines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from kvferry.planning.select import needed_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForecast:
-    """Layers that keep the same.
+    """The forecast for the layers that keep the same.
 
     Attributes:
-        store: what each keeps, over all ranks.
-        layers, tables: how many, and under how many block tables at the destination.
-        tokens: of the prompt that are moved; for state the one snapshot stands after them all.
-        page_bytes, to_page_bytes: one block in one layer on one rank of the source, of the destination.
-        moved: in all.
+        store: the cache of each of these layers, over all ranks.
+        layers: number of layers.
+        tables: number of their block tables at the destination.
+        tokens: tokens of the prompt that are moved. For state, the snapshot stands after the last of them.
+        page_bytes, to_page_bytes: bytes of one block in one layer on one rank, at the source and at the
+            destination.
+        moved: the transfer of all of these layers.
     """
 
     store: LayerCache
@@ -38,22 +40,22 @@ class LayerForecast:
 
     @property
     def is_state(self) -> bool:
-        """Whether it is one snapshot, not a number of tokens."""
+        """True if the layers keep one snapshot in place of tokens."""
         return self.store.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What handing over one request will take.
+    """The forecast for the handover of one request.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         source, destination: the engines.
-        blocks: tokens of a block on either.
-        tokens: of the prompt.
-        rows: by kind of layer.
-        whole: all of it.
-        notes: what was assumed or chosen, a sentence each.
+        blocks: tokens of a block at the source and at the destination.
+        tokens: length of the prompt.
+        rows: one forecast per kind of layer.
+        whole: the transfer of all layers.
+        notes: assumptions and choices, a sentence each.
     """
 
     model: str
@@ -67,12 +69,12 @@ class Forecast:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the model keeps of one token, once, over all layers."""
+        """Bytes of one token over all layers, without copies on several ranks."""
         return sum(row.layers * row.store.bytes_of(1) for row in self.rows if not row.is_state)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one snapshot of recurrent state, once, over all layers."""
+        """Bytes of one snapshot of recurrent state over all layers, without copies on several ranks."""
         return sum(row.layers * row.store.whole_bytes for row in self.rows if row.is_state)
 
 
@@ -84,17 +86,17 @@ def forecast(
     *,
     separate: bool = False,
 ) -> Forecast:
-    """What handing over a prompt of `tokens` tokens from the first side to the second will take.
+    """Return the forecast for handing a prompt over from the first side to the second.
 
     Args:
         reading: the model.
         sides: source and destination.
-        tokens: of the prompt.
-        pricing: what work costs.
-        separate: K and V as pages of their own on both sides.
+        tokens: length of the prompt.
+        pricing: costs, and the strategy if it is pinned.
+        separate: True for K and V as separate pages on both sides.
 
     Raises:
-        KVFerryError: an engine cannot be set up so, or the two cannot exchange this model's cache.
+        KVFerryError: an engine cannot have these settings, or the two cannot exchange this model's cache.
     """
     setting = set_up(reading, sides, tokens, separate=separate)
     sums = [TransferTotals() for _ in setting.kinds]
@@ -148,7 +150,7 @@ def _without_window(kind: GroupKind) -> GroupKind:
 
 
 def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
-    """Content of a page of any of these groups, the largest there is."""
+    """Return the content bytes of the largest page in these groups."""
     pages = [layer.page for rank in ranks for number in groups for layer in rank.groups[number].layers[:1]]
     return max((page.content_bytes for page in pages), default=0)
 
@@ -159,10 +161,10 @@ def _full_bytes(
     totals: Sequence[int],
     counts: Mapping[LayerCache, int],
 ) -> list[int | None]:
-    """Per kind, what would move if it were full attention.
+    """Return, for each kind of layer, the bytes that would move if all layers were full attention.
 
-    State that stands alone in its layer counts as a layer of the widest attention that the model has; state
-    beside attention counts nothing. None where there is no attention.
+    State that is alone in its layer counts as a layer of the model's widest attention. State beside attention
+    counts as 0. If the model has no attention, the result for state is None.
     """
     attention = [
         total / counts[kind]

@@ -1,4 +1,4 @@
-"""What the tiers of an engine keep: its chunks, in the canonical form, and what a prompt comes to."""
+"""A forecast of what an engine's tiers keep: chunks in the canonical form, and the storage of a prompt."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class KeptSettings:
     """Settings of the engine and of the tiers.
 
     Attributes:
-        step_tokens, retention: as of `SnapshotSteps`.
-        chunk_tokens, snapshot_tokens: of the connector; None for what it does by itself.
-        prompt: tokens of the prompt that is kept.
+        step_tokens, retention: as in `SnapshotSteps`.
+        chunk_tokens, snapshot_tokens: settings of the connector, in tokens; None for its defaults.
+        prompt: length in tokens of the prompt that is kept.
     """
 
     step_tokens: int = STEP_TOKENS
@@ -50,9 +50,9 @@ class KeptGroup:
     """A chunk of one group, or a snapshot.
 
     Attributes:
-        group: what it holds.
-        layers: how many.
-        file_bytes: of its file, with header and padding.
+        group: the group, in the canonical form.
+        layers: number of layers.
+        file_bytes: bytes of its file, with header and padding.
     """
 
     group: CanonicalGroup
@@ -61,21 +61,21 @@ class KeptGroup:
 
     @property
     def is_state(self) -> bool:
-        """Whether it is a snapshot."""
+        """True for a snapshot of recurrent state."""
         return self.group.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierForecast:
-    """What the tiers keep.
+    """The forecast of what the tiers keep.
 
     Attributes:
-        prompt: tokens.
-        chunk_tokens: of a chunk; 0 if nothing can be kept.
-        first_tokens: of the shortest prefix that can be loaded.
-        groups: chunks, by group.
-        choices: what was asked first, then settings that could be taken instead.
-        why_not: why nothing is kept, empty if something is.
+        prompt: length of the prompt in tokens.
+        chunk_tokens: tokens of a chunk; 0 if nothing can be kept.
+        first_tokens: tokens of the shortest prefix that can be loaded.
+        groups: the chunk of each group.
+        choices: the storage under the requested settings, then under alternatives.
+        why_not: the reason why nothing is kept; empty if something is.
     """
 
     prompt: int
@@ -87,15 +87,15 @@ class TierForecast:
 
 
 def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierForecast:
-    """What the tiers of an engine keep.
+    """Return the forecast of what the tiers of an engine keep.
 
     Args:
         reading: the model.
         side: the engine.
-        asked: its settings.
+        asked: the requested settings.
 
     Raises:
-        ConfigError: settings that vLLM or the connector would refuse.
+        ConfigError: vLLM or the connector would refuse the settings.
     """
     kinds = {store.kind for store in reading.cache.layers}
     _check_retention(kinds, asked.retention)

@@ -1,4 +1,4 @@
-"""What moves, counted over the routes of all ranks."""
+"""Totals of a transfer over the routes of all ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MIXED = "mixed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEstimate:
-    """What moves, of one kind of layer or of all.
+    """The transfer of one kind of layer, or of all layers.
 
     Attributes:
-        pages: (block, layer) pages that are touched at the destination, over all its ranks.
-        descriptors: runs that are contiguous on both sides.
+        pages: number of (block, layer) pages written at the destination, over all its ranks.
+        descriptors: number of runs that are contiguous on both sides.
         bytes: useful bytes, over all ranks of the destination.
-        full_bytes: the same, if all layers were full attention; None where there is no attention to compare.
-        run_bytes: half of the bytes are in runs at least this long.
-        block_run_bytes: the longest run inside one block.
-        strategy: the way that is taken, or `MIXED`.
-        read_descriptors, read_bytes: of the READs that are posted.
-        seconds: expected, of the slowest rank.
+        full_bytes: `bytes` if all layers were full attention; None if there is no attention to compare with.
+        run_bytes: length in bytes such that half of all bytes are in runs at least this long.
+        block_run_bytes: bytes of the longest run inside one block.
+        strategy: name of the strategy, or `MIXED`.
+        read_descriptors, read_bytes: descriptors and bytes of the READs that are posted.
+        seconds: expected duration on the slowest rank.
     """
 
     pages: int
@@ -47,13 +47,13 @@ class TransferEstimate:
 
 @dataclass(slots=True)
 class TransferTotals:
-    """Counts, added up.
+    """Running totals of a transfer.
 
     Attributes:
         pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: as in `TransferEstimate`.
-        runs: bytes by length of the run they are in.
-        strategies: those taken.
-        seconds: by rank of the destination.
+        runs: total bytes by length of run in bytes.
+        strategies: the strategies taken.
+        seconds: expected duration by rank of the destination.
     """
 
     pages: int = 0
@@ -67,14 +67,14 @@ class TransferTotals:
     seconds: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, rank: int, route: Route, cells: Cells, full: Cells, pricing: Pricing) -> None:
-        """One route of a rank.
+        """Add one route of a rank.
 
         Args:
-            rank: which.
-            route: what moves alike.
-            cells: those that move.
-            full: those that would if the layers were full attention.
-            pricing: what work costs.
+            rank: number of the rank at the destination.
+            route: the route.
+            cells: its cells that move.
+            full: its cells that would move if the layers were full attention.
+            pricing: costs, and the strategy if it is pinned.
         """
         counted = count_transfer(route, cells)
         self.pages += len(route.layers) * len(set(cells.dst_block.tolist()))
@@ -93,7 +93,7 @@ class TransferTotals:
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:
-        """Several as one."""
+        """Return the sum of several totals, without `full_bytes`."""
         whole = cls()
         for part in parts:
             whole.pages += part.pages
@@ -108,10 +108,10 @@ class TransferTotals:
         return whole
 
     def moved(self, full_bytes: int | None) -> TransferEstimate:
-        """As it is shown.
+        """Return these totals as an estimate.
 
         Args:
-            full_bytes: as in `TransferEstimate`, where more than these counts decides it.
+            full_bytes: as in `TransferEstimate`; these totals alone do not decide it.
         """
         runs = {length: total for length, total in self.runs.items() if total}
         strategies = sorted(self.strategies) or [Strategy.DIRECT]
@@ -130,13 +130,13 @@ class TransferTotals:
 
 
 def median_run(runs: Mapping[int, int]) -> int:
-    """The length such that half of the bytes are in runs at least as long; 0 without any.
+    """Return the length such that half of all bytes are in runs at least as long; 0 without runs.
 
     >>> median_run({1024: 3000, 65536: 5000}), median_run({1024: 5000, 65536: 3000})
     (65536, 1024)
 
     Args:
-        runs: bytes by length of run.
+        runs: total bytes by length of run in bytes.
     """
     half, seen = sum(runs.values()) / 2, 0
     for length in sorted(runs, reverse=True):

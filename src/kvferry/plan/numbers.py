@@ -1,4 +1,4 @@
-"""A forecast as plain numbers, for scripts. Every key is explained in docs/plan.md."""
+"""A forecast as plain numbers, for scripts. docs/plan.md explains every key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.plan.side import EngineSide
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """The forecast in bytes, tokens and seconds."""
+    """Return the forecast as JSON values, in bytes, tokens and seconds."""
     rows = forecast.rows
     sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     source, destination = (_side(side, tokens) for side, tokens in sides)

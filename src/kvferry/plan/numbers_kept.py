@@ -1,4 +1,4 @@
-"""What the tiers keep as plain numbers, for scripts. Every key is explained in docs/plan.md."""
+"""The forecast of the tiers as plain numbers, for scripts. docs/plan.md explains every key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.plan.kept import KeptGroup, TierForecast
 
 
 def kept_as_json(kept: TierForecast) -> dict[str, Any]:
-    """In bytes and tokens."""
+    """Return the forecast of the tiers as JSON values, in bytes and tokens."""
     return {
         "prompt_tokens": kept.prompt,
         "chunk_tokens": kept.chunk_tokens,
