@@ -1,4 +1,4 @@
-"""vLLM's engine arguments, each classified: does it decide what the KV cache holds?
+"""Table of vLLM's engine arguments: whether each decides what the KV cache holds.
 
 A test compares this table with the installed vLLM. An argument that a later vLLM adds fails it until somebody
 has found out what it does and has put it here.

@@ -4,14 +4,14 @@ Some settings act only while the model is built: `max_model_len` chooses the fac
 the configuration of Llama 4. So every rank reads the facts from the built model:
 
 - the configuration as the model left it, by key;
-- plain attributes of rotary embeddings (base, factors, which table is in use);
+- plain attributes of rotary embeddings (base, factors, the table in use);
 - numbers with a fraction that modules of the model's own code keep (scalings, epsilons);
 - buffers without an axis (normalisers), and the first positions of rotary tables.
 
 None of them depends on the parallel size, the block size or `max_model_len` alone. Sizes and switches of
-other modules do (heads of a rank, choices of kernels), so they are left out; the configuration and the
-geometry of the cache cover what matters of them. Tables are sampled at few positions and rounded, because
-devices differ in the last bits. The attributes that tables are computed from are exact.
+other modules do (heads of a rank, choices of kernels), so they are left out. The configuration and the
+geometry of the cache cover those that matter. Tables are sampled at few positions and rounded, because
+devices differ in the last bits. The attributes from which tables are computed are exact.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Built:
 
     Attributes:
         config: its configuration, by key.
-        modules: a name of something that modules keep to its values, of all modules that have it.
+        modules: values of a fact by its name, over all modules that have it.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Built:
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Facts of the model of this worker. A draft model is none of them: `drafts` tells drafts apart.
+    """Return the facts of this worker's model, without those of a draft model; `drafts` tells drafts apart.
 
     Raises:
         ConfigError: the model is not in this process.
@@ -125,7 +125,7 @@ def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]
 
 
 def _rounded(value: float) -> str:
-    """Write a number with three decimals, a large one with five digits."""
+    """Format a number below 10 with three decimals, a larger one with five digits."""
     text = f"{value:.3f}" if abs(value) < 10 else f"{value:.5g}"
     return "0.000" if text == "-0.000" else text
 

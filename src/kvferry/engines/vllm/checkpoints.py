@@ -1,4 +1,4 @@
-"""The weights of an engine's models: a digest of the checkpoint, or words if there is no digest."""
+"""Weights of an engine's models: a digest of the checkpoint, or words if there is no digest."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
     """Return a model's weights as engines compare them.
 
     Args:
-        vllm_config: of the engine.
-        model, load_config: vLLM's configuration of the model and of how it is loaded.
+        vllm_config: the engine's configuration.
+        model, load_config: vLLM's configurations of the model and of its loading.
     """
     load_format = str(load_config.load_format)
     name = str(model.model_weights or model.model)
@@ -39,7 +39,7 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
 
 
 def uncertain(found: str) -> bool:
-    """Return whether `weights` found no digest, so equal words may stand for different weights."""
+    """Return True if `weights` found no digest, so equal words may stand for different weights."""
     return found.startswith(_UNCERTAIN)
 
 

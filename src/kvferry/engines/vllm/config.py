@@ -1,4 +1,4 @@
-"""The connector's settings out of vLLM's configuration."""
+"""Connector settings from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     """Read the connector's settings from vLLM's, and decide `host_buffer`.
 
     Raises:
-        ConfigError: see `parse_config`; or vLLM's own settings cannot be used.
+        ConfigError: `parse_config` refuses a setting, or vLLM's own settings cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
@@ -42,10 +42,10 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def check_failure_policy(transfer: Any) -> None:
-    """Check that vLLM goes on with a request whose load fails.
+    """Check that vLLM goes on with a request after its load failed.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the policy for failed loads is not ``recompute``.
     """
     if transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(

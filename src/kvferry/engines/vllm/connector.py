@@ -2,7 +2,7 @@
 
     vllm serve MODEL --kv-transfer-config "$(kvferry config --role both)"
 
-This class only maps vLLM's hooks to the two halves; see `scheduler` and `worker`.
+This class only maps vLLM's hooks to the two halves, `scheduler` and `worker`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvferry.tiers.names import tier_kind
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves KV cache between engines; one instance in the scheduler, one per worker.
+    """Connector that moves KV cache between engines; one instance in the scheduler, one per worker.
 
     vLLM keeps one worker instance per process, even if two engines live in it: the second engine's cache is
     registered with the first one's. So a worker instance holds a half per engine, and every step's metadata
-    says whose it is.
+    names its engine.
     """
 
     supports_sleep_mode: ClassVar[bool] = False
@@ -77,7 +77,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """What is handed to another engine must arrive; what a cache does not get is computed again."""
+        """True if KV goes to other engines and must arrive; KV missing from a cache is computed again."""
         return bool(read_settings(self._vllm_config).transfers and super().requires_kv_delivery)
 
     @classmethod
@@ -88,7 +88,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> VLLMScheduler:
-        """Return what this instance does in the scheduler."""
+        """The half of this instance in the scheduler."""
         assert self._scheduler is not None
         return self._scheduler
 
@@ -149,7 +149,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker(self) -> VLLMWorker:
-        """Return what this instance does for the engine whose step this is."""
+        """The half of this instance for the engine of the current step."""
         assert self._current is not None
         return self._current
 
@@ -182,10 +182,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin(self._step_meta())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is only scheduled once its blocks are there."""
+        """Do nothing: loads are asynchronous, and a request is only scheduled once its blocks are there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved by layer: consumers read the finished blocks."""
+        """Do nothing: consumers read the finished blocks."""
 
     def wait_for_save(self) -> None:
         self.worker.save(self._step_meta())

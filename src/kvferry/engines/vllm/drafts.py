@@ -1,6 +1,6 @@
 """Layers of a draft model, and a digest that tells one draft from another.
 
-What a draft keeps depends on its own weights. Two engines that serve one model may have different drafts, or
+A draft's KV depends on its own weights. Two engines that serve one model may have different drafts, or
 one of them none: then the model's layers move, and the draft's do not. So each layer of a draft carries a
 digest of the draft, which tells it from another draft's layer of the same name in peers and in stored chunks.
 """

@@ -1,4 +1,4 @@
-"""Refuse engines that may give up or move the memory of their KV cache."""
+"""Check that refuses engines that may give up or move the memory of their KV cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def check_fixed_memory(
     """Check that the KV cache keeps the memory that it is given at start.
 
     Args:
-        vllm_config: of the engine.
-        transfers: the cache is registered with NIXL, for peers that read it.
-        environment: of the process.
+        vllm_config: the engine's configuration.
+        transfers: True if the cache is registered with NIXL, for peers that read it.
+        environment: variables of the process.
 
     Raises:
         ConfigError: the engine may sleep, or torch may put other memory behind the same addresses.

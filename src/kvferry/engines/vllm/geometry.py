@@ -1,4 +1,4 @@
-"""A worker's KV cache as vLLM hands it over, described."""
+"""Description of a worker's KV cache as vLLM hands it over."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def describe_cache(
     """Describe the cache of this worker.
 
     Args:
-        vllm_config, kv_cache_config: vLLM's.
+        vllm_config, kv_cache_config: vLLM's configurations.
         caches: layer name to its tensor: attention (kernel blocks, heads, tokens, content), state (blocks,
             1, 1, bytes).
-        tp_rank, pp_rank: which worker.
+        tp_rank, pp_rank: ranks of the worker.
 
     Raises:
         ConfigError: the cache holds something that cannot be moved; says what.
@@ -88,7 +88,7 @@ def describe_cache(
 
 
 def kind_of_group(group: Any) -> GroupKind:
-    """What a continuation needs of a group.
+    """Return the kind of a group, which states the needs of a continuation.
 
     Raises:
         ConfigError: kvferry cannot move it; names a layer.
@@ -102,7 +102,7 @@ def kind_of_group(group: Any) -> GroupKind:
 def _pages(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
 ) -> dict[str, PageFormat]:
-    """What a page of each layer holds that can be moved, by the layer's name."""
+    """Return the page format of each layer in the groups that vLLM lets transfer, by the layer's name."""
     blocks = kv_cache_config.num_blocks
     size = int(vllm_config.parallel_config.tensor_parallel_size)
     states = Rank(tp_rank, size, conv_channels_first())
@@ -127,7 +127,7 @@ def _pages(
 
 
 def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torch.Tensor:
-    """A layer's tensor, (kernel blocks, heads, tokens, content)."""
+    """Return a layer's tensor, (kernel blocks, heads, tokens, content)."""
     if name not in caches:
         raise ConfigError(f"vLLM handed over no cache for layer {name}")
     tensor = caches[name]
@@ -146,7 +146,7 @@ def _layer(
 
 
 def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:
-    """Every allocation behind the tensors, once: layers and groups may share one."""
+    """Yield every allocation behind the tensors once: layers and groups may share one."""
     seen = set()
     for tensor in caches.values():
         storage = tensor.untyped_storage()

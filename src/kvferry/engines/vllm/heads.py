@@ -1,7 +1,7 @@
-"""The KV heads of a layer that a tensor-parallel rank holds.
+"""KV heads of a layer that a tensor-parallel rank holds.
 
 Layers of one model may differ in their number of KV heads: Gemma 4 has fewer in layers that see everything.
-So the model's own number says nothing of a layer. With fewer heads than ranks, vLLM gives several ranks
+So the model's own number says nothing about a layer. With fewer heads than ranks, vLLM gives several ranks
 copies of one head, and a rank's count, 1, does not tell how many there are. The layer's QKV projection knows:
 its weight loader takes the rows of head ``rank // copies``.
 """
@@ -19,7 +19,7 @@ _COPIES = "num_kv_head_replicas"
 
 
 def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]:
-    """Find the QKV projection beside each attention layer, by the layer's `id`; none if there is none.
+    """Find the QKV projection beside each attention layer, by the layer's `id`; no entry without one.
 
     Args:
         modules: all modules of the models that have the layers.
@@ -46,7 +46,7 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
 
     Args:
         held: heads on this rank.
-        rank, ranks: which tensor-parallel rank of how many.
+        rank, ranks: tensor-parallel rank, and the number of ranks.
         projection: the layer's `QKVParallelLinear`, or None if it has none.
         of_model: KV heads that the model's configuration names.
     """
@@ -65,9 +65,9 @@ def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -
     """Return the heads of each layer that this rank holds, by the layer's name.
 
     Args:
-        vllm_config: vLLM's.
+        vllm_config: vLLM's configuration.
         layers: the engine's attention layers and their KV cache specs, by name.
-        rank: this tensor-parallel rank.
+        rank: this worker's tensor-parallel rank.
     """
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     of_model = int(vllm_config.model_config.get_total_num_kv_heads())

@@ -37,7 +37,7 @@ class HostBuffer:
             copy: the engine's copy operation.
 
         Raises:
-            ConfigError: the engine has none.
+            ConfigError: the engine has no copy operation.
         """
         if copy is None:
             raise ConfigError(

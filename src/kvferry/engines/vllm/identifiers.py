@@ -1,8 +1,8 @@
 """Content of the identifiers under which vLLM keeps images, videos and audio.
 
 vLLM keeps an item's encoder output, and the blocks of prompts with it, under the item's identifier. A client
-may choose that (``uuid``), so one identifier can come with two images. vLLM then computes one of them from
-what it has kept of the other, and the KV is not that of the image in the request. From the second image on,
+may choose the identifier (``uuid``), so two images can come with one. vLLM then computes one of them from
+the cached output of the other, and the KV is not that of the image in the request. From the second image on,
 neither has a certain name: its KV is not offered, not stored and not looked for.
 """
 
@@ -20,19 +20,19 @@ MOST: Final = 65_536
 
 
 class Identifiers:
-    """Contents by identifier. Only the engine's thread calls it, with every request that comes in."""
+    """Contents by identifier. Only the engine's thread calls it, with every new request."""
 
     def __init__(self, most: int = MOST) -> None:
-        """Begin without any; remember as many as `most`."""
+        """Begin empty; remember up to `most` identifiers."""
         self._most = most
         self._known: OrderedDict[bytes, items.Identified] = OrderedDict()
 
     def __len__(self) -> int:
-        """Identifiers that are remembered."""
+        """Return the number of remembered identifiers."""
         return len(self._known)
 
     def note(self, request: Any) -> None:
-        """Take in a new request, whose identifiers may stand for other content than before."""
+        """Note a new request's items, whose identifiers may stand for other content than before."""
         for feature in request.mm_features or ():
             self._note(feature)
 

@@ -1,9 +1,9 @@
 """Facts on which two engines, and an engine and a stored chunk, must agree.
 
-The weights count by content (`kvferry.cache.weights`): a model's name says nothing about them. What else
-decides KV content is taken from what was built: the model of every worker (`built`), the processor, and
-element types as they were resolved. `arguments` says of each of vLLM's engine arguments in which fact it ends
-up.
+Weights are compared by content (`kvferry.cache.weights`): a model's name says nothing about them. All other
+facts that decide KV content are read from built objects: the model of every worker (`built`), the processor,
+and the resolved element types. `arguments` states, for each of vLLM's engine arguments, the fact that
+covers it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int)
     """Return the facts that this engine sends to peers.
 
     Args:
-        vllm_config: its configuration.
-        must_agree: of `must_agree`.
-        incarnation: of this engine.
+        vllm_config: the engine's configuration.
+        must_agree: facts that the function `must_agree` returns.
+        incarnation: incarnation of this engine.
     """
     return Facts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
@@ -52,7 +52,7 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
     """Return all facts that another engine must share for its bytes to be right here.
 
     Args:
-        vllm_config, kv_cache_config: vLLM's.
+        vllm_config, kv_cache_config: vLLM's configurations.
         built: the models of all workers.
     """
     model = vllm_config.model_config
@@ -120,7 +120,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
     """Return the namespace of this engine's chunks in shared storage.
 
     Raises:
-        ConfigError: it is not certain whose bytes they are; says why.
+        ConfigError: the weights are uncertain, or scales of the cache are computed at run time; says why.
     """
     model = vllm_config.model_config
     facts = dict(must_agree)
@@ -150,8 +150,8 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 def _processor(model: Any) -> dict[str, str] | None:
     """Return the effective configuration of the multimodal processor; None if there is none.
 
-    Items are named by what the processor made of them (`items`). This says in words why they would differ, so
-    a processor that cannot be looked at costs the words only.
+    Items are named by the processor's output (`items`). This says in words why the names would differ, so a
+    processor that cannot be inspected costs the words only.
     """
     try:
         parts = processor_settings(model)

@@ -1,4 +1,4 @@
-"""What depends on vLLM's version: every import and attribute that moves between releases.
+"""Code that depends on vLLM's version: every import and attribute that moves between releases.
 
 Written against vLLM 0.32. A contract test introspects the installed one, and import-linter keeps the
 connector's other modules from importing vLLM. Callers import from the module that has the function.
@@ -6,7 +6,7 @@ connector's other modules from importing vLLM. Callers import from the module th
 - `contract`: the classes of the connector interface
 - `connectors`: connectors by name, and configurations for connectors within one
 - `process`: the log, the cores, the device, the ranks and the address of an engine's process
-- `specs`: KV cache specs, and what a continuation needs of a group
+- `specs`: KV cache specs, and the needs of a continuation from a group
 - `dtypes`: element types of the cache
 - `layouts`: memory layouts, and the attention backends that take them
 - `layers`: the engine's layer objects
@@ -14,7 +14,7 @@ connector's other modules from importing vLLM. Callers import from the module th
 - `drafts`: the settings of speculative decoding with a draft model
 - `multimodal`: images, video and audio, and their processor
 - `requests`, `request_ids`: a request in the scheduler, and its id
-- `frees`: when vLLM gives blocks back
-- `arrivals`: requests as they come into the scheduler
+- `frees`: deferred freeing of blocks
+- `arrivals`: requests as they enter the scheduler
 - `spans`: vLLM's own tracing
 """

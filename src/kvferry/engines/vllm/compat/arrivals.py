@@ -1,4 +1,4 @@
-"""Requests as they come into vLLM's scheduler, with what clients may put into them."""
+"""Requests as they enter vLLM's scheduler, with fields that clients control."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FOR_CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def guard_arrivals() -> None:
-    """Take from requests what would end the engine; changes vLLM's `Scheduler`, once.
+    """Patch vLLM's `Scheduler`, once, against requests that would end the engine.
 
     - A request that the API server has refused gets an id of its own. vLLM takes it from the client's body,
       without the random digits that all other ids end with. With the id of a request whose blocks are kept,

@@ -1,4 +1,4 @@
-"""Connectors by name, and the configurations that vLLM makes them from."""
+"""Connector classes by name, and the configurations that vLLM makes them from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def register_connector(name: str, module: str) -> None:
 
 
 def connector_class(vllm_config: VllmConfig) -> Any:
-    """The class of a configuration's connector.
+    """Return the class of a configuration's connector.
 
     Raises:
         ValueError, ImportError, AttributeError: there is none of that name.
@@ -32,7 +32,7 @@ def connector_class(vllm_config: VllmConfig) -> Any:
 
 
 def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
-    """The class of a connector's settings.
+    """Return the class of the connector that the settings name.
 
     Raises:
         ValueError, ImportError, AttributeError: there is none of that name.
@@ -41,15 +41,15 @@ def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
 
 
 def supports_hybrid(vllm_config: VllmConfig) -> bool:
-    """Whether a configuration's connector can do with the hybrid KV cache manager."""
+    """Return True if a configuration's connector supports the hybrid KV cache manager."""
     return bool(KVConnectorFactory.supports_hma_config(vllm_config.kv_transfer_config))
 
 
 def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> VllmConfig:
-    """The same configuration with another connector; what is not the connector's is shared.
+    """Copy a configuration with another connector; the copies share all other parts.
 
     Raises:
-        ValueError, TypeError: settings that vLLM refuses.
+        ValueError, TypeError: vLLM refuses the settings.
     """
     config = copy.copy(vllm_config)
     config.kv_transfer_config = KVTransferConfig(**transfer)
@@ -57,7 +57,7 @@ def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> Vllm
 
 
 def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
-    """The same configuration with more settings of the connector's own."""
+    """Copy a configuration with more entries in the connector's extra config."""
     config = copy.copy(vllm_config)
     config.kv_transfer_config = copy.copy(config.kv_transfer_config)
     config.kv_transfer_config.kv_connector_extra_config = {
@@ -68,11 +68,11 @@ def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
 
 
 def current_config() -> Any:
-    """The configuration of the engine that is being set up, None outside of that."""
+    """Return the configuration of the engine that is being set up; None outside of setup."""
     return get_current_vllm_config_or_none()
 
 
 def as_current_config(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
-    """Make a configuration that of the engine being set up, while the context lasts."""
+    """Return a context in which this configuration is that of the engine being set up."""
     context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
     return context

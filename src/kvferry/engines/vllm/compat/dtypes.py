@@ -10,7 +10,7 @@ from kvferry.engines.vllm.compat.specs import is_recurrent, layer_specs
 
 
 def cache_dtype(vllm_config: VllmConfig) -> str:
-    """The element type of the KV cache as it was resolved."""
+    """Return the resolved element type of the KV cache."""
     model = vllm_config.model_config
     named: str = resolve_kv_cache_dtype_string(str(vllm_config.cache_config.cache_dtype), model)
     resolved = {"auto": str(model.dtype).removeprefix("torch."), "fp8": "fp8_e4m3"}
@@ -18,7 +18,7 @@ def cache_dtype(vllm_config: VllmConfig) -> str:
 
 
 def state_dtypes(kv_cache_config: KVCacheConfig) -> str:
-    """Element types of recurrent state as they were resolved; empty without any."""
+    """Return the resolved element types of recurrent state; empty without any."""
     groups = kv_cache_config.kv_cache_groups
     layers = [layer for group in groups for layer in layer_specs(group.kv_cache_spec).values()]
     found = {tuple(layer.dtypes) for layer in layers if is_recurrent(layer)}

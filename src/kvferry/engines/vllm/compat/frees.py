@@ -1,4 +1,4 @@
-"""When vLLM gives blocks back."""
+"""Deferred freeing of blocks in vLLM."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from vllm.config import VllmConfig
 
 
 def defer_frees(vllm_config: VllmConfig) -> None:
-    """Let vLLM give blocks back only when no step in flight writes them; mutates the role in `vllm_config`.
+    """Let vLLM free blocks only when no step in flight writes them; mutates the role in `vllm_config`.
 
-    With overlapping steps an aborted or preempted request's blocks may still be written, unordered with a
-    load that is given them. vLLM waits for that in engines whose role is to load, and reads the role right
-    after it has made the connector. A prefill engine of ours loads as well: from tiers, and earlier turns
-    from the engine that decoded them.
+    With overlapping steps, a step in flight may still write the blocks of an aborted or preempted request,
+    unordered with a load into the same blocks. vLLM waits for that in engines whose role is to load, and
+    reads the role right after it has made the connector. A prefill engine of kvferry loads as well: from
+    tiers, and earlier turns from the engine that decoded them.
     """
     transfer = vllm_config.kv_transfer_config
     if not transfer.is_kv_consumer:

@@ -11,17 +11,17 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 
 def attention_layer(vllm_config: VllmConfig, name: str) -> Any:
-    """The engine's layer object of that name."""
+    """Return the engine's layer object of that name."""
     return vllm_config.compilation_config.static_forward_context[name]
 
 
 def conv_channels_first() -> bool:
-    """Convolution states are (channels, window), rather than (window, channels)."""
+    """Return True if convolution states are (channels, window), False if they are (window, channels)."""
     return bool(is_conv_state_dim_first())
 
 
 def is_indexer(layer: Any) -> bool:
-    """The layer only holds the fp8 keys of a sparse indexer: DeepSeek V3.2, GLM-5."""
+    """Return True if the layer only holds the fp8 keys of a sparse indexer: DeepSeek V3.2, GLM-5."""
     return layer.get_attn_backend().get_name() == "DEEPSEEK_V32_INDEXER" and layer.dtype is torch.uint8
 
 
@@ -31,11 +31,11 @@ def write_index_keys(
     """Quantise an indexer's keys into its cache, as vLLM does for CUDA.
 
     Args:
-        layer: as of `is_indexer`.
-        keys: (tokens, width), a multiple of `group` elements each.
+        layer: indexer layer (`is_indexer`).
+        keys: keys, (tokens, width); the width is a multiple of `group`.
         cache: uint8 of shape (blocks, tokens, bytes).
         slots: int64, one per token.
-        group: elements of a key to a scale.
+        group: elements of a key per scale.
 
     Raises:
         RuntimeError: this backend's keys are shuffled.

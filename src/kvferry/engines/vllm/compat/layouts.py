@@ -10,24 +10,24 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 
 def operators_layout() -> str | None:
-    """The layout that the operator has set; vLLM then asks no connector."""
+    """Return the layout that the operator has set; vLLM then asks no connector."""
     named: str | None = envs.VLLM_KV_CACHE_LAYOUT
     return named
 
 
 def supported_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Layouts that every attention backend of the model declares; all of them if none declares any.
+    """Return the layouts that every attention backend of the model declares; all if none declares any.
 
-    The engine core of several workers has no layers of its own: it is told the one they would choose.
+    An engine core with several workers has no layers of its own; it gets the backend that they would choose.
     """
     backends = get_current_attn_backends(vllm_config)
     return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
 
 
 def declared_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Layouts that every attention backend declares; none where that cannot be believed.
+    """Return the layouts that every attention backend declares; empty if a declaration is not reliable.
 
-    None means "any" to vLLM, but MLA backends that say so need not have meant it: the one for CPUs fails in
+    None means "any" to vLLM, but MLA backends that declare None need not mean it: the one for CPUs fails in
     its first step over blocks that are not side by side.
     """
     for backend in get_current_attn_backends(vllm_config):
@@ -37,12 +37,12 @@ def declared_layouts(vllm_config: VllmConfig) -> list[str]:
 
 
 def attention_backends(vllm_config: VllmConfig) -> list[str]:
-    """Names of the attention backends that the model's layers have."""
+    """Return the names of the attention backends of the model's layers."""
     return [str(backend.get_name()) for backend in get_current_attn_backends(vllm_config)]
 
 
 def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
-    """Whether kernels take the engine's blocks whole: with blocks outermost vLLM does not split them."""
+    """Return True if kernels take whole engine blocks: with blocks outermost vLLM does not split them."""
     block = vllm_config.cache_config.block_size
     return all(
         any(
@@ -54,7 +54,10 @@ def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def layers_are_alike(vllm_config: VllmConfig) -> bool:
-    """Whether all layers keep the same for a token: one kind of attention, no draft model, no indexer."""
+    """Return True if all layers keep the same for a token.
+
+    That is so with one kind of attention, no draft model and no indexer.
+    """
     model = vllm_config.model_config
     text = model.hf_text_config
     return (

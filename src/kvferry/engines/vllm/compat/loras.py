@@ -11,7 +11,7 @@ from vllm.v1.executor import Executor
 
 
 class _Listener(Protocol):
-    """Gets a call for each adapter."""
+    """Receiver of a call for each adapter."""
 
     def on_load(self, lora: LoRARequest) -> None:
         """Note that the engine is about to load an adapter."""
@@ -23,8 +23,8 @@ _LISTENERS = WeakSet[_Listener]()
 def hook_adapter_loads(listener: _Listener) -> None:
     """Call a listener, while it is alive, before each load that the API asks for.
 
-    Runs in the scheduler's process; changes vLLM's `Executor`, once. Where a process has several engines,
-    each load reaches the listeners of all: an adapter may lose its name, and its KV is not kept then.
+    Runs in the scheduler's process; changes vLLM's `Executor`, once. If a process has several engines, each
+    load reaches the listeners of all engines: an adapter may lose its name, and its KV is not kept then.
     """
     _LISTENERS.add(listener)
     if hasattr(Executor.add_lora, "__wrapped__"):

@@ -1,4 +1,4 @@
-"""How vLLM and torch may change the memory behind the addresses of a KV cache."""
+"""Ways in which vLLM and torch may change the memory behind the addresses of a KV cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sleeps(vllm_config: Any) -> bool:
 def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the variable by which torch keeps the KV cache in expandable segments; None if it does not.
 
-    vLLM's cumem allocator turns them off for the KV cache. Memory of a CPU has none.
+    vLLM's cumem allocator turns them off for the KV cache. CPU memory has none.
     """
     if vllm_config.device_config.device_type == "cpu":
         return None
@@ -43,7 +43,7 @@ def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.en
 
 
 def keep_memory(vllm_config: Any) -> None:
-    """Have this worker refuse every call that would give up the memory of its KV cache.
+    """Make this worker refuse every call that would give up the memory of its KV cache.
 
     Raises:
         ConfigError: the worker is not in this process.

@@ -35,10 +35,10 @@ class Models:
 
 
 def built_models(vllm_config: VllmConfig) -> Models:
-    """The models of the worker in this process that serves this configuration.
+    """Return the models of the worker in this process that serves this configuration.
 
-    The worker is found among all objects: it has the same table of layers. Call this once before vLLM warms
-    up, which hides all objects from the garbage collector on a GPU; from then on the worker is remembered.
+    Finds the worker among all objects, by its table of layers. Call this once before vLLM warms up, which
+    hides all objects from the garbage collector on a GPU; from then on the worker is remembered.
 
     Raises:
         ConfigError: there is no such worker.
@@ -48,7 +48,7 @@ def built_models(vllm_config: VllmConfig) -> Models:
 
 
 def worker_of(vllm_config: VllmConfig) -> WorkerBase:
-    """The worker in this process that serves this configuration; see `built_models`.
+    """Return the worker in this process that serves this configuration, found as in `built_models`.
 
     Raises:
         ConfigError: there is no such worker.
@@ -65,9 +65,10 @@ def worker_of(vllm_config: VllmConfig) -> WorkerBase:
 
 
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
-    """Names of the layers that only the draft model has; call it in a worker.
+    """Return the names of the layers that only the draft model has; call it in a worker.
 
-    Names and places in a list of layers say nothing certain, and KV cache groups mix them with the target's.
+    Layer names and positions in a list of layers are not reliable, and KV cache groups mix draft layers with
+    the target's.
 
     Raises:
         ConfigError: the models are not in this process.
@@ -83,12 +84,12 @@ def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
 
 
 def vocabulary_size(vllm_config: VllmConfig) -> int:
-    """How many token ids the engine can sample."""
+    """Return the number of token ids that the engine can sample."""
     return int(vllm_config.model_config.get_vocab_size())
 
 
 def pools_every_token(vllm_config: VllmConfig) -> str:
-    """The pooling of a model whose answers need every token of a prompt computed; empty for other models.
+    """Return the pooling of a model whose answers need every prompt token computed; empty for other models.
 
     vLLM caches no prefixes of such a model, but still asks a connector for them.
     """

@@ -11,12 +11,12 @@ _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "
 
 
 def processor_settings(model: Any) -> dict[str, Any]:
-    """The multimodal processor's effective configuration, by its parts; empty for a model without one.
+    """Return the multimodal processor's effective configuration, by part; empty for a model without one.
 
-    Overrides (`mm_processor_kwargs`) are in it. vLLM's scheduler has made the processor by now.
+    Includes overrides (`mm_processor_kwargs`). vLLM's scheduler has made the processor by now.
 
     Raises:
-        Exception: whatever a processor raises that cannot be made.
+        Exception: any error of a processor that cannot be made.
     """
     if model.multimodal_config is None or not model.is_multimodal_model:
         return {}
@@ -26,9 +26,9 @@ def processor_settings(model: Any) -> dict[str, Any]:
 
 
 def item_data(feature: Any) -> Mapping[str, Any] | None:
-    """What the processor made of an image, a video or a piece of audio: the model's arguments by name.
+    """Return the processor's output for an image, a video or a piece of audio: model arguments by name.
 
-    None where the scheduler does not have it: it is in a worker's shared memory, or was not sent.
+    None if the scheduler does not have it: it is in a worker's shared memory, or was not sent.
     """
     if feature.data is None or "address" in feature.data:
         return None

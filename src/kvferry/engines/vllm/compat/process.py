@@ -16,7 +16,7 @@ _LOOK_SECONDS = 500e-6
 
 
 def share_logging() -> None:
-    """Let kvferry's log lines come out where vLLM's do, in the same form and from the same level on."""
+    """Send kvferry's log lines to vLLM's handlers, in the same form and from the same level on."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvferry")
     if theirs.handlers and not ours.handlers:
         ours.handlers = list(theirs.handlers)
@@ -25,7 +25,7 @@ def share_logging() -> None:
 
 
 def leave_cores_to_others(vllm_config: VllmConfig) -> None:
-    """Let an engine on CPUs sleep between two looks at its queues, where vLLM spins over ``sched_yield``.
+    """Make an engine on CPUs sleep between two looks at its queues, where vLLM spins over ``sched_yield``.
 
     An engine steps for as long as a lease or a load is open, and with several processes on few cores that
     spinning held up messages of the control channel for 4 to 60 s (two ranks on two cores, Linux 6.18).
@@ -46,10 +46,10 @@ def after_forward() -> Callable[[], None]:
 
 
 def tensor_and_pipeline_rank() -> tuple[int, int]:
-    """This worker's (tp_rank, pp_rank)."""
+    """Return this worker's (tp_rank, pp_rank)."""
     return int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
 
 
 def node_address() -> str:
-    """Address of this machine among the engine's own: ``VLLM_HOST_IP``, or that of the default route."""
+    """Return this machine's address among the engine's: ``VLLM_HOST_IP``, or that of the default route."""
     return str(get_ip())

@@ -9,17 +9,17 @@ from vllm.v1.request import RequestStatus
 
 
 def finished_whole(request: Any) -> bool:
-    """The request ended by itself: everything it was to compute has been computed."""
+    """Return True if the request ended by itself: everything it was to compute has been computed."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 def waits_for_blocks(request: Any) -> bool:
-    """The request has no blocks yet, or none any more."""
+    """Return True if the request has no blocks yet, or none any more."""
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def was_rejected(request: Any) -> bool:
-    """The API server refused this request, or its client left before the engine had it.
+    """Return True if the API server refused this request, or its client left before the engine had it.
 
     vLLM then sends a request of one made-up token, which ends at once.
     """
@@ -27,16 +27,16 @@ def was_rejected(request: Any) -> bool:
 
 
 def own_hit(request: Any) -> int | None:
-    """Tokens that the engine's own prefix cache had of a request when it was admitted.
+    """Return the tokens that the engine's own prefix cache had of a request at its first admission.
 
-    None of one that was preempted: it is said of first admissions only.
+    None for a request that was preempted: vLLM states it for first admissions only.
     """
     stats = None if request.num_preemptions else request.prefill_stats
     return None if stats is None else int(stats.num_local_cached_tokens)
 
 
 def reads_no_cache(request: Any) -> str | None:
-    """Why vLLM lets a request read no cache, neither its own nor a connector's; None if it may."""
+    """Return the reason why a request may read no cache, neither vLLM's nor a connector's; None if it may."""
     if not request.skip_reading_prefix_cache:
         return None
     if _scores_prompt(request.sampling_params):
@@ -51,16 +51,16 @@ def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int 
     seen it already could not be used.
 
     Returns:
-        False, and the request is as it was, if there is only one token, if the prompt is not made of token
+        False, and the request is unchanged, if there is only one token, if the prompt is not made of token
         ids, if logprobs of the prompt are wanted (the answer has them for every token), or if the request
         reads no cache: its consumer would load nothing.
 
     Args:
-        request: vLLM's.
-        hash_block_tokens: tokens of a block that is hashed, None or 0 without prefix caching.
-        sampled_below: have the engine sample the dropped token if its id is below this (an id beyond the
-            vocabulary would kill the engine). A draft model combines what the model computes of a token with
-            the token after it; of the last one that is what was sampled.
+        request: vLLM's request.
+        hash_block_tokens: tokens per hashed block; None or 0 without prefix caching.
+        sampled_below: exclusive upper bound of token ids; the engine samples the dropped token if its id is
+            below it (an id beyond the vocabulary would kill the engine). A draft model combines the model's
+            output for a token with the token after it; after the last one that is the sampled token.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False

@@ -1,4 +1,4 @@
-"""vLLM's own tracing, which kvferry's spans join."""
+"""Tracing in vLLM, which kvferry's spans join."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
 
 
 def is_traced(vllm_config: VllmConfig) -> bool:
-    """The engine exports spans: vLLM has set up OpenTelemetry in the scheduler's process."""
+    """Return True if the engine exports spans: vLLM has set up OpenTelemetry in the scheduler's process."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None and is_tracing_available()
 
 
 def trace_context(headers: Mapping[str, str]) -> Any:
-    """The context that a request's headers name, None if they name none."""
+    """Return the context that a request's headers name; None if they name none."""
     return extract_trace_context(headers)

@@ -1,15 +1,15 @@
-"""What a continuation needs of a KV cache group, by the class of vLLM's spec.
+"""Needs of a continuation from each KV cache group, by the class of vLLM's spec.
 
-Looked up by exact class: a subclass keeps something else, or keeps it elsewhere, and is refused until
-somebody has read it. A test compares `KINDS` and `REFUSED` with the specs of the installed vLLM.
+Specs are looked up by exact class: a subclass keeps something else, or keeps it elsewhere, and is refused
+until somebody has read it. A test compares `KINDS` and `REFUSED` with the specs of the installed vLLM.
 
 - `FullAttentionSpec`, `MLAAttentionSpec`: every token. With ``tokens_per_state`` above 1 (DeepSeek V4) a
   state stands for several tokens: a block of `block_size` tokens holds so many fewer states, and the block
   table still counts tokens.
 - `RSWASpec`: every token of a prompt. Generated tokens see less than they would as part of a prompt, so no
   later prompt may find them (`names_prompts_only`).
-- `SlidingWindowSpec`, `SlidingWindowMLASpec`: the last window. DeepSeek V4's compressor keeps what it has
-  not compressed yet in the latter.
+- `SlidingWindowSpec`, `SlidingWindowMLASpec`: the last window. DeepSeek V4's compressor keeps tokens that it
+  has not compressed yet in the latter.
 - `ChunkedLocalAttentionSpec`: the current chunk.
 - `MambaSpec`: one snapshot.
 - `CircularBufferSpec`: one block per request, overwritten in place, with the raw keys of tokens that are not
@@ -79,18 +79,18 @@ REFUSED: dict[type[KVCacheSpec], str] = {
 
 
 def layer_specs(spec: KVCacheSpec) -> dict[str, Any]:
-    """A group's specs by layer name; under ``""`` that of all layers, if they share one."""
+    """Return a group's specs by layer name; if all layers share one spec, its key is ``""``."""
     return dict(spec.kv_cache_specs) if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
 
 
 def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
-    """The layer's own spec; a group's may wrap one per layer."""
+    """Return the layer's own spec; a group's may wrap one per layer."""
     found = layer_specs(spec)
     return found.get("", None) or found[name]
 
 
 def kind_of(spec: KVCacheSpec) -> GroupKind:
-    """The kind of a group.
+    """Return the kind of a group.
 
     Raises:
         ConfigError: kvferry cannot move it; says why, and what to do.
@@ -124,7 +124,7 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
 
 
 def attention_span_of(spec: KVCacheSpec) -> int:
-    """Window or chunk in tokens, 0 for other kinds."""
+    """Return the window or chunk in tokens; 0 for other kinds."""
     return max(_attention_span_of_layer(one) for one in layer_specs(spec).values())
 
 
@@ -139,9 +139,9 @@ def _attention_span_of_layer(spec: Any) -> int:
 def state_block_tokens(spec: KVCacheSpec) -> int:
     """Return the tokens per entry of a state group's block table; 0 if its first entry is the only state.
 
-    Without prefix caching the table is one running state (and speculative scratch behind it); with it,
-    entries stand for positions, and the state after a token is kept in the block of that token. A ring is the
-    only block of its table. Return 0 for other kinds, too.
+    Without prefix caching the table is one running state (and speculative scratch behind it). With prefix
+    caching, entries stand for positions, and the state after a token is kept in the block of that token. A
+    ring is the only block of its table. Return 0 for other kinds, too.
     """
     first = next(iter(layer_specs(spec).values()))
     if not isinstance(first, MambaSpec) or first.mamba_cache_mode == "none":
@@ -150,10 +150,10 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 
 
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:
-    """How far apart a state group's snapshots may be at the closest; 0 if it keeps none, None for others.
+    """Return the smallest distance between a state group's snapshots, in tokens.
 
-    In `align` mode they lie at ends of blocks, where a step ended, and are announced step by step; other
-    modes announce none, and neither does a ring.
+    0 if the group keeps no snapshots, None for other kinds. In `align` mode snapshots lie at ends of blocks,
+    where a step ended, and are announced step by step. Other modes announce none, and neither does a ring.
     """
     first = next(iter(layer_specs(spec).values()))
     if kind_of(spec) is not GroupKind.STATE:
@@ -164,27 +164,30 @@ def snapshot_tokens(spec: KVCacheSpec) -> int | None:
 
 
 def is_recurrent(spec: KVCacheSpec) -> bool:
-    """A layer keeps a Mamba state."""
+    """Return True if a layer keeps a Mamba state."""
     return isinstance(spec, MambaSpec)
 
 
 def is_replicated(spec: Any) -> bool:
-    """All tensor-parallel ranks hold the same of a layer: a latent, or what the spec says has one shard."""
+    """Return True if all tensor-parallel ranks hold the same of a layer.
+
+    That is so for a latent, and for a layer whose spec has one shard.
+    """
     return isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)) or spec.max_tp_shards == 1
 
 
 def is_ring(spec: KVCacheSpec) -> bool:
-    """A layer's state is one block per request that it overwrites in place, not Mamba's."""
+    """Return True if a layer's state is one block per request that it overwrites in place, not Mamba's."""
     return isinstance(spec, CircularBufferSpec)
 
 
 def has_rings(kv_cache_config: Any) -> bool:
-    """Some layers keep a ring per request."""
+    """Return True if some layers keep a ring per request."""
     return _any_layer(kv_cache_config, CircularBufferSpec)
 
 
 def names_prompts_only(kv_cache_config: Any) -> bool:
-    """Generated tokens have other content than they would have as part of a prompt."""
+    """Return True if generated tokens have other content than they would have as part of a prompt."""
     return _any_layer(kv_cache_config, RSWASpec)
 
 

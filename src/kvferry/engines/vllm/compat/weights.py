@@ -1,4 +1,4 @@
-"""Hooks into the calls by which a worker's weights change while its engine runs; vLLM tells no connector."""
+"""Hooks into the calls that change a worker's weights while its engine runs; vLLM tells no connector."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_MODEL = ("load_weights",)
 
 
 def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
-    """Have `changed` called before each of these calls, in the thread that runs the worker's steps.
+    """Call `changed` before each call that changes weights, in the thread that runs the worker's steps.
 
     Code that writes to parameters without any of these calls is not noticed. Mutates the worker's objects.
 
