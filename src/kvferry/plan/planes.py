@@ -1,6 +1,6 @@
-"""K and V as separate pages, as engines kept them before they were packed per head and token.
+"""K and V as separate pages, as engines kept them before they packed both per head and token.
 
-It shows what packing is worth, and gives the first column of public tables of I/O sizes.
+This layout shows the gain from packing, and gives the first column of public tables of I/O sizes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from kvferry.geometry.store import LayerCache
 
 
 def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
-    """The model with a layer for K and a layer for V in place of every layer that has both.
+    """Replace every layer that has both K and V by a layer for K and a layer for V.
 
     Returns:
-        It, and for each kind of its layers the kind in `reading` that it is part of.
+        The new model, and for each kind of its layers the kind in `reading` that it is part of.
     """
     origin: dict[LayerCache, LayerCache] = {}
     parts: dict[LayerCache, tuple[LayerCache, ...]] = {}

@@ -1,4 +1,4 @@
-"""A made-up request, as scattered as on an engine that has run for a while."""
+"""A made-up request, with blocks as scattered as on an engine that has run for a while."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _STEP = 2
 
 
 def span_of(tokens: int) -> LoadSpan:
-    """A prompt of so many tokens, nothing of it at hand: all are moved but the last, which is computed."""
+    """Return the span of a prompt without cached tokens. All tokens move but the last, which is computed."""
     return LoadSpan(0, tokens - 1, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Where one side keeps the request.
+    """The block tables of the request on one side.
 
     Attributes:
-        by_group: block ids by position; for a state group the one block of the snapshot.
-        num_blocks: blocks in the pool.
+        by_group: block ids by position, for each group; for a state group the one block of the snapshot.
+        num_blocks: number of blocks in the pool.
     """
 
     by_group: tuple[Int64s, ...]
@@ -36,7 +36,7 @@ class Tables:
 
 
 def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
-    """Block tables of all groups of one side; no block in two of them, none of them the null block."""
+    """Return the block tables of all groups of one side. They share no block and have no null block."""
     layers = reading.cache.layers
     return scattered(
         [
@@ -47,7 +47,7 @@ def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
 
 
 def scattered(blocks: Sequence[int]) -> Tables:
-    """Tables of so many blocks each.
+    """Return tables with the given numbers of blocks.
 
     >>> [table.tolist() for table in scattered([2, 1]).by_group], scattered([2, 1]).num_blocks
     ([[1, 3], [5]], 7)

@@ -1,4 +1,4 @@
-"""Two engines that are not there and a request between them, laid out at made-up addresses."""
+"""Two hypothetical engines and a request between them, laid out at made-up addresses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PlannedTransfer:
     """Two engines and a request, laid out at made-up addresses.
 
     Attributes:
-        kinds: what layers keep, each kind once.
-        src_rows, dst_rows: kind of each group of source and destination.
+        kinds: the caches that layers have, each kind once.
+        src_rows, dst_rows: index in `kinds` of each group of source and destination.
         srcs, dsts: ranks of source and destination.
-        here, there: block tables of both.
-        span: how much moves.
+        here, there: block tables of source and destination.
+        span: tokens that move.
     """
 
     kinds: tuple[LayerCache, ...]
@@ -37,7 +37,7 @@ class PlannedTransfer:
     span: LoadSpan
 
     def templates(self, number: int) -> tuple[Template, ...]:
-        """What one rank of the destination reads from every rank of the source.
+        """Return the templates by which one destination rank reads from every source rank.
 
         Raises:
             Incompatible: the two cannot exchange this model's cache.
@@ -45,7 +45,7 @@ class PlannedTransfer:
         return build_templates(self.srcs, self.dsts[number])
 
     def cells(self, route: Route, kind: GroupKind, attention_span: int) -> Cells:
-        """What moves of a route, were its group of this kind."""
+        """Return the cells of a route that move if its group is of this kind and span."""
         src, dst = self.here.by_group[route.src_group], self.there.by_group[route.dst_group]
         return select_cells(
             route, kind, attention_span=attention_span, span=self.span, src_table=src, dst_table=dst
@@ -55,16 +55,16 @@ class PlannedTransfer:
 def set_up(
     reading: ModelReading, sides: tuple[EngineSide, EngineSide], tokens: int, *, separate: bool = False
 ) -> PlannedTransfer:
-    """Lay both engines out, and the request on them.
+    """Lay out both engines, and the request on them.
 
     Args:
         reading: the model.
         sides: source and destination.
-        tokens: of the prompt.
-        separate: K and V as pages of their own on both sides.
+        tokens: length of the prompt.
+        separate: True for K and V as separate pages on both sides.
 
     Raises:
-        KVFerryError: an engine cannot be set up so.
+        KVFerryError: an engine cannot have these settings.
     """
     laid, origin = apart(reading) if separate else (reading, {s: s for s in reading.cache.layers})
     kinds = tuple(dict.fromkeys(reading.cache.layers))

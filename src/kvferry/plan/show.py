@@ -30,7 +30,7 @@ _NAMES = {
 
 
 def show(forecast: Forecast, console: Console) -> None:
-    """Print it."""
+    """Print a forecast."""
     for line in _heading(forecast):
         console.print(line, highlight=False)
     console.print()
@@ -46,7 +46,7 @@ def show(forecast: Forecast, console: Console) -> None:
 
 
 def describe(store: LayerCache) -> str:
-    """What a layer keeps, in few words: ``full attention``, ``window 1,024``, ``latent``."""
+    """Return a short name of a layer's cache: ``full attention``, ``window 1,024``, ``latent``."""
     name = store.fields[0].name if store.kind is GroupKind.MLA else _NAMES[store.kind]
     return f"{name} {store.attention_span:,}" if store.attention_span else name
 
@@ -62,7 +62,7 @@ def _heading(forecast: Forecast) -> Iterator[str]:
 
 
 def engine(side: EngineSide, block_tokens: int) -> str:
-    """One side in words."""
+    """Return a description of one engine for people."""
     return f"{side.label}, blocks of {block_tokens:,}"
 
 
@@ -86,7 +86,7 @@ def _table(forecast: Forecast) -> Table:
 
 
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
-    """A line per kind of layer, and one for all if there are several."""
+    """Yield one table row per kind of layer, then one for all layers if there are several kinds."""
     for row in forecast.rows:
         kept = format_bytes(row.layers * row.store.bytes_of(1))
         yield f"{row.layers} {describe(row.store)}", kept, *_moved(row.moved)
@@ -104,7 +104,7 @@ def _moved(moved: TransferEstimate) -> Iterator[str]:
 
 
 def show_table(console: Console) -> None:
-    """Print the built-in models, how many layers keep what, and where each configuration was read."""
+    """Print the built-in models with their kinds of layers and the source of each configuration."""
     for entry in entries():
         reading = read_model(entry.config)
         kinds = Counter(reading.cache.layers)

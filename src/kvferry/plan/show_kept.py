@@ -1,4 +1,4 @@
-"""What the tiers keep, on a terminal, in 80 columns."""
+"""The forecast of the tiers on a terminal, in 80 columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PER_TOKENS = 1024
 
 
 def show_kept(kept: TierForecast, console: Console) -> None:
-    """Print it."""
+    """Print the forecast of the tiers."""
     console.print()
     if not kept.groups:
         console.print(
@@ -61,7 +61,7 @@ def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
 
 
 def _choices(kept: TierForecast) -> Table:
-    """A line per choice, the one that was asked for first."""
+    """Return a table with one row per choice; the requested settings come first."""
     state = any(group.is_state for group in kept.groups)
     thinned = any(group.group.attention_span for group in kept.groups) or any(
         choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices

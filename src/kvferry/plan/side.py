@@ -1,8 +1,8 @@
-"""The flags of one engine, to its shape.
+"""The shape of one engine, from its flags.
 
-What is not given is what vLLM 0.32 would choose on a CUDA machine: blocks of 16 tokens, for models with
-recurrent state a block so large that an attention page holds a snapshot, and the layout that kvferry's
-connector asks it for.
+Missing flags take the values that vLLM 0.32 chooses on a CUDA machine. A block has 16 tokens. For models with
+recurrent state a block is so large that an attention page holds a snapshot. The layout is the one that
+kvferry's connector requests.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """One engine, as it is asked for.
+    """The requested settings of one engine.
 
     Attributes:
-        tp, pp: ranks.
+        tp, pp: number of tensor-parallel and of pipeline ranks.
         layout: order of the axes in memory.
         block_tokens: tokens of a block; None for vLLM's choice.
     """
@@ -48,16 +48,17 @@ class EngineSide:
 
     @property
     def label(self) -> str:
-        """For people, without the block size."""
+        """Description for people, without the block size."""
         parallel = [f"TP{self.tp}", *([f"PP{self.pp}"] if self.pp > 1 else [])]
         return f"{' '.join(parallel)} {self.layout}"
 
 
 def layout_of(name: str, reading: ModelReading) -> str:
-    """The layout of that name; for `AUTO`, what an engine with kvferry's connector has by itself.
+    """Return the layout of that name; for `AUTO`, the default of an engine with kvferry's connector.
 
-    That is blocks outermost, where vLLM can: MLA backends do not declare it, and keep vLLM's LBNHC, but for
-    compressed latents (DeepSeek V4), which need it. Where layers differ, heads cannot be outside of layers.
+    The default has blocks outermost if vLLM supports that. MLA backends do not declare it and keep vLLM's
+    LBNHC, except for compressed latents (DeepSeek V4), which need blocks outermost. If layers differ, heads
+    cannot be outside of layers.
     """
     if name.lower() != AUTO:
         return name
@@ -70,10 +71,10 @@ def layout_of(name: str, reading: ModelReading) -> str:
 
 
 def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
-    """Tokens of a block of most layers, and why, in words; empty if it is the ordinary size.
+    """Return the tokens of a block of most layers, and the reason in words; empty for the ordinary size.
 
     Raises:
-        GeometryError: heads do not go onto so many ranks.
+        GeometryError: the ranks can neither share nor copy the heads evenly.
     """
     tokens, why = base_tokens(reading.cache.layers, side.tp, side.block_tokens)
     _, more = block_sizes(reading.cache.layers, side.tp, side.layout, tokens)
@@ -81,10 +82,11 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
 
 def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
-    """The engine's shape, with `num_blocks` blocks in each rank's pool.
+    """Return the engine's shape, with `num_blocks` blocks in each rank's pool.
 
     Raises:
-        GeometryError: more pipeline ranks than layers, or heads do not go onto so many ranks.
+        GeometryError: there are more pipeline ranks than layers, or the tensor-parallel ranks can neither
+            share nor copy the heads evenly.
     """
     layers = reading.cache.layers
     tokens, _ = base_tokens(layers, side.tp, side.block_tokens)
@@ -95,7 +97,7 @@ def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineSha
 
 
 def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
-    """Layers that keep something, per pipeline rank: ranks share the model's layers out, all of them."""
+    """Return the number of layers that keep something, per pipeline rank. Ranks share out all layers."""
     cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]
     if min(stages) < 1:

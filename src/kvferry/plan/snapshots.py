@@ -1,11 +1,12 @@
-"""Where vLLM 0.32 leaves snapshots of recurrent state, by the engine's settings.
+"""The positions at which vLLM 0.32 leaves snapshots of recurrent state, from the engine's settings.
 
 In `align` mode (prefix caching of models with recurrent layers) a prefill step ends at a block boundary, and
-the state is where the step ended, nowhere in between (`Scheduler._mamba_block_aligned_split`). One more step
-ends at the last boundary that leaves a token to compute. What connectors are told of is what the prefix cache
-retains of these (`MambaManager.reachable_block_mask`, ``boundary_state_offloads``).
+vLLM keeps the state only at the end of a step (`Scheduler._mamba_block_aligned_split`). One more step ends at
+the last boundary that leaves a token to compute. vLLM tells connectors about those of these snapshots that
+the prefix cache retains (`MambaManager.reachable_block_mask`, ``boundary_state_offloads``).
 
-This is one request alone. Others in the same step take tokens from it, which moves the ends of its steps.
+The positions are those of a request that runs alone. Other requests in the same step take tokens from it,
+which moves the ends of its steps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _EVERY = ("none", "")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSteps:
-    """Settings of an engine that decide where it leaves snapshots.
+    """The settings of an engine that decide where it leaves snapshots.
 
     A prompt of 2,000 tokens in blocks of 128: in one step, in steps of 512, and of those every 1,024:
 
@@ -36,7 +37,7 @@ class SnapshotSteps:
     [[1920], [512, 1024, 1536, 1920], [1024, 1920]]
 
     Attributes:
-        block_tokens: of all groups, as vLLM makes them where there is recurrent state.
+        block_tokens: tokens of a block in all groups, as vLLM sets it for models with recurrent state.
         step_tokens: ``max_num_batched_tokens``.
         retention: ``prefix_cache_retention_interval`` in tokens, 0 for the last one only, None for all.
     """
@@ -56,11 +57,11 @@ class SnapshotSteps:
 
     @property
     def apart(self) -> int:
-        """Tokens between the ends of steps: whole blocks, one at least."""
+        """Tokens between the ends of steps: whole blocks, at least one."""
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
     def positions(self, prompt: int) -> Iterator[int]:
-        """After how many tokens of a prompt a snapshot is left, ascending."""
+        """Yield the positions, in tokens of a prompt, at which vLLM leaves a snapshot, ascending."""
         last = (prompt - 1) // self.block_tokens * self.block_tokens
         for tokens in range(self.apart, last, self.apart):
             if self._retains(tokens):
@@ -75,13 +76,13 @@ class SnapshotSteps:
 
 
 def retention_of(text: str) -> int | None:
-    """What is given as vLLM's ``--prefix-cache-retention-interval``.
+    """Return the value of vLLM's ``--prefix-cache-retention-interval`` from its text.
 
     >>> retention_of("0"), retention_of("8448"), retention_of("None")
     (0, 8448, None)
 
     Raises:
-        ConfigError: it is neither a number of tokens nor None.
+        ConfigError: the text is neither a number of tokens nor None.
     """
     if text.lower() in _EVERY:
         return None

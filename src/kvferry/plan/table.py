@@ -13,13 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One model.
+    """One model of the table.
 
     Attributes:
-        name: what it is called.
-        source: where its configuration was read.
-        also: other names of models with the same geometry.
-        config: the keys of its ``config.json`` that decide what it keeps.
+        name: name of the model.
+        source: origin of its configuration.
+        also: names of other models with the same geometry.
+        config: the keys of its ``config.json`` that decide the KV cache.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ModelEntry:
 
 @cache
 def entries() -> tuple[ModelEntry, ...]:
-    """The table, by name."""
+    """Return the models of the table."""
     raw = tomllib.loads((files("kvferry.plan") / "models.toml").read_text())
     return tuple(
         ModelEntry(name, said["source"], tuple(said.get("also", ())), said["config"])
@@ -39,13 +39,13 @@ def entries() -> tuple[ModelEntry, ...]:
 
 
 def lookup(name: str) -> ModelEntry | None:
-    """The entry of that name, in any case, with or without the organisation in front."""
+    """Return the model of that name, or None. Case and a leading organisation do not matter."""
     wanted = _plain(name)
     return next((entry for entry in entries() if wanted in map(_plain, (entry.name, *entry.also))), None)
 
 
 def nearest(name: str) -> list[str]:
-    """Names of the table that look like `name`, the likeliest first."""
+    """Return up to two names in the table that look like `name`, the likeliest first."""
     known = {_plain(each): each for entry in entries() for each in (entry.name, *entry.also)}
     return [known[each] for each in get_close_matches(_plain(name), known, 2, 0.5)]
 

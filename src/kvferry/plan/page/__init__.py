@@ -1,9 +1,9 @@
 """A picture of a forecast: one HTML file that needs nothing else.
 
-- `strips`: which memory of a rank one block is kept in.
-- `runs`: which bytes of it go where.
-- `draw`: both as SVG.
-- `document`: the file.
+- `strips`: the memory of a rank that holds one block.
+- `runs`: the copies between strips of both sides.
+- `draw`: strips and runs as SVG.
+- `document`: the HTML file.
 """
 
 from kvferry.plan.page.document import picture

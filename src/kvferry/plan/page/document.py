@@ -26,12 +26,12 @@ _COLUMNS = (
 
 
 def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False) -> str:
-    """The file's text. It loads nothing and runs nothing.
+    """Return the text of the HTML file. It loads no other file and runs no script.
 
     Args:
-        forecast: what to show.
-        reading: the model it was made of.
-        separate: as it was made.
+        forecast: the forecast to show.
+        reading: the model of the forecast.
+        separate: as given to `forecast`.
     """
     setting = set_up(reading, (forecast.source, forecast.destination), forecast.tokens, separate=separate)
     body = [*_heading(forecast), _table(forecast), *_notes(forecast), _legend()]
@@ -80,7 +80,7 @@ def _legend() -> str:
 
 
 def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Iterator[str]:
-    """Both pictures of a kind of layer."""
+    """Yield the HTML of both pictures of one kind of layer."""
     yield f"<section><h2>{row.layers} {escape(describe(row.store))}</h2>"
     group = setting.dst_rows.index(number)
     for one_layer in (False, True):

@@ -1,4 +1,4 @@
-"""Strips and runs as SVG: the source's memory above, the destination's below, what travels in between."""
+"""Strips and runs as SVG: the source's memory above, the destination's below, and ribbons in between."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ribbon:
 
     Attributes:
         src, dst: numbers of the lanes.
-        run: what travels.
+        run: the bytes that move.
     """
 
     src: int
@@ -38,12 +38,12 @@ class Ribbon:
 def drawing(
     title: str, src: Sequence[MemoryLane], dst: Sequence[MemoryLane], ribbons: Sequence[Ribbon]
 ) -> str:
-    """An SVG element.
+    """Return an SVG element.
 
     Args:
-        title: what it shows, for those who cannot see it.
+        title: description of the picture for screen readers.
         src, dst: lanes of both sides, none of them empty.
-        ribbons: what travels.
+        ribbons: runs between the lanes.
     """
     above, below = place(src), place(dst)
     top, bottom = _LABEL, _LABEL + _BAR + _BETWEEN
@@ -95,7 +95,7 @@ def _where(placed: DrawnLane, address: int) -> str:
 
 
 def _rule(per_byte: float, y: int) -> str:
-    """A rule of a power of two of bytes, a fifth of the width at most."""
+    """Return the SVG of a scale bar: a power of two of bytes, at most a fifth of the picture's width."""
     step = 1
     while 2 * step * per_byte <= _LONGEST_RULE * WIDTH:
         step *= 2

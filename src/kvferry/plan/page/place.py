@@ -1,7 +1,7 @@
-"""Where memory is drawn: addresses to positions along a line.
+"""Mapping of memory addresses to positions along a line.
 
-Memory that touches is drawn touching; what belongs to others in between is skipped with a small gap. All
-ranks of a side stand in one row at one scale, so lengths can be compared.
+Adjacent memory is drawn adjacent. A small gap replaces memory of other blocks or layers. All ranks of a side
+stand in one row at one scale, so lengths can be compared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MOST_GAPS = WIDTH / 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryLane:
-    """One rank's memory.
+    """The memory of one rank.
 
     Attributes:
-        label: which rank.
-        strips: by address.
+        label: name of the rank.
+        strips: its strips, by address.
     """
 
     label: str
@@ -34,12 +34,12 @@ class MemoryLane:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLane:
-    """A lane, drawn.
+    """A lane with its positions in the picture.
 
     Attributes:
-        lane: what.
-        addresses: of its strips.
-        starts: where each begins.
+        lane: the lane.
+        addresses: address of each strip.
+        starts: position of the first byte of each strip.
         per_byte: width of a byte.
     """
 
@@ -49,18 +49,18 @@ class DrawnLane:
     per_byte: float
 
     def at(self, address: int) -> float:
-        """Where an address is drawn."""
+        """Return the position of an address."""
         number = max(bisect_right(self.addresses, address) - 1, 0)
         inside = min(address - self.addresses[number], self.lane.strips[number].length)
         return self.starts[number] + inside * self.per_byte
 
     def interval(self, address: int, length: int) -> tuple[float, float]:
-        """Where a stretch is drawn, from and to."""
+        """Return the first and last position of `length` bytes at `address`."""
         return self.at(address), self.at(address + length - 1) + self.per_byte
 
 
 def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
-    """All lanes of one side, side by side."""
+    """Place all lanes of one side next to each other."""
     total = sum(strip.length for lane in lanes for strip in lane.strips) or 1
     breaks = sum(_breaks(lane) for lane in lanes)
     gap = min(_GAP, _MOST_GAPS / breaks) if breaks else 0.0
@@ -80,5 +80,5 @@ def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
 
 
 def _breaks(lane: MemoryLane) -> int:
-    """How often memory is skipped."""
+    """Return the number of gaps between strips."""
     return sum(before.stop != after.address for before, after in pairwise(lane.strips))

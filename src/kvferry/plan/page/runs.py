@@ -1,4 +1,4 @@
-"""Which bytes of the strips on one side go to which on the other."""
+"""The runs of bytes that move between the strips of both sides."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvferry.planning.template import Route
 
 @dataclass(frozen=True, slots=True)
 class DrawnRun:
-    """Bytes that travel together.
+    """A run, or several runs that are drawn as one.
 
     Attributes:
         src, dst: addresses of the first byte.
-        src_span, dst_span: bytes from the first to after the last, gaps included.
-        bytes: that travel.
+        src_span, dst_span: bytes from the first byte to the last, gaps included.
+        bytes: number of bytes that move.
         longest: bytes of the longest run that they are part of.
-        pieces: parts of runs; 1 for a single one.
+        pieces: number of parts of runs.
     """
 
     src: int
@@ -32,7 +32,7 @@ class DrawnRun:
 
 
 def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
-    """Every run of a route into its first blocks at the destination, out of the first at the source."""
+    """Yield every run of a route from the first blocks at the source to the first at the destination."""
     cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
     for cell in range(cells):
         (src_block, src_cell), (dst_block, dst_cell) = (
@@ -51,10 +51,10 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun
 
 
 def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, DrawnRun]]:
-    """The parts of a run that lie in strips on both sides: numbers of both strips, and the part.
+    """Yield the parts of a run that lie in strips on both sides, each after the numbers of both strips.
 
     Args:
-        run: what travels, one contiguous run.
+        run: one contiguous run.
         src, dst: strips of both sides, by address.
     """
     at = 0
@@ -83,7 +83,7 @@ def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[t
 
 
 def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
-    """Parts between the same two strips as one."""
+    """Join the parts between the same two strips."""
     joined: dict[tuple[int, int], DrawnRun] = {}
     for a, b, part in parts:
         before = joined.get((a, b))
@@ -92,7 +92,7 @@ def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
 
 
 def _next(strips: Sequence[Strip], address: int) -> int | None:
-    """Number of the strip that `address` is in, or of the first one after it."""
+    """Return the number of the strip that holds `address`, else of the first one after it, else None."""
     number = bisect_right(strips, address, key=lambda strip: strip.stop)
     return number if number < len(strips) else None
 

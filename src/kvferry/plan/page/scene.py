@@ -1,4 +1,4 @@
-"""What is drawn of one group: lanes of both sides and the ribbons between them, of all layers or of one."""
+"""The picture of one group: lanes of both sides and the ribbons between them, for all layers or for one."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MAX_RIBBONS = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A picture's content.
+    """The content of a picture.
 
     Attributes:
-        src, dst: lanes, none of them empty.
-        ribbons: between them.
+        src, dst: lanes of both sides, none of them empty.
+        ribbons: runs between the lanes.
         layers: names of the layers that are drawn.
-        of_layers: how many the group has on the ranks that are drawn.
-        src_blocks, dst_blocks: blocks that are drawn.
-        runs: how many travel between them.
-        joined: whether ribbons stand for several runs each.
+        of_layers: number of the group's layers on the ranks that are drawn.
+        src_blocks, dst_blocks: number of blocks that are drawn.
+        runs: number of runs between them.
+        joined: True if some ribbon stands for several runs.
     """
 
     src: tuple[MemoryLane, ...]
@@ -45,14 +45,14 @@ class Scene:
 
 
 def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | None:
-    """What is drawn of a group; None if the ranks that are drawn have none of its layers.
+    """Return the picture of a group; None if the ranks that are drawn have none of its layers.
 
-    Where the source groups layers otherwise, those that share a block table on both sides are drawn.
+    If the source groups layers differently, the picture has those that share a block table on both sides.
 
     Args:
         setting: engines and request.
         group: number of the group at the destination.
-        one_layer: its first layer, run by run, in place of all of them, strip by strip.
+        one_layer: True to draw the first layer run by run, False to draw all layers strip by strip.
     """
     srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
     routes = [
@@ -98,7 +98,7 @@ def _shown(
     blocks: tuple[int, int],
     runs: int,
 ) -> Scene:
-    """The scene, without lanes that have nothing to show."""
+    """Return the scene without empty lanes."""
     src = [number for number, lane in enumerate(above) if lane.strips]
     dst = [number for number, lane in enumerate(below) if lane.strips]
     return Scene(
@@ -115,14 +115,14 @@ def _shown(
 
 
 def _blocks(route: Route) -> tuple[int, int]:
-    """Blocks of source and destination, so that the larger one is one block."""
+    """Return the blocks to draw of source and destination; the side with larger blocks has one."""
     if route.cell_tokens == 0:
         return 1, 1
     return max(route.dst_cells // route.src_cells, 1), max(route.src_cells // route.dst_cells, 1)
 
 
 def _names(ranks: Sequence[RankGeometry], group: int) -> Iterator[str]:
-    """Names of a group's layers on these ranks, each once."""
+    """Yield the names of a group's layers on these ranks, each once."""
     yield from dict.fromkeys(layer.name for rank in ranks for layer in rank.groups[group].layers)
 
 
@@ -133,7 +133,7 @@ def _sides(
     names: Sequence[str],
     blocks: tuple[int, int],
 ) -> tuple[list[MemoryLane], list[MemoryLane]]:
-    """Lanes of the layers called so."""
+    """Return the source's and the destination's lanes for the layers in `names`."""
     above = [_lane("source", rank, groups[0], names, blocks[0]) for rank in srcs]
     return above, [_lane("destination", rank, groups[1], names, blocks[1]) for rank in dsts]
 

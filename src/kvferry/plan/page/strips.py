@@ -1,7 +1,7 @@
-"""Which memory of a rank a few blocks of a group are kept in.
+"""The memory of a rank that holds a few blocks of a group.
 
-A *strip* is a stretch of memory with bytes of one layer and one block, without gaps. A page is one strip
-where nothing but layers and blocks is outside of it; in layouts with heads outside, it is several.
+A *strip* is contiguous memory with bytes of one layer and one block. A page is one strip if only layers and
+blocks are outside of it. In layouts with heads outside, it is several strips.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvferry.planning.descriptors import Int64s
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A stretch of memory.
+    """Contiguous memory with bytes of one layer and one block.
 
     Attributes:
-        address: of the first byte.
-        length: bytes.
-        layer, block: whose; both count inside what is drawn.
-        name: of the layer.
+        address: address of the first byte.
+        length: length in bytes.
+        layer, block: numbers of the layer in the group and of the block.
+        name: name of the layer.
     """
 
     address: int
@@ -39,12 +39,12 @@ class Strip:
 
 
 def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
-    """The strips of blocks 0 to `blocks` - 1 in some layers of a group, by address.
+    """Return the strips of blocks 0 to `blocks` - 1 in some layers of a group, by address.
 
     Args:
-        group: of one rank.
-        layers: which of its layers.
-        blocks: how many.
+        group: a group of one rank.
+        layers: numbers of layers in the group.
+        blocks: number of blocks.
     """
     found = []
     for number in layers:
@@ -60,13 +60,13 @@ def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
 
 
 def rank_label(rank: RankGeometry) -> str:
-    """Which worker, in few characters."""
+    """Return a short name of a rank for people."""
     stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
     return f"{stage}TP rank {rank.tp_rank} of {rank.tp_size}"
 
 
 def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:
-    """Offsets and lengths of what a page covers, joined where it touches."""
+    """Return the offsets and lengths, in bytes, of the contiguous pieces of a page."""
     starts, lengths = [], []
     for field in page.fields:
         offsets = np.array([field.offset], np.int64)

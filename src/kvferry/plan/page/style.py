@@ -1,4 +1,4 @@
-"""How the page looks, by day and by night."""
+"""The style sheet of the page, in a light and a dark version."""
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1d2327;--dim:#5c666f;--line:#d5dbe0;
