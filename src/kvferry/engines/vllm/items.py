@@ -3,7 +3,7 @@
 vLLM's own identifiers do not name content. They may be chosen by a client, or be a counter that restarts with
 the engine (without prefix caching and processor cache). vLLM's digest of the media leaves the processor out
 and includes the model's path. The KV depends on the model's input alone: resized and normalised pixels,
-grids, lengths. It is certain only while vLLM has computed nothing else under the same identifier
+grids, lengths. A name is certain only while vLLM has computed nothing else under the same identifier
 (`identifiers`).
 """
 
@@ -29,19 +29,19 @@ class Identified:
     """An identifier of items, shared by all requests that came with it.
 
     Attributes:
-        name: of its content; empty if it has stood for more than one.
+        name: name of its content; empty if the identifier has stood for several contents.
     """
 
     name: str
 
 
 def identify(feature: Any, identified: Identified) -> None:
-    """Note what an item's identifier has stood for; mutates `feature.data`."""
+    """Attach the record of an item's identifier; mutates `feature.data`."""
     setattr(feature.data, _IDENTIFIED, identified)
 
 
 def is_uncertain(feature: Any) -> bool:
-    """Return whether an item's identifier has stood for other content too."""
+    """Return True if an item's identifier has stood for other content too."""
     identified: Identified | None = getattr(feature.data, _IDENTIFIED, None)
     return identified is not None and not identified.name
 
@@ -84,7 +84,7 @@ def name_of(feature: Any) -> str:
 
 
 def _parts(value: Any, where: str) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a value in pieces, differently for different values."""
+    """Yield the bytes of a value in pieces; different values yield different bytes."""
     if isinstance(value, Mapping):
         yield b"mapping %d" % len(value)
         for key in sorted(value):

@@ -1,9 +1,9 @@
-"""Which memory layout an engine's cache should have, and which one it got.
+"""Memory layout of an engine's cache: the layout to ask for, and the layout it got.
 
 A layout orders the axes layer, block, head, token, content (`L B H N C`). The planner moves between any two
-of them, but where blocks are outermost a block of all layers is one stretch of memory, and a READ of it one
+layouts. But where blocks are outermost, a block of all layers is one stretch of memory, and a READ of it one
 descriptor instead of one per layer and field. So the connector asks the engine for such a layout where the
-attention backend declares that it can, and reads back from the tensors what became of it.
+attention backend declares that it supports it, and reads the actual layout back from the tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ of unknown content they would be many small stretches.
 
 
 def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
-    """The layout to ask the engine for, None for whatever it would choose.
+    """Return the layout to ask the engine for; None for the engine's own choice.
 
     The engine does not ask where the operator has set ``VLLM_KV_CACHE_LAYOUT``.
     """
@@ -49,12 +49,13 @@ def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
 
 
 def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
-    """The layout that the engine's tensors have.
+    """Return the layout of the engine's tensors.
 
-    Axes of one element fit several layouts; then the one that the engine names, if it is among them.
+    If several layouts fit because axes have one element, return the one that the engine names if it is among
+    them, else all of them.
 
     Args:
-        kv_cache_config: vLLM's.
+        kv_cache_config: vLLM's configuration.
         caches: layer name to its tensor, (blocks, heads, tokens, content).
     """
     fitting = [name for name in LAYOUTS if all(_fits(name, t) for t in _tensors(kv_cache_config, caches))]
@@ -86,7 +87,7 @@ Strided = Sequence[tuple[str, int, int]]
 
 
 def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
-    """What vLLM allocated together: layers at equal distances."""
+    """Yield the strides of each vLLM allocation: layers at equal distances."""
     for allocated in kv_cache_config.kv_cache_tensors:
         layers = [caches[name] for name in allocated.layers if name in caches]
         if not layers:
@@ -98,6 +99,6 @@ def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Stride
 
 
 def _fits(name: str, tensor: Strided) -> bool:
-    """Whether strides fall in the order of the layout's axes."""
+    """Return True if the strides fall in the order of the layout's axes."""
     stride = {axis: distance for axis, extent, distance in tensor if extent > 1}
     return all(stride[outer] > stride[inner] for outer, inner in pairwise(a for a in name if a in stride))

@@ -1,4 +1,4 @@
-"""The connector's messages in the classes that vLLM carries between its processes."""
+"""Messages of the connector, in the classes that vLLM carries between its processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.engines.vllm.compat.contract import (
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard(KVConnectorHandshakeMetadata):
-    """What a worker tells its scheduler at start.
+    """Handshake of a worker with its scheduler at start.
 
     Attributes:
-        info: of its rank.
+        info: facts of its rank.
         built: facts of its models.
     """
 
@@ -32,7 +32,7 @@ class SchedulerMeta(KVConnectorMetadata):
 
     Attributes:
         engine_id: the engine whose step it is.
-        orders: of the scheduler half.
+        orders: orders of the scheduler half.
     """
 
     engine_id: str
@@ -44,7 +44,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     """Reports of the workers, once per step.
 
     Attributes:
-        reports: of all worker halves together.
+        reports: reports of all worker halves together.
     """
 
     reports: StepReports = field(default_factory=StepReports)
@@ -56,5 +56,5 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         return self
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to report."""
+        """Return True if there is anything to report."""
         return bool(self.reports)

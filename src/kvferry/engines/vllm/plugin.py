@@ -1,7 +1,7 @@
-"""Makes kvferry's connectors known to vLLM by name; the entry point ``vllm.general_plugins`` of this package.
+"""Registration of kvferry's connectors with vLLM by name; the entry point ``vllm.general_plugins``.
 
-vLLM calls it once in each of its processes. So ``kv_connector`` needs no ``kv_connector_module_path``, as the
-child of another connector neither.
+vLLM calls it once in each of its processes. So ``kv_connector`` needs no ``kv_connector_module_path``, and
+neither does the child of another connector.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CONNECTORS = {
 
 
 def register() -> None:
-    """Tell the factory; nothing of kvferry is loaded before it is asked for."""
+    """Register the connectors with vLLM's factory; loads nothing of kvferry before the factory needs it."""
     # Not through `compat`: this runs in every vLLM where kvferry is installed, and that loads much of vLLM.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""vLLM's requests and steps as the connector sees them."""
+"""Wrappers of vLLM's requests and steps for the connector."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class VLLMItem:
 
     @property
     def length(self) -> int:
-        """Tokens that it stands for."""
+        """Number of tokens that it stands for."""
         return int(self.feature.mm_position.length)
 
     @property
     def is_ambiguous(self) -> bool:
-        """Whether its identifier has stood for other content too."""
+        """True if its identifier has stood for other content too."""
         return items.is_uncertain(self.feature)
 
     def name(self) -> str:
-        """Return a digest of its content; see `items.name_of`."""
+        """Return a digest of its content, as `items.name_of` does."""
         return items.name_of(self.feature)
 
 
@@ -55,9 +55,9 @@ class VLLMRequest:
     """A request in vLLM's scheduler; satisfies `Request`.
 
     Attributes:
-        raw: vLLM's.
-        hash_block_tokens: tokens of a block that vLLM hashes, None or 0 without prefix caching.
-        sampled_below: see `compat.requests.trim_prompt`.
+        raw: vLLM's request.
+        hash_block_tokens: tokens per block that vLLM hashes; None or 0 without prefix caching.
+        sampled_below: exclusive upper bound of token ids, as in `compat.requests.trim_prompt`.
     """
 
     raw: Any
@@ -86,12 +86,12 @@ class VLLMRequest:
 
     @property
     def num_preemptions(self) -> int:
-        """Times that its blocks were taken from it."""
+        """Number of times that its blocks were taken from it."""
         return int(self.raw.num_preemptions)
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
-        """Its prompt; None if that is not made of token ids.
+        """Token ids of its prompt; None if the prompt is not made of token ids.
 
         A prompt of embeddings may have token ids too: placeholders, which say nothing of its content.
         """
@@ -100,7 +100,7 @@ class VLLMRequest:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and answer."""
+        """Token ids of prompt and answer."""
         ids: Sequence[int] = self.raw.all_token_ids
         return ids
 
@@ -112,7 +112,7 @@ class VLLMRequest:
 
     @property
     def items(self) -> Sequence[VLLMItem]:
-        """Its images and the like."""
+        """Images and other items of its prompt."""
         return [VLLMItem(feature) for feature in self.raw.mm_features or ()]
 
     @property
@@ -123,7 +123,7 @@ class VLLMRequest:
 
     @property
     def arrives_in_parts(self) -> bool:
-        """Whether more of its prompt is still to come."""
+        """True if more of its prompt is still to come."""
         return bool(getattr(self.raw, "resumable", False))
 
     @property
@@ -138,36 +138,36 @@ class VLLMRequest:
 
     @property
     def own_hit(self) -> int | None:
-        """Tokens that vLLM's prefix cache had at its first admission."""
+        """Tokens that vLLM's prefix cache had of it at its first admission."""
         return own_hit(self.raw)
 
     @property
     def is_complete(self) -> bool:
-        """Whether it ended by itself."""
+        """True if it ended by itself."""
         return finished_whole(self.raw)
 
     @property
     def needs_blocks(self) -> bool:
-        """Whether it waits and has no blocks."""
+        """True if it waits and has no blocks."""
         return waits_for_blocks(self.raw)
 
     @property
     def was_rejected(self) -> bool:
-        """Whether the API server refused it."""
+        """True if the API server refused it."""
         return was_rejected(self.raw)
 
     @property
     def why_no_cache(self) -> str | None:
-        """Why it reads no cache."""
+        """Reason why it reads no cache; None if it may."""
         return reads_no_cache(self.raw)
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token; see `compat.requests.trim_prompt`."""
+        """Drop the last prompt token, as `compat.requests.trim_prompt` does."""
         return trim_prompt(self.raw, self.hash_block_tokens, self.sampled_below)
 
 
 class VLLMRequests:
-    """Wraps the requests of one engine."""
+    """Wrapper of the requests of one engine."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._hash_block_tokens: int | None = kv_cache_config.hash_block_size
@@ -190,7 +190,7 @@ class VLLMStep:
 
     @property
     def tokens(self) -> Mapping[str, int]:
-        """Tokens that it computes, by request."""
+        """Number of tokens that it computes, by request."""
         tokens: Mapping[str, int] = self.output.num_scheduled_tokens
         return tokens
 

@@ -71,7 +71,7 @@ class VLLMScheduler:
         """Start the half; called when all workers are up.
 
         Raises:
-            ConfigError: the workers belong to another connector; see also `SchedulerHalf.start`.
+            ConfigError: the workers belong to another connector, or `SchedulerHalf.start` refuses them.
         """
         if any(card.info.settings != self._config.anywhere for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
@@ -100,7 +100,7 @@ class VLLMScheduler:
         self.half.admission.allocated(self._requests.wrap(request), blocks, external)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request; see `Producer.finished`."""
+        """Handle the end of a request, as `Producer.finished` does."""
         return self.half.finished(self._requests.wrap(request), block_ids)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
@@ -115,7 +115,7 @@ class VLLMScheduler:
             self.half.sent(output.finished_sending)
 
     def take_stats(self) -> FerryStats | None:
-        """Return what was counted since the last call; vLLM calls it once per step, after its output."""
+        """Return the counts since the last call; vLLM calls it once per step, after its output."""
         self.half.step_done()
         counted = self._fold.take()
         return FerryStats.of(counted) if counted else None

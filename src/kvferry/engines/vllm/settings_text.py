@@ -1,4 +1,4 @@
-"""Settings as flat, bounded text, by which engines compare them and say in which they differ."""
+"""Settings as flat, bounded text, by which engines compare them and report differences."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _DEEPEST = 6
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """A nested configuration as settings by dotted key, without what does not decide content.
+    """Flatten a nested configuration to settings by dotted key, without those that do not decide content.
 
-    What is null is as if it were not there: versions of a library differ in which defaults they write.
+    Null settings are left out: versions of a library differ in the defaults that they write.
 
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}
 
-    A model's own code may keep objects. They are read by their attributes: how Python prints one is another
-    text in every process.
+    A model's own code may keep objects. They are read by their attributes: Python prints an object
+    differently in every process.
 
     >>> from types import SimpleNamespace
     >>> settings_of({"blocks": [SimpleNamespace(heads={2, 10})], "first": SimpleNamespace(heads=2)})
@@ -67,7 +67,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """A value as text; a long one by its beginning and a digest.
+    """Return a value as text; a long value as its beginning and a digest.
 
     Whole numbers have one spelling, with a point or without.
     """
@@ -87,7 +87,7 @@ def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON has it, the same in every process."""
+    """Return a value as JSON types, the same in every process."""
     parts = _parts(value) if depth <= _DEEPEST else None
     if isinstance(parts, Mapping):
         return {str(key): _plain(each, depth + 1) for key, each in parts.items()}
@@ -97,7 +97,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
-    """Return what a collection or an object holds; None for anything else."""
+    """Return the contents of a collection or an object; None for anything else."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, list | tuple):

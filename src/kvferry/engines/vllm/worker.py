@@ -78,7 +78,7 @@ class VLLMWorker:
         self.half.begin(meta.orders)
 
     def save(self, meta: SchedulerMeta) -> None:
-        """Keep what the step has computed."""
+        """Save the KV that the step has computed."""
         self.half.save(meta.orders, after_forward)
 
     def results(self) -> KVConnectorTransferResults:

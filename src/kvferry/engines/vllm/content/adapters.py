@@ -1,8 +1,8 @@
-"""Content adapters: where each backend keeps K, V, latents and the scales of quantised ones.
+"""Content adapters: the place of K, V, latents and the scales of quantised ones in each backend's pages.
 
 An adapter names the fields of a page, their place, and the values that the cache-write operation leaves in
-them. `probe` compares it with the operation. It returns nothing for pages of another shape. A backend may
-have several adapters; the first that is proved is used.
+them. `probe` compares it with the operation. An adapter returns nothing for pages of another shape. A backend
+may have several adapters; the first that is proved is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry.geometry import Axis, Field
 
 
 class Code(Enum):
-    """How the bytes of an element are read."""
+    """Encoding of an element's bytes."""
 
     ELEMENT = "the cache's element type"
     BFLOAT16 = "bfloat16, whatever the cache's element type is"
@@ -26,15 +26,15 @@ class Code(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One field and what the write operation leaves in it.
+    """One field and the values that the write operation leaves in it.
 
     Attributes:
-        field: where its elements lie.
-        source: the input that it is made of, ``k`` (also for a latent) or ``v``.
-        first: the first element of that input.
-        code: how to read its bytes.
-        scale: the field of factors of its elements; each factor belongs to an equal share of them.
-        scaled: the layer's own scale multiplies its elements too, if the cache is quantised.
+        field: place of its elements.
+        source: input of the field, ``k`` (also for a latent) or ``v``.
+        first: index of its first element in that input.
+        code: encoding of its bytes.
+        scale: field of its elements' factors; each factor belongs to an equal share of them.
+        scaled: True if the layer's own scale multiplies its elements too when the cache is quantised.
     """
 
     field: Field

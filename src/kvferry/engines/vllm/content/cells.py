@@ -1,9 +1,9 @@
-"""Pages whose interior is not described, but kept apart by head and token.
+"""Pages without a description of their interior, but separated by head and token.
 
 Some formats mix the elements of a vector: rotations, packed codes with their scales and offsets. No adapter
 names their elements. It is enough that the operation keeps everything of a head and token in one stretch of
-bytes, a *cell*, the same bytes wherever the token stands: cells can then be dealt out to other blocks and
-ranks.
+bytes, a *cell*, with the same bytes at every place of the token: cells can then be dealt out to other blocks
+and ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.geometry import Axis, Field
 
 
 def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
-    """Describe pages as cells; None where head slots are no heads."""
+    """Describe pages as cells; return None if head slots are not heads."""
     if s.slots != s.heads:
         return None
     axes = [
@@ -32,10 +32,10 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
 
 
 def disproof(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Say why pages are no cells; empty if they are.
+    """Return the reason why pages are not cells; empty if they are.
 
-    Three things are shown: equal vectors leave equal cells at every token of a block; a change to some tokens
-    or heads changes their cells, all of them, and no others; nothing outside of cells is written.
+    The proof has three parts: equal vectors leave equal cells at every token of a block; a change to some
+    tokens or heads changes all of their cells, and no others; nothing outside of cells is written.
     """
     try:
         return (
@@ -56,7 +56,7 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Change all tokens, then all heads, whose index has some bit, and those whose index has not."""
+    """For each bit of the token or head index, change those with the bit set, then those with it clear."""
     first, second = _random(s, 1), _random(s, 2)
     before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)
     for dim, name in enumerate(("token", "head") if s.v else ("token",)):

@@ -45,7 +45,7 @@ def page_of_attention(
 
 
 def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
-    """Return the id of what decides the meaning of a layer's bytes."""
+    """Return the id of the facts that decide the meaning of a layer's bytes."""
     return ":".join(
         [_backend(layer), str(getattr(layer, "isa", "")), str(tensor.dtype), _kv_dtype(layer, spec)]
     )
@@ -56,7 +56,7 @@ def _backend(layer: Any) -> str:
 
 
 def _kv_dtype(layer: Any, spec: Any) -> str:
-    """The KV cache dtype; a layer that only holds a cache (an indexer) may leave it to its spec."""
+    """Return the KV cache dtype; a layer that only holds a cache (an indexer) may leave it to its spec."""
     return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
 
 
@@ -72,11 +72,11 @@ def whole_page(
 ) -> PageFormat:
     """Describe a page of unknown content. It moves whole, between equal blocks and equal ranks.
 
-    The ranks may differ if all of them hold the same. Bytes of unknown meaning mean the same only where they
+    The ranks may differ if all of them hold the same. Bytes of unknown meaning are the same only where they
     lie alike, so strides are part of the content id.
 
     Args:
-        layer, name, spec, tensor, num_blocks, shard: as of `page_of_attention`.
+        layer, name, spec, tensor, num_blocks, shard: arguments of `page_of_attention`.
         block_tokens: tokens of a block, 0 for a snapshot.
         why: the reason why its content is not known, for the log.
     """
@@ -98,7 +98,7 @@ def whole_page(
 def _proved(
     layer: Any, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> tuple[tuple[Field, ...], str]:
-    """Return the first description that is proved, or none and why there is none."""
+    """Return the first description that is proved, or none and the reason."""
     s, backend, kv_dtype = strides_of(tensor, spec, num_blocks), _backend(layer), _kv_dtype(layer, spec)
     reasons = dict[str, None]()
     for adapter in ADAPTERS.get(backend, ()):
@@ -122,7 +122,7 @@ def _proved(
 
 
 def _of(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """Name fields after an element type that is not the one the cache's dtype names."""
+    """Add an element type to the names of fields: one that the cache's dtype does not name."""
     kind = str(element).removeprefix("torch.")
     return tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)
 

@@ -1,8 +1,8 @@
-"""Proof that an adapter is right: known values, written by the backend, are where the adapter says.
+"""Proof that an adapter is right: the backend writes known values, which must be where the adapter says.
 
-Every axis is written on its own, digit by digit. An adapter is right if, for every digit, every element of
-every field reads as the digit of its own coordinate, and if the operation writes no byte that no field
-claims.
+The probe writes every axis on its own, digit by digit. An adapter is right if, for every digit, every element
+of every field reads as the digit of its own coordinate, and if the operation writes no byte outside of the
+fields.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvferry.engines.vllm.content.values import (
 def disproof(
     layer: Any, tensor: torch.Tensor, s: Strides, written: tuple[Written, ...], element: torch.dtype
 ) -> str:
-    """Say why an adapter is wrong about a layer's pages; empty if every element is where it says.
+    """Return the reason why an adapter is wrong about a layer's pages; empty if every element is in place.
 
     Args:
         layer: the engine's attention layer: its cache-write operation and its scales.
-        tensor: its cache; not touched.
+        tensor: the layer's cache; not touched.
         s: the cache's strides.
-        written: what the adapter says.
+        written: the adapter's fields.
         element: the cache's element type.
     """
     try:
@@ -59,7 +59,7 @@ def disproof(
 
 
 def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, ...]) -> str:
-    """Say whether the operation writes bytes that belong to no field; empty if it does not."""
+    """Return a message if the operation writes bytes that belong to no field; empty if it does not."""
     inputs = {
         name: letters((s.block_tokens, s.heads, width), "content", 0, 1)
         for name, width in (("k", s.k), ("v", s.v))
@@ -75,7 +75,7 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
     """Multiply inputs by the layer's own scales, which a quantising operation divides by.
 
-    Quantised inputs are a little larger than that: an operation that truncates (vLLM's for CPUs does) gives
+    Quantised inputs are made slightly larger: an operation that truncates (vLLM's for CPUs does) then gives
     the same codes as one that rounds.
     """
     quantised = not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
@@ -88,10 +88,10 @@ def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.
 
 
 def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
-    """Yield (axis, digit, whether inputs have anchors).
+    """Yield (axis, digit, True for inputs with anchors).
 
-    Where scales are computed from the values, one letter all along a vector is in the scale alone. With
-    anchors scales are all alike and the letters are in the codes. So each is written both ways.
+    If scales are computed from the values, one letter all along a vector is in the scale alone. With anchors
+    all scales are alike and the letters are in the codes. So each digit is written both ways.
     """
     for axis, extent in zip(AXES, (s.block_tokens, s.heads, max(s.k, s.v)), strict=True):
         for digit in range(digits(extent)):
@@ -101,10 +101,10 @@ def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
 
 
 def _factor(layer: Any, one: Written) -> torch.Tensor:
-    """By what codes must be multiplied to be letters: float32, broadcast over (tokens, heads, content).
+    """Return the factors that turn codes into letters: float32, broadcast over (tokens, heads, content).
 
-    Inputs are letters times the layer's scale. Where the operation does not divide by it, the codes still
-    hold it.
+    Inputs are letters times the layer's scale. If the operation does not divide by the scale, the codes still
+    contain it.
     """
     return torch.ones(1) if one.scaled else 1 / scale_of(layer, one.source)
 

@@ -1,7 +1,7 @@
-"""The scales of a layer's quantised cache: numbers beside the cache by which its codes are multiplied.
+"""Scales of a layer's quantised cache: numbers beside the cache by which its codes are multiplied.
 
-They are part of what the bytes mean. Scales that lie inside pages (per token and head, per group of elements)
-are fields and travel with them; these do not.
+They are part of the meaning of the bytes. Scales that lie inside pages (per token and head, per group of
+elements) are fields and travel with them; these do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def scale_of(layer: Any, name: str) -> torch.Tensor:
 
 
 def scales_of(layer: Any) -> tuple[Scale, ...]:
-    """Return the scales that decide what a layer's pages mean, those that are not 1.
+    """Return the scales that decide the meaning of a layer's pages: those that are not 1.
 
     Args:
         layer: the engine's attention layer, after its weights were loaded.

@@ -21,10 +21,10 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
 
     Args:
         layer: the engine's attention layer.
-        tensor: its cache; only its shape, strides, dtype and device matter.
-        s: its strides.
-        values: for every token of a manager block.
-        fill: what the scratch bytes are before.
+        tensor: the layer's cache; only its shape, strides, dtype and device matter.
+        s: the cache's strides.
+        values: inputs for every token of a manager block.
+        fill: value of the scratch bytes before the write.
 
     Returns:
         The bytes of the scratch cache: uint8, from block 0's first byte on.
@@ -83,10 +83,10 @@ def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch
 
 
 def _fresh(impl: Any) -> Any:
-    """Copy an implementation without the views that it keeps of the cache it saw first.
+    """Copy an implementation without its views of the cache it saw first.
 
-    TRITON_ATTN makes views of its scales in the first cache that it is given and uses them ever after: given
-    a scratch cache, the engine's own scales would land there.
+    TRITON_ATTN makes views of its scales in the first cache that it is given and always uses them: with a
+    scratch cache, the engine's own scales would land there.
     """
     impl = copy.copy(impl)
     for name in ("_k_scale_cache", "_v_scale_cache"):

@@ -1,4 +1,4 @@
-"""Where the elements of one layer's tensor lie."""
+"""Strides of one layer's tensor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Shard:
     """The KV heads of this rank.
 
     Attributes:
-        rank, ranks: which of how many tensor-parallel ranks.
-        start, total: first head held and heads in all; no total if it is not certain which heads it has.
+        rank, ranks: tensor-parallel rank, and the number of ranks.
+        start, total: first head held, and number of heads in all; total is 0 if the heads are not certain.
     """
 
     rank: int
@@ -25,7 +25,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """One layer's tensor, in bytes.
+    """Shape and strides of one layer's tensor, in bytes.
 
     Attributes:
         item: bytes of an element.
@@ -57,7 +57,7 @@ class Strides:
 
 
 def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
-    """Read the strides off a tensor of shape (kernel blocks, head slots, tokens, content)."""
+    """Return the strides of a tensor of shape (kernel blocks, head slots, tokens, content)."""
     item = tensor.element_size()
     kernel, slot, token, _ = (stride * item for stride in tensor.stride())
     blocks, slots, tokens, content = tensor.shape

@@ -1,8 +1,8 @@
-"""Known values to write, and how what was written is read back.
+"""Known values to write, and decoding of the bytes that the write left.
 
-A coordinate (a token, head or content element) is written digit by digit. A digit is one of five letters,
-which every KV cache dtype holds exactly or, where scales are computed from the values themselves, well enough
-to be told from the next. Zero is none of them, so memory that nothing wrote is never right.
+A coordinate (a token, head or content element) is written digit by digit. A digit is one of five letters.
+Every KV cache dtype holds them exactly or, where scales are computed from the values themselves, precisely
+enough to tell neighbours apart. Zero is none of them, so memory that nothing wrote is never right.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
     Args:
         shape: tokens, heads, elements per head and token.
         axis: one of `AXES`.
-        digit: the digit, 0 is the lowest.
-        shift: added to every digit, so that inputs differ.
+        digit: number of the digit; 0 is the lowest.
+        shift: amount added to every digit, so that inputs differ.
     """
     dim = AXES.index(axis)
     index = (torch.arange(shape[dim]) // len(LETTERS) ** digit + shift) % len(LETTERS)
@@ -53,16 +53,16 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
 
 
 def with_anchors(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose first of every 16 elements is the largest letter: scales of it are all alike."""
+    """Return a copy whose first of every 16 elements is the largest letter, so that scales are all alike."""
     anchored = values.clone()
     anchored[..., ::16] = LETTERS[-1]
     return anchored
 
 
 def element_types(kv_cache_dtype: str, tensor_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Element types that a cache may hold, the one that its dtype names first.
+    """Return the element types that a cache may hold; the one that its dtype names is the first.
 
-    vLLM hands fp8 caches over as bytes. Backends that know one fp8 type only write it whatever the dtype says
+    vLLM hands fp8 caches over as bytes. Backends that know one fp8 type write only that one, for any dtype
     (TRITON_ATTN writes e4m3 for ``fp8_e5m2``), and some AMD GPUs have an e4m3 of their own.
     """
     if tensor_dtype != torch.uint8 or not kv_cache_dtype.startswith("fp8"):
@@ -72,11 +72,11 @@ def element_types(kv_cache_dtype: str, tensor_dtype: torch.dtype) -> tuple[torch
 
 
 def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
-    """Read elements.
+    """Decode elements to float32.
 
     Args:
         raw: uint8 of shape (..., count, bytes of an element).
-        code: how bytes are read.
+        code: encoding of the bytes.
         element: the cache's element type.
 
     Returns:
@@ -92,6 +92,6 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
 
 
 def decode_scale(raw: torch.Tensor) -> torch.Tensor:
-    """Read scales: float32, or e4m3 where a scale is one byte."""
+    """Decode scales: float32, or e4m3 where a scale is one byte."""
     dtype = torch.float32 if raw.shape[-1] == 4 else torch.float8_e4m3fn
     return raw.contiguous().view(dtype).squeeze(-1).float()
