@@ -1,4 +1,4 @@
-"""A cache as an operator sees it: everything of kvferry's in one place, whatever kind of place that is."""
+"""The protocol of a cache for operator commands: all kvferry files in one directory or under one URL."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvferry.tiers.paths import CacheEntry
 
 @dataclass(frozen=True, slots=True)
 class SpaceUsage:
-    """What a place may hold. None stands for what it does not have, or what cannot be read.
+    """The space of a cache. None marks a number that does not exist or cannot be read.
 
     Attributes:
-        capacity: bytes.
-        charged: bytes that the ledger has as used: with those reserved for chunks being written.
-        free: bytes free on the disk.
+        capacity: maximum bytes of all files.
+        charged: bytes that the ledger counts as used, including those reserved for chunks being written.
+        free: free bytes on the disk.
     """
 
     capacity: int | None = None
@@ -28,14 +28,14 @@ class SpaceUsage:
 
 @dataclass(frozen=True, slots=True)
 class CollectResult:
-    """What collecting has done.
+    """The result of `CacheAdmin.collect`.
 
     Attributes:
-        swept: leftovers of dead writers that were removed.
-        evicted: chunks and quarantined files that had to go.
-        evicted_bytes: of these.
+        swept: number of removed leftovers of dead writers.
+        evicted: number of evicted chunks and quarantined files.
+        evicted_bytes: bytes of the evicted files.
         charged: bytes in use afterwards.
-        capacity: bytes that it was evicted to.
+        capacity: bytes that the cache was evicted to.
     """
 
     swept: int
@@ -46,30 +46,30 @@ class CollectResult:
 
 
 class StoredFile(Protocol):
-    """A file, or an object, that is being read. What is read may be damaged in any way.
+    """A file or object that is being read. Its content may be damaged in any way.
 
     Attributes:
-        size: bytes.
+        size: bytes of the file.
     """
 
     size: int
 
     def read(self, offset: int, size: int) -> Buffer:
-        """`size` bytes from an offset on, or fewer where it ends. Raises OSError."""
+        """Return `size` bytes from `offset` on, or fewer at the end of the file. Raises OSError."""
         ...
 
     def quarantine(self) -> bool:
-        """Move it to quarantine, if it still is what was opened; says whether it was moved."""
+        """Move the file to quarantine unless another one replaced it; return whether it was moved."""
         ...
 
 
 class CacheAdmin(Protocol):
-    """One place. Engines may be using it, so what was listed may be gone.
+    """One cache. Engines may use it at the same time, so listed files may be gone.
 
     Attributes:
-        where: the absolute path of a directory, or a URL.
-        notes_use: whether files are marked when they are used; else their time is when they were stored.
-        no_capacity: what it means that no capacity is known.
+        where: absolute path of a directory, or a URL.
+        notes_use: whether the time of a file is its last use; otherwise it is the time of storing.
+        no_capacity: meaning of an unknown capacity, for messages.
     """
 
     where: str
@@ -77,7 +77,7 @@ class CacheAdmin(Protocol):
     no_capacity: str
 
     def entries(self) -> Iterator[CacheEntry]:
-        """All that is kvferry's. Raises ConfigError where it cannot be listed."""
+        """Yield all kvferry files. Raises ConfigError if they cannot be listed."""
         ...
 
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
@@ -85,27 +85,27 @@ class CacheAdmin(Protocol):
         ...
 
     def space(self) -> SpaceUsage:
-        """What it may hold."""
+        """Return the capacity, the bytes in use and the free bytes."""
         ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove what dead writers left, count, and evict the oldest.
+        """Remove leftovers of dead writers, count all files again, and evict the oldest.
 
         Args:
-            capacity: bytes to evict to, this once; None: what it may hold.
+            capacity: bytes to evict to, this once; None for the capacity of the cache.
 
         Raises:
-            ConfigError: it cannot be used, or has no capacity that is known, and none is given.
+            ConfigError: the cache cannot be used, or its capacity is unknown and none is given.
         """
         ...
 
     def clear(self) -> tuple[int, int]:
-        """Remove everything of kvferry's, and nothing else.
+        """Remove all kvferry files and no others.
 
         Returns:
-            How many files were removed, and their bytes.
+            The number of removed files, and their bytes.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: the cache cannot be used.
         """
         ...

@@ -1,4 +1,4 @@
-"""Names of tiers and of sources of tokens, as in messages, metrics and settings.
+"""Names of tiers and of sources of tokens, for messages, metrics and settings.
 
 The second and later tier of a kind carries its number: ``file.2``.
 """

@@ -21,7 +21,7 @@ class PutOutcome(StrEnum):
 
     @property
     def dropped(self) -> bool:
-        """Whether the chunk is not in the tier now."""
+        """Return whether the chunk is not in the tier now."""
         return self not in (PutOutcome.STORED, PutOutcome.PRESENT)
 
 
@@ -41,12 +41,12 @@ class TierStats:
 
     Attributes:
         puts, gets: number of chunks by outcome.
-        stored_bytes: of stored files, with header and padding.
-        hit_bytes: of fetched chunks, in memory.
-        evicted: chunks evicted to make room.
-        evicted_bytes: of their files.
-        quarantined: bad chunks moved to quarantine.
-        swept: temporary files of dead writers that were removed.
+        stored_bytes: bytes of stored files, with header and padding.
+        hit_bytes: bytes of fetched chunks, in memory.
+        evicted: number of chunks evicted to make room.
+        evicted_bytes: bytes of the evicted files.
+        quarantined: number of bad chunks moved to quarantine.
+        swept: number of removed temporary files of dead writers.
     """
 
     puts: dict[PutOutcome, int]

@@ -1,8 +1,8 @@
-"""Where things lie in a directory of the file tier, and what is there. `docs/format.md` draws it.
+"""File names in a directory of the file tier, and listings of its files. `docs/format.md` shows the layout.
 
-Below a URL of the object tier they lie in the same way: what is a *name* here is below either.
+The object tier has the same layout below its URL. A *name* is relative to the directory or the URL.
 
-Only what carries one of the names made here is ever counted, moved or removed.
+kvferry counts, moves and removes only files with a name made here.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class CacheEntry:
     """A file or object of a cache.
 
     Attributes:
-        path: where it is.
-        kind: what it is.
-        size: bytes it has.
-        charged: bytes it counts for: its size; what its writer reserved, for a temporary file.
-        used_ns: when it was last used, nanoseconds since 1970.
-        namespace: 64 hex digits; empty for what belongs to none.
-        boot: of the machine that writes a temporary file; empty for others.
+        path: path of the file, or URL of the object.
+        kind: kind of the file.
+        size: bytes of the file.
+        charged: bytes counted against the capacity: the size, or the bytes reserved for a temporary file.
+        used_ns: time of the last use, nanoseconds since 1970.
+        namespace: 64 hex digits; empty if the file belongs to no namespace.
+        boot: boot id of the machine that writes a temporary file; empty for other files.
     """
 
     path: str
@@ -124,7 +124,7 @@ def quarantine_name(namespace: bytes, key: bytes) -> str:
 
 
 def entry_kind(name: str) -> EntryKind | None:
-    """Return the kind of a name; None if it is not kvferry's. `walk` knows more kinds, of directories only.
+    """Return the kind of a name; None if it is not kvferry's. `walk` finds further kinds, in directories.
 
     >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
     (<EntryKind.CHUNK: 'chunk'>, None)
@@ -143,7 +143,7 @@ def default_directory() -> str:
     """Return the default directory of the file tier, in the user's cache directory.
 
     Raises:
-        ConfigError: this user has none.
+        ConfigError: the user has no cache directory.
     """
     return str(user_cache() / "chunks")
 
@@ -170,7 +170,7 @@ def walk(root: str) -> Iterator[CacheEntry]:
     """Yield all files of the tier under `root`, except those removed meanwhile.
 
     Raises:
-        OSError: a folder that is there cannot be read.
+        OSError: an existing folder cannot be read.
     """
     for name, is_folder, entry in _scan(root):
         if is_folder and _NAMESPACE.fullmatch(name):
@@ -226,10 +226,10 @@ def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.D
 
 
 def _check_gone(path: str) -> None:
-    """Check that a path is gone, because a mount that fails for a moment must not count as free space.
+    """Check that a path is gone: a file on a mount that fails for a moment must not count as free space.
 
     Raises:
-        OSError: it is still there.
+        OSError: the path still exists.
     """
     if os.path.lexists(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)

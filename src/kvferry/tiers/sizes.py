@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Parser of sizes such as "1.5GiB"."""
 
 from __future__ import annotations
 

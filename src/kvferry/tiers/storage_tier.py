@@ -1,8 +1,8 @@
-"""The protocol of a tier in storage: a disk, a mount or a bucket, which keeps chunks when engines have ended.
+"""The protocol of a storage tier: a disk, a mount or a bucket, which keeps chunks after engines end.
 
-A chunk moves whole, by way of host memory: `body` and `into` are slots of the arena, whose content is the
+A chunk moves as a whole through host memory. `body` and `into` are slots of the arena. They contain the
 chunk's sections as `geometry.canonical` places them. Calls that block belong on threads of their own. The
-caller bounds how many threads a mount that hangs may block.
+caller limits how many threads a hanging mount can block.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """How full a tier's storage is, and a hint at why a namespace is empty.
+    """The bytes in use of a tier's storage, and a hint why a namespace is empty.
 
     Attributes:
         used, capacity: bytes of all namespaces together; None if unknown.
         same_name_namespace: digest, in hex, of another namespace whose model has the same name as this one's.
-            Set only while this namespace is empty; else, or if there is none, an empty string.
+            Empty if there is none, or while this namespace has chunks.
     """
 
     used: int | None = None
@@ -36,15 +36,15 @@ class StoreUsage:
 
 
 class StorageTier(Protocol):
-    """The chunks of one namespace, in storage that other processes may share. Any thread may make any call.
+    """The chunks of one namespace, in storage that processes may share. Any thread may make any call.
 
     Failures of a disk, a network or another process are outcomes, not exceptions. They are counted, and the
     first of each kind is logged with what to do about it.
 
     Attributes:
         name: "file" or "object", as in metrics and messages.
-        keys: the chunks that this process knows to be there. `refresh` adds and removes what other processes
-            stored and evicted; until then a `get` may miss a known chunk.
+        keys: keys of the chunks that this process knows to be in the tier. `refresh` adds chunks that other
+            processes stored and removes those that they evicted. Until then `get` may miss a known chunk.
     """
 
     name: str
@@ -52,7 +52,7 @@ class StorageTier(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether the tier currently refuses all requests because earlier ones failed."""
+        """Return whether the tier currently refuses all requests because earlier ones failed."""
         return False
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -60,32 +60,32 @@ class StorageTier(Protocol):
         return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk. Blocks; does not read `body` after it has returned.
+        """Store a chunk. Blocks, and does not read `body` after it returns.
 
         Args:
             key: 16 to 32 bytes.
-            group: what the chunk holds.
-            body: its sections, each at a multiple of 4096 bytes. The padding between them is set to zero; the
-                rest is read and must not change meanwhile. Page-aligned memory is not copied.
+            group: group, shape and tokens of the chunk.
+            body: sections of the chunk, each at a multiple of 4096 bytes. `put` sets the padding between them
+                to zero. The sections must not change during the call. Page-aligned memory is not copied.
 
         Raises:
-            ChunkError: key, group and body do not form a chunk. Nothing was stored.
+            ChunkError: key, group and body do not form a chunk; nothing was stored.
         """
         ...
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a whole chunk. Blocks; does not write `into` after it has returned.
+        """Fetch a whole chunk. Blocks, and does not write `into` after it returns.
 
         A chunk that is absent, damaged or unreadable is removed from `keys`.
 
         Args:
             key: 16 to 32 bytes.
-            group: what the chunk must hold; a chunk of another shape is not a hit.
-            into: writable, as long as the chunk's body. Overwritten; its content is valid only after a hit.
-                Page-aligned memory is read into directly.
+            group: expected group, shape and tokens; a chunk of another shape is not a hit.
+            into: writable memory, as long as the chunk's body. Its content is valid only after a hit.
+                Storage is read directly into page-aligned memory.
 
         Raises:
-            ChunkError: `into` has another length. Nothing was read.
+            ChunkError: `into` has another length; nothing was read.
         """
         ...
 
@@ -95,16 +95,16 @@ class StorageTier(Protocol):
         Does nothing in a tier that does not evict by use.
 
         Args:
-            keys: of chunks that need not be in the tier.
+            keys: keys of chunks, which need not be in the tier.
         """
         del keys
 
     def usage(self) -> StoreUsage:
-        """Return how full the storage is. Blocks; one thread at a time calls it."""
+        """Return the usage of the storage. Blocks, and must be called by one thread at a time."""
         return StoreUsage()
 
     def refresh(self) -> int:
-        """Learn what other processes stored and evicted. Blocks; a thread calls it every few seconds.
+        """Update `keys` with chunks that other processes stored or evicted. Blocks; called every few seconds.
 
         Returns:
             The number of listings that had changed.
@@ -113,9 +113,9 @@ class StorageTier(Protocol):
 
     @property
     def stats(self) -> TierStats:
-        """What this process has done with the tier since it was opened."""
+        """Counts of this process since it opened the tier."""
         ...
 
     def close(self) -> None:
-        """Release what is open. No call may be under way or follow. Idempotent."""
+        """Release open resources. Idempotent; no other call may be under way or follow."""
         ...

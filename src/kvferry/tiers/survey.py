@@ -1,4 +1,4 @@
-"""What lies in a cache, for an operator to see. Nothing is changed, but by who asks for it."""
+"""Surveys of a cache for operator commands. They change nothing, unless quarantine is requested."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class NamespaceUsage:
 
     Attributes:
         namespace: 64 hex digits.
-        name: the model's, as whoever came first calls it; empty where there is no note to believe.
-        facts: what the namespace was made from; none where there is no note to believe.
-        chunks: files.
-        tokens: of all chunks; of the group that has most, where one has several.
-        total_bytes: of the files.
-        oldest, newest: when a chunk was last used, or stored where use is not noted: seconds since 1970; None
-            where there is no chunk.
-        unreadable: chunks among them whose header cannot be believed.
+        name: name of the model, as the first writer of the note gave it; empty if there is no valid note.
+        facts: facts that the namespace was made from; empty if there is no valid note.
+        chunks: number of chunk files.
+        tokens: sum over all chunks; a chunk of several groups counts the group with the most tokens.
+        total_bytes: bytes of the chunk files.
+        oldest, newest: first and last time of use of a chunk, or of storing if use is not recorded: seconds
+            since 1970; None if there is no chunk.
+        unreadable: number of chunks with an unreadable or invalid header.
     """
 
     namespace: str
@@ -50,12 +50,12 @@ class NamespaceUsage:
 
 @dataclass(frozen=True)
 class CacheTotals:
-    """What a cache holds, in files and bytes.
+    """The content of a cache, in files and bytes.
 
     Attributes:
-        path: of the directory, or the URL.
-        capacity, charged, free: see `Space`.
-        total_bytes: of all files.
+        path: path of the directory, or the URL.
+        capacity, charged, free: bytes, as in `SpaceUsage`.
+        total_bytes: bytes of all files.
     """
 
     path: str
@@ -77,9 +77,9 @@ class BadChunk:
     """A file that failed a check.
 
     Attributes:
-        path: its name.
-        why: one sentence.
-        moved: whether it was moved to quarantine.
+        path: path or URL of the file.
+        why: reason for the failure, one sentence.
+        moved: whether the file was moved to quarantine.
     """
 
     path: str
@@ -89,13 +89,13 @@ class BadChunk:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What reading everything has shown.
+    """The result of `verify_all`.
 
     Attributes:
-        chunks: files.
-        total_bytes: of these.
-        bad: those that failed a check.
-        other_versions: chunks among them of other format versions, which other releases can check.
+        chunks: number of chunk files.
+        total_bytes: bytes of the chunk files.
+        bad: chunk files that failed a check.
+        other_versions: number of chunks of other format versions, which other releases can check.
     """
 
     chunks: int
@@ -105,7 +105,7 @@ class VerifyResult:
 
 
 def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
-    """What there is of each namespace; reads the header of every chunk."""
+    """Return the usage of each namespace, after reading the header of every chunk."""
     found: dict[str, list[CacheEntry]] = {}
     for entry in cache.entries():
         if entry.namespace:
@@ -114,7 +114,7 @@ def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
 
 
 def cache_totals(cache: CacheAdmin) -> CacheTotals:
-    """What a cache holds in all; reads no file."""
+    """Return the totals of a cache without reading a file."""
     entries = list(cache.entries())
     space = cache.space()
     kinds = {kind: [entry.size for entry in entries if entry.kind is kind] for kind in EntryKind}
@@ -139,7 +139,7 @@ def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
 
     Args:
         cache: the cache.
-        quarantine: move what is bad to quarantine; else nothing is changed.
+        quarantine: whether to move bad chunks to quarantine; otherwise nothing is changed.
     """
     chunks = [entry for entry in cache.entries() if entry.kind is EntryKind.CHUNK]
     found = list(_of_each(chunks, lambda entry: _check(cache, entry, quarantine)))
@@ -152,14 +152,14 @@ def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
 
 
 def _of_each(entries: Sequence[CacheEntry], read: Callable[[CacheEntry], _Read]) -> Iterator[_Read]:
-    """What reading gives of each, several at a time."""
+    """Yield the result of `read` for each entry, in order, reading several at a time."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for at in range(0, len(entries), _BATCH):
             yield from pool.map(read, entries[at : at + _BATCH])
 
 
 def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk | OtherVersion | None:
-    """Why a file is bad, or cannot be checked by this release; None if it is good, or gone."""
+    """Return why a file is bad or cannot be checked by this release; None if it is good or gone."""
     try:
         with cache.opened(entry) as opened:
             try:
@@ -197,7 +197,7 @@ def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -
 
 
 def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
-    """Tokens that a chunk holds; None where its header cannot be believed."""
+    """Return the number of tokens of a chunk; 0 if it is gone, None if its header cannot be read."""
     try:
         with cache.opened(entry) as opened:
             return max(group.tokens for group in read_header(opened.read, opened.size).chunk.groups)
@@ -208,7 +208,7 @@ def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
 
 
 def _note(cache: CacheAdmin, entry: CacheEntry) -> Namespace | None:
-    """What a note says; None where it cannot be read or is none."""
+    """Return the namespace in a note; None if the note cannot be read or is invalid."""
     try:
         with cache.opened(entry) as opened:
             return Namespace.read(bytes(opened.read(0, _LONGEST_NOTE)).decode("ascii"))

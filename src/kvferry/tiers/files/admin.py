@@ -1,4 +1,4 @@
-"""A directory of the file tier, as an operator sees it and sees to it while engines may be using it."""
+"""Operator commands on a directory of the file tier, which engines may use at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DirectoryAdmin(CacheAdmin):
         path: the directory.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the path is not a directory of the file tier.
     """
 
     notes_use = True
@@ -46,7 +46,7 @@ class DirectoryAdmin(CacheAdmin):
             )
 
     def entries(self) -> Iterator[CacheEntry]:
-        """All files of the tier; see `CacheAdmin.entries`."""
+        """Yield all files of the tier; see `CacheAdmin.entries`."""
         with _told(self.where):
             yield from walk(self.where)
 
@@ -60,14 +60,14 @@ class DirectoryAdmin(CacheAdmin):
             os.close(fd)
 
     def space(self) -> SpaceUsage:
-        """What the directory may hold, as its ledger and its disk say."""
+        """Return the space of the directory by its ledger and its disk."""
         capacity, charged = read_ledger(self.where) or (None, None)
         with _told(self.where):
             disk = os.statvfs(self.where)
         return SpaceUsage(capacity, charged, disk.f_bavail * disk.f_frsize)
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Sweep what dead writers left, count anew, and evict what was used longest ago."""
+        """Sweep leftovers of dead writers, count all files again, and evict the least recently used."""
         tally = OutcomeCounter()
         ledger = Ledger(self.where, _PATIENCE_SECONDS)
         room = DirectorySpace(self.where, ledger, tally, lambda _: None)
@@ -83,7 +83,7 @@ class DirectoryAdmin(CacheAdmin):
             return CollectResult(done.swept, done.evicted, done.evicted_bytes, account.used, goal)
 
     def clear(self) -> tuple[int, int]:
-        """Remove everything of kvferry's; other files, and folders that hold some, stay."""
+        """Remove all kvferry files. Other files stay, and so do folders that contain them."""
         removed, removed_bytes = 0, 0
         marker = f"{self.where}/{MARKER}"
         with _held(self.where, Ledger(self.where, _PATIENCE_SECONDS)) as account:
@@ -109,13 +109,13 @@ class DirectoryAdmin(CacheAdmin):
 
 @dataclass(frozen=True, slots=True)
 class _OpenFile(StoredFile):
-    """A file that is open.
+    """An open file.
 
     Attributes:
-        root: the directory.
-        path: its name.
-        fd: where it is open.
-        size: bytes.
+        root: directory of the tier.
+        path: path of the file.
+        fd: descriptor of the file.
+        size: bytes of the file.
     """
 
     root: str
@@ -141,7 +141,7 @@ def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
 
 @contextmanager
 def _told(root: str) -> Iterator[None]:
-    """Say to an operator what cannot be read or changed."""
+    """Raise an OSError as a ConfigError with advice for the operator."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Chunk files through a descriptor: writing, reading, verifying. Blocks; any thread may do it.
+"""Functions that write, read and verify chunk files by descriptor. They block; any thread may call them.
 
-A chunk is digested piece by piece as it is read, while the processor's cache still has the piece.
+A chunk is digested piece by piece as it is read, while each piece is still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.format.decode import ChunkHeader
 
 STORAGE_PIECE_BYTES = 4 << 20
-"""Bytes read at a time from a disk or a network, which take less time for fewer, larger pieces."""
+"""Bytes per read from a disk or a network, which are faster with fewer, larger reads."""
 MEMORY_BYTES_PER_SECOND = 4e9
 """Bytes that arrive faster than this come from memory, such as the page cache."""
 
@@ -28,13 +28,13 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Write a chunk to an empty file.
 
     Args:
-        fd: of the file.
-        chunk: what it is.
-        body: its sections, each at a multiple of 4096 bytes; the padding between them is set to zero.
+        fd: descriptor of the file.
+        chunk: identity and shape of the chunk.
+        body: sections of the chunk, each at a multiple of 4096 bytes; the padding between is set to zero.
 
     Raises:
         ChunkError: the body has another length than the chunk's.
-        OSError: it cannot be written; a part may have been.
+        OSError: the file cannot be written completely.
     """
     zero_padding(chunk, body)
     header = whole_pages(chunk.offsets[0])
@@ -46,9 +46,9 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
     """Read a chunk from its file; return whether the file begins with that very chunk.
 
     Args:
-        fd: of the file.
+        fd: descriptor of the file.
         chunk: the expected chunk.
-        into: filled with the body, as long as the chunk's.
+        into: memory for the body, as long as the chunk's body.
 
     Raises:
         OSError: the file cannot be read.
@@ -62,13 +62,13 @@ def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Check a file that `read_chunk` refused; return if it is a good chunk of the key, but of other groups.
 
     Args:
-        fd: of the file.
+        fd: descriptor of the file.
         chunk: the expected chunk.
-        body: what was read.
+        body: the body that `read_chunk` read.
 
     Raises:
-        ChunkError: it is damaged, or has the name of another chunk.
-        OSError: it cannot be read, or was good when it was read again.
+        ChunkError: the file is damaged, or has the name of another chunk.
+        OSError: the file cannot be read, or was good at the second read.
     """
     set_direct(fd, on=False)
     header = read_header(fd)
@@ -84,8 +84,8 @@ def read_header(fd: int) -> ChunkHeader:
     """Read the header of a file and compare the file's length with it.
 
     Raises:
-        ChunkError: it is not a chunk file, or not a whole one.
-        OSError: it cannot be read.
+        ChunkError: the file is not a complete chunk file.
+        OSError: the file cannot be read.
     """
     return decode.read_header(partial(read, fd), os.fstat(fd).st_size)
 
@@ -94,8 +94,8 @@ def verify_file(fd: int) -> ChunkHeader:
     """Read and check every byte of a file, through the page cache.
 
     Raises:
-        ChunkError: some byte is not what was written.
-        OSError: it cannot be read.
+        ChunkError: the file is damaged.
+        OSError: the file cannot be read.
     """
     set_direct(fd, on=False)
     return decode.verify(partial(read, fd), os.fstat(fd).st_size)
@@ -105,7 +105,7 @@ def read(fd: int, offset: int, size: int) -> Buffer:
     """Return `size` bytes from `offset` on, or fewer where the file ends.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: the bytes cannot be read.
     """
     data = b""
     while len(data) < size and (piece := os.pread(fd, size - len(data), offset + len(data))):
@@ -117,8 +117,8 @@ class _ProgressiveRead:
     """A read of a file that advances as its bytes are needed.
 
     Attributes:
-        header: filled with the file's header by the first read.
-        done: bytes read so far; stops growing once the file has ended.
+        header: memory for the file's header, which the first read fills.
+        done: bytes read so far, at most to the end of the file.
     """
 
     def __init__(self, fd: int, header: memoryview, into: memoryview) -> None:

@@ -1,8 +1,8 @@
-"""Bytes between memory and files, past the page cache where that can be. Blocks; any thread may do it.
+"""Direct I/O between memory and files, with the page cache as a fallback. Blocks; any thread may use it.
 
-What lies in whole pages of memory is moved by the device itself (direct I/O): chunks that are used again soon
-are in host memory, and a copy of each in the page cache would cost a core's time and push out what others
-need there. What a file system refuses to move so goes through the page cache.
+The device itself moves data in whole pages of memory (direct I/O). Chunks that are used again soon are in
+host memory. Another copy in the page cache would cost a core's time and evict pages that others need. Data
+that the file system refuses for direct I/O goes through the page cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.tiers.format.chunk import ALIGNMENT
 
 
 def whole_pages(size: int) -> memoryview:
-    """New memory of `size` bytes, a multiple of 4096, that begins at a page; nobody has written to it."""
+    """Return new, uninitialised, page-aligned memory of `size` bytes, a multiple of 4096."""
     spare = np.empty(size + ALIGNMENT, np.uint8)
     first = -spare.__array_interface__["data"][0] % ALIGNMENT
     return spare.data[first : first + size]
@@ -29,12 +29,12 @@ def write_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> None:
     """Write `pieces`, one after another.
 
     Args:
-        fd: of a file.
-        pieces: what is written.
-        begin: where in the file.
+        fd: descriptor of a file.
+        pieces: buffers to write.
+        begin: offset in the file, in bytes.
 
     Raises:
-        OSError: they cannot be written; some may have been.
+        OSError: the pieces cannot be written completely.
     """
     written = _transfer(fd, pieces, lambda left, at: os.pwritev(fd, left, begin + at))
     if written < (size := sum(memoryview(piece).nbytes for piece in pieces)):
@@ -45,23 +45,23 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
     """Fill `pieces`, one after another.
 
     Args:
-        fd: of a file.
-        pieces: what is filled.
-        begin: where in the file.
+        fd: descriptor of a file.
+        pieces: buffers to fill.
+        begin: offset in the file, in bytes.
 
     Returns:
-        Bytes read: all, or fewer where the file ends before.
+        The number of bytes read; fewer than requested only if the file ends.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     return _transfer(fd, pieces, lambda left, at: os.preadv(fd, left, begin + at))
 
 
 def read_more(fd: int, piece: memoryview, begin: int) -> int:
-    """Fill a piece of memory from a file from which `read_all` has read before; see there.
+    """Fill a buffer from a file that `read_all` has read from before; return the bytes read.
 
-    Takes less time than `read_all` where the page cache has what is read.
+    It is faster than `read_all` if the data is in the page cache.
     """
     try:
         read = os.preadv(fd, [piece], begin)
@@ -73,9 +73,9 @@ def read_more(fd: int, piece: memoryview, begin: int) -> int:
 
 
 def set_direct(fd: int, *, on: bool) -> bool:
-    """Have a file go past the page cache, or through it; says whether it goes past it now.
+    """Turn direct I/O on or off for a file; return whether it is on now.
 
-    Of a file that was opened without other flags that can be set later (O_APPEND, O_NONBLOCK).
+    The call clears other flags that can be set after opening, such as O_APPEND and O_NONBLOCK.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT if on else 0)
@@ -85,7 +85,7 @@ def set_direct(fd: int, *, on: bool) -> bool:
 
 
 def _transfer(fd: int, pieces: Sequence[Buffer], move: Callable[[Sequence[memoryview], int], int]) -> int:
-    """Move all of `pieces`, or up to where nothing more is moved; returns how many bytes that were."""
+    """Move `pieces` until all are done or `move` returns 0; return the number of bytes moved."""
     left, done = [memoryview(piece).cast("B") for piece in pieces], 0
     direct = set_direct(fd, on=True)
     while left:

@@ -1,8 +1,8 @@
-"""What a directory holds, learnt from its folders.
+"""The index of the chunks in a directory, read from its folders.
 
 A folder's modification time changes with every file that is added or removed, so `refresh` reads only the
-folders that changed. A known chunk may be gone, which its fetch finds. Chunks that other processes stored
-show with the next `refresh`.
+folders that changed. A known chunk may be gone; its fetch then misses. The next `refresh` adds chunks that
+other processes stored.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class DirectoryIndex:
     Args:
         root: the directory of the tier.
         namespace: 32 bytes.
-        listed: the keys; gets what the folders show.
-        clock: seconds since 1970, as the file system's.
-        pause: lets other threads run for that many seconds.
+        listed: keys, updated from the folders.
+        clock: seconds since 1970, by the file system's clock.
+        pause: function that lets other threads run for a number of seconds.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DirectoryIndex:
         self._refreshing = Lock()
 
     def refresh(self) -> int:
-        """Read the folders that changed since they were read; return how many did."""
+        """Read the folders that changed since the last read; return their number."""
         with self._refreshing:
             changed = self._changed()
             for part, time_ns in changed.items():

@@ -1,8 +1,7 @@
-"""Which files were used longest ago, of a directory of any size.
+"""Selection of the least recently used files of a directory of any size.
 
-Of a million files not all are listed: their names would take a lot of memory, and most would be used or gone
-before their turn. Nor does any step keep an engine's thread waiting: what is sorted is numbers, by numpy,
-which lets other threads run.
+The list is limited: a million names would take a lot of memory, and most files would be used or gone before
+their turn. No step keeps an engine's thread waiting: numpy sorts numbers and lets other threads run.
 """
 
 from __future__ import annotations
@@ -12,23 +11,23 @@ from collections.abc import Iterable
 import numpy as np
 
 MAX_LISTED = 1 << 15
-"""So many are listed; then the directory is walked again."""
+"""Maximum number of listed files; after them the directory is walked again."""
 
 
 def least_recently_used(
     files: Iterable[tuple[int, str]], most: int = MAX_LISTED
 ) -> tuple[list[tuple[int, str]], bool]:
-    """The files used longest ago.
+    """Return the least recently used files.
 
     >>> least_recently_used([(30, "c"), (10, "a"), (20, "b")], most=2)
     ([(10, 'a'), (20, 'b')], True)
 
     Args:
-        files: when each was last used, in nanoseconds, and its path.
-        most: list no more.
+        files: time of last use, in nanoseconds, and path of each file.
+        most: maximum number of files to return.
 
     Returns:
-        The same, in order, and whether there were more.
+        The selected files, the least recently used first, and whether there were more files.
     """
     kept: list[tuple[int, str]] = []
     latest = None

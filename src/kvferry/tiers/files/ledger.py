@@ -1,9 +1,9 @@
-"""How many bytes a directory may hold and does hold, agreed on by all processes that use it.
+"""The ledger of a directory: its capacity and its bytes in use, shared by all processes that use it.
 
-The ledger is one small file. It is read and written under an exclusive flock on it, which the threads of a
-process hand on to one another (`relay`). Its number is never less than what the files add up
-to: bytes are charged before a file is made and released after one is gone, so a process that is killed in
-between leaves the number too large, and `count` mends that.
+The ledger is one small file. A process reads and writes it under an exclusive flock, which its threads hand
+to one another (`lock_handoff`). The bytes in use are never less than the sum of all files: bytes are charged
+before a file is made and released after it is removed. A process that is killed in between leaves the number
+too large, and `count` corrects it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PAUSE_SECONDS = 0.001
 
 
 class HeldLedger:
-    """The ledger while it is held. Changes are written at once.
+    """The ledger while this process holds its lock. Changes are written immediately.
 
     Attributes:
-        capacity: bytes that all files may add up to.
-        used: bytes that they add up to, or more.
-        lost: the ledger could not be read, so this was counted.
+        capacity: maximum bytes of all files.
+        used: bytes in use, never less than the sum of all files.
+        lost: whether the ledger was unreadable, so that the files were counted again.
     """
 
     def __init__(self, fd: int, root: str, capacity: int) -> None:
@@ -48,25 +48,25 @@ class HeldLedger:
             self.count()
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         # What a mount reports only now is of writes that are over; the file is closed whatever it reports.
         with suppress(OSError):
             os.close(self._fd)
 
     def charge(self, size: int) -> None:
-        """Count `size` bytes as used; before they are."""
+        """Add `size` bytes to the bytes in use, before a file uses them."""
         self._set(self.capacity, self.used + size)
 
     def release(self, size: int) -> None:
-        """Count `size` bytes as free; after they are."""
+        """Subtract `size` bytes from the bytes in use, after their file is gone."""
         self._set(self.capacity, max(0, self.used - size))
 
     def limit(self, capacity: int) -> None:
-        """Change the capacity, for all processes."""
+        """Set the capacity for all processes."""
         self._set(capacity, self.used)
 
     def count(self) -> None:
-        """Count all files again. Takes a walk of the directory."""
+        """Count the bytes of all files again, by a walk of the directory."""
         # The ledger counts as what it is after its first write, which may be this one.
         others = sum(entry.charged for entry in walk(self._root) if entry.kind is not EntryKind.LEDGER)
         self._set(self.capacity, LEDGER_BYTES + others)
@@ -80,19 +80,18 @@ class HeldLedger:
 
 
 class Ledger:
-    """The ledger of one directory, to be held.
+    """The ledger of one directory, and its lock.
 
     Args:
-        root: the directory; it stays on the device where it is first held.
-        lock_seconds: how long to wait for other processes, unless `held` is told.
+        root: the directory, which must stay on the device where the ledger is first held.
+        lock_seconds: default time to wait for other processes.
         clock: monotonic seconds.
-        sleep: waits that many seconds.
+        sleep: function that waits a number of seconds.
 
     Attributes:
-        capacity: bytes, what a ledger that is lost is made anew with.
-        after_loss: called when it was, held.
-        after_swap: called when another directory has taken the place of the one before; raises OSError if it
-            is not to be used.
+        capacity: capacity in bytes for a ledger that is lost and made again.
+        after_loss: callback after a lost ledger was made again, while it is held.
+        after_swap: callback after another directory replaced the one before; raises OSError to refuse it.
     """
 
     def __init__(
@@ -115,15 +114,15 @@ class Ledger:
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
-        """Hold it: no other process charges, releases, makes or renames a file meanwhile.
+        """Hold the ledger. Meanwhile no other process charges, releases, makes or renames a file.
 
         Args:
-            seconds: how long to wait, if not as long as always.
+            seconds: time to wait; None for `lock_seconds`.
 
         Raises:
-            Busy: others held it for that long.
-            OSError: it cannot be opened or written, or another release wrote it; ESTALE when another disk is
-                mounted here than before.
+            LockTimeout: other threads or processes held the ledger for that long.
+            OSError: the ledger cannot be opened or written, or another release wrote it; ESTALE if another
+                disk is mounted at the directory than before.
         """
         with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as account:
             yield account
@@ -175,7 +174,7 @@ class Ledger:
 
 
 def read_ledger(root: str) -> tuple[int, int] | None:
-    """Capacity and bytes used as the ledger has them, without holding it; None if there is none to read."""
+    """Return the ledger's capacity and used bytes without holding it; None if it cannot be read."""
     try:
         return _parse(read_regular(f"{root}/{LEDGER}", LEDGER_BYTES))
     except OSError:

@@ -1,8 +1,8 @@
 """A file lock that processes compete for, and that the threads of a process hand to one another.
 
 Taking the lock costs several system calls, and a wait if another process has it. So one thread of a process
-takes it and hands it to the next waiting thread. After 20 ms it is released all the same, for long enough
-that another process can take it.
+takes it and hands it to the next waiting thread. After 20 ms the process releases it, for long enough that
+another process can take it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEFT_SECONDS = 0.002
 
 
 class LockTimeout(Exception):
-    """Other threads or processes held the lock for too long."""
+    """An error for a lock that other threads or processes held for too long."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _WaitingThreads(Generic[T]):
     """The threads of one process that want the lock.
 
     Attributes:
-        pid: of the process.
+        pid: id of the process.
         changed: notified when a thread is done with the lock.
         waiting: number of waiting threads.
         busy: whether a thread holds the lock or is taking it.
@@ -55,11 +55,11 @@ class LockHandoff(Generic[T]):
         gone ─get─▶ had ─another waits─▶ kept ─▶ had ─nobody waits, or for long enough─▶ gone
 
     Args:
-        name: of the resource, for messages.
-        get: takes the lock, given a deadline; raises `LockTimeout` or another error if it cannot.
-        give: releases it.
+        name: name of the resource, for messages.
+        get: function that takes the lock before a deadline; raises `LockTimeout` or another error.
+        give: function that releases the lock.
         clock: monotonic seconds.
-        sleep: waits that many seconds.
+        sleep: function that waits a number of seconds.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LockHandoff(Generic[T]):
         """Hold the resource in a ``with`` block, if it is free within `seconds`.
 
         Raises:
-            Busy: it cannot.
+            LockTimeout: others held the resource for that long.
         """
         deadline = self._clock() + seconds
         queue = self._queue()

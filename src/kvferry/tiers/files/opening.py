@@ -1,4 +1,4 @@
-"""Taking a directory into use: whose it is, how much it may hold, what was left behind in it."""
+"""Opening of a directory: check its marker, set its capacity, and sweep leftovers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 def check_directory(root: str) -> None:
-    """See that a directory is there and not of another version.
+    """Check that a directory exists and is not of another directory version.
 
     Raises:
-        ConfigError: it is not, or it is.
+        ConfigError: the directory is missing, of another version, or has an invalid marker.
     """
     if not os.path.isdir(root):
         found = "is no directory" if os.path.exists(root) else "does not exist"
@@ -48,10 +48,10 @@ def check_directory(root: str) -> None:
 
 
 def read_marker(root: str) -> object | None:
-    """Version of the directory as its marker says, None where there is no marker.
+    """Return the directory version in the marker; None if there is no marker.
 
     Raises:
-        ConfigError: there is a marker that cannot be understood.
+        ConfigError: the marker cannot be read or is invalid.
     """
     path = f"{root}/{MARKER}"
     try:
@@ -71,14 +71,15 @@ def read_marker(root: str) -> object | None:
 def open_directory(
     root: str, ledger: Ledger, room: DirectorySpace, namespace: Namespace, capacity: int | None
 ) -> None:
-    """Sweep, count, set the capacity and keep it, and write the notes.
+    """Sweep leftovers, count all files, set the capacity, evict down to it, and write the notes.
 
     Args:
-        root: the directory, checked.
-        ledger: its ledger; the capacity it falls back to is set.
-        room: its space.
-        namespace: the one that will be used.
-        capacity: bytes for all files of all processes; None: as it was, or a tenth of the free space.
+        root: the directory, already checked.
+        ledger: the ledger of the directory; its fallback capacity is set.
+        room: the space of the directory.
+        namespace: the namespace that will be used.
+        capacity: maximum bytes of all files of all processes; None for the current capacity, or for a tenth
+            of the free space in a new directory.
 
     Raises:
         ConfigError: the directory cannot be used, or not with that capacity.
@@ -107,7 +108,7 @@ def open_directory(
 
 
 def unusable_directory(root: str, error: OSError) -> ConfigError:
-    """What to tell about a directory that gives an error."""
+    """Return the error message for a directory that cannot be used."""
     said = error.strerror or str(error)
     where = error.filename or root
     return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
@@ -128,7 +129,7 @@ def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
 
 
 def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Make what every directory has, where it is missing. The ledger is held."""
+    """Make the missing folders and notes of a directory. The ledger is held."""
     folder = f"{root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
     make_folder(root, folder)
@@ -151,7 +152,7 @@ def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: D
 
 
 def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> None:
-    """Write a note that is not there yet. The ledger is held."""
+    """Write a note if it does not exist. The ledger is held."""
     if is_regular(path):
         return
     data = text.encode("ascii")

@@ -1,4 +1,4 @@
-"""Who besides this user can change what lies in a directory."""
+"""A check for other users who can change the files of a directory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def writable_by_others(root: str) -> str:
-    """Why others could put chunks into a directory; empty if only this user and root can.
+    """Return why other users can put chunks into a directory; empty if only this user and root can.
 
-    Chunks carry checksums and no signature, so whoever can write there, or can replace a folder above,
-    decides what engines compute with.
+    Chunks have checksums but no signature. A user who can write to the directory, or can replace a folder
+    above it, controls the KV that engines use.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: the status of a folder cannot be read.
     """
     path = os.path.realpath(root)
     while True:

@@ -1,4 +1,4 @@
-"""Moving a bad file out of the way, where an operator can look at it."""
+"""Quarantine for bad files, where an operator can inspect them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from kvferry.tiers.paths import quarantine_path
 
 
 def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
-    """Move what has the name of a chunk to quarantine, where the bytes of a file still count.
+    """Move a bad file to quarantine, where its bytes still count.
 
-    Where it cannot be moved, a file is removed: what has a chunk's name keeps others from storing it.
+    If there is no plain quarantine folder, the file is removed: while it has a chunk's name, no process can
+    store that chunk.
 
     Args:
         root: the directory of the tier.
-        ledger: its ledger; held meanwhile.
-        found: what it was: another one that has taken its place meanwhile stays.
-        path: its name.
+        ledger: the ledger of the directory, which is held during the move.
+        found: status of the bad file; a file that has replaced it meanwhile stays.
+        path: path of the bad file.
 
     Returns:
-        Whether it was moved.
+        Whether the file was moved.
     """
     with suppress(LockTimeout, OSError), ledger.held() as account:
         check_folders(root, path)

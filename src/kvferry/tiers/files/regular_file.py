@@ -1,7 +1,7 @@
-"""Opening and making what is a plain file or folder in its place, and nothing else.
+"""Functions that open and make plain files and folders, and refuse everything else.
 
-Whoever may write to a directory may leave there a link, a pipe, a device, or a folder in place of a file.
-None is followed or waited for, below the directory itself, which may be reached by links.
+A user who can write to a directory can put a link, a pipe, a device or a folder in place of a file. Below the
+directory none of these is followed or waited for. The path to the directory itself may contain links.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import stat
 from contextlib import suppress
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
-"""The user's alone: a chunk tells what a prompt was."""
+"""Modes that admit only the user, since a chunk reveals its prompt."""
 
 # Errors of a file that is no plain one: a link, a socket or a pipe, a folder, a device without a driver.
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 
 class NotRegular(OSError):
-    """There is something else in place of a file or folder."""
+    """An error for something else in place of a plain file or folder."""
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open a file, at once; one that is made has mode 0600.
+    """Open a file without waiting. A new file gets mode 0600.
 
     Raises:
-        NotRegular: it is no plain file.
-        OSError: it cannot be opened.
+        NotRegular: the path is not a plain file.
+        OSError: the file cannot be opened.
     """
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, FILE_MODE)
@@ -47,18 +47,18 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def read_regular(path: str, most: int) -> bytes:
-    """The first `most` bytes of a file.
+    """Return the first `most` bytes of a file.
 
     Raises:
-        NotRegular: it is no plain file.
-        OSError: it cannot be read.
+        NotRegular: the path is not a plain file.
+        OSError: the file cannot be read.
     """
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         return file.read(most)
 
 
 def is_regular(path: str) -> bool:
-    """Whether there is a plain file."""
+    """Return whether the path is a plain file."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -66,11 +66,11 @@ def is_regular(path: str) -> bool:
 
 
 def check_folders(root: str, path: str) -> None:
-    """See that a file lies below `root` and not elsewhere, by way of a link.
+    """Check that all folders between `root` and a file are plain folders, not links.
 
     Raises:
-        NotRegular: there is no plain folder between them.
-        OSError: one is missing, or cannot be looked at.
+        NotRegular: one is not a plain folder.
+        OSError: one is missing or its status cannot be read.
     """
     while len(path := os.path.dirname(path)) > len(root):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
@@ -78,11 +78,11 @@ def check_folders(root: str, path: str) -> None:
 
 
 def make_folder(root: str, folder: str) -> None:
-    """Make a folder, and those between it and `root`, where they are missing; with mode 0700.
+    """Make a folder and missing folders between it and `root`, with mode 0700.
 
     Raises:
-        NotRegular: there is something else in its place.
-        OSError: it cannot be made, or `root` is not there.
+        NotRegular: something else has the place of a folder.
+        OSError: a folder cannot be made, or `root` is missing.
     """
     if len(above := os.path.dirname(folder)) > len(root):
         make_folder(root, above)
@@ -95,7 +95,7 @@ def sync_folder(folder: str) -> None:
     """Flush a folder's entries to the disk.
 
     Raises:
-        OSError: it cannot be opened or flushed.
+        OSError: the folder cannot be opened or flushed.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,8 +1,8 @@
-"""Making room before a byte is written: reserve, then write, then commit or abandon.
+"""Space for new files: reserve it, write the file, then commit or abandon it.
 
-What must go is the file that was used longest ago, of any namespace, chunk or quarantined. Files are looked
-through outside the ledger's lock and listed in order of use; each is looked at again before it goes, because
-other processes use, evict and write as well.
+The least recently used file is evicted first, whether a chunk of any namespace or a quarantined file. Files
+are listed in order of use outside the ledger's lock. Each is checked again before it is evicted, because
+other processes use, evict and write files too.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LATEST = 1 << 62
 
 
 class DirectoryFull(Exception):
-    """No room can be made.
+    """An error for a file that no room can be made for.
 
     Attributes:
-        too_large: the file is larger than the capacity.
+        too_large: whether the file is larger than the capacity.
     """
 
     def __init__(self, size: int, account: HeldLedger) -> None:
@@ -47,12 +47,12 @@ class DirectoryFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """What a walk has found.
+    """The result of a walk of the directory.
 
     Attributes:
-        temporary: files that are being written, or were.
-        listed: ranks of the files that may go, and their paths, those to go first.
-        more: whether there are more that may go.
+        temporary: temporary files, of live and dead writers.
+        listed: rank and path of evictable files, the first to be evicted first.
+        more: whether there are more evictable files.
         charged: bytes that all files count for.
     """
 
@@ -67,9 +67,9 @@ class DirectorySpace:
 
     Args:
         root: the directory.
-        ledger: its ledger.
-        tally: counts what was evicted and swept.
-        gone: told the path of every file that had to go.
+        ledger: the ledger of the directory.
+        tally: counter of evicted and swept files.
+        gone: callback with the path of every evicted file.
         clock: seconds since 1970.
     """
 
@@ -93,14 +93,14 @@ class DirectorySpace:
         self._walking = Lock()
 
     def reserve(self, final: str, size: int) -> tuple[int, str]:
-        """Make room for a file and make it, empty, under a temporary name.
+        """Make room for a file and make an empty one under a temporary name.
 
         Returns:
-            Its descriptor, open for writing and flocked, and its path.
+            The descriptor of the file, open for writing and flocked, and its path.
 
         Raises:
-            Full: there is nothing left to evict, or the file is larger than the capacity.
-            Busy: the ledger cannot be had.
+            DirectoryFull: nothing is left to evict, or the file is larger than the capacity.
+            LockTimeout: others held the ledger for too long.
             OSError: the file cannot be made.
         """
         with self._ledger.held() as account:
@@ -125,13 +125,13 @@ class DirectorySpace:
                 raise DirectoryFull(size, account)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
-        """Give a written file its name, unless another process was first.
+        """Rename a written file to its final name, unless another process stored the chunk first.
 
         Returns:
-            Whether it has it; if not, the temporary file is gone and its bytes are released.
+            Whether the file was renamed; if not, it is removed and its bytes are released.
 
         Raises:
-            Busy, OSError: it cannot be renamed; it is still there.
+            LockTimeout, OSError: the file cannot be renamed and still exists.
         """
         with self._ledger.held() as account:
             if not is_regular(final):
@@ -144,8 +144,8 @@ class DirectorySpace:
     def abandon(self, temporary: str, size: int) -> None:
         """Remove a file that could not be written, and release its bytes.
 
-        If that cannot be done now, the file stays, emptied, and charged as its name says: it is a leftover
-        that the next sweep finds once its writer has closed it.
+        If it cannot be removed now, it stays empty and charged with the bytes in its name. The next sweep
+        removes it after its writer has closed it.
         """
         with suppress(OSError):
             os.close(open_regular(temporary, os.O_WRONLY | os.O_TRUNC))
@@ -155,14 +155,14 @@ class DirectorySpace:
             account.release(size)
 
     def settle(self, account: HeldLedger) -> None:
-        """Remove what dead writers left, and count all files again. Takes walks of the directory."""
+        """Remove leftovers of dead writers and count all files again, by walks of the directory."""
         self._take_in(self._look(), account)
         account.count()
 
     def make_room(self, account: HeldLedger, size: int = 0) -> bool:
-        """Evict until `size` bytes more than are in use are within the capacity; says whether they are.
+        """Evict until another `size` bytes fit into the capacity; return whether they fit.
 
-        Takes walks of the directory if more must go than are listed.
+        The directory is walked again if more files must be evicted than are listed.
         """
         goal, before = account.capacity - size, -1
         while goal >= 0 and not self._evict_to(account, goal):
@@ -173,7 +173,7 @@ class DirectorySpace:
         return goal >= 0
 
     def _create(self, account: HeldLedger, final: str, size: int) -> tuple[int, str]:
-        """Make an empty temporary file for `size` bytes, which are charged first."""
+        """Charge `size` bytes and make an empty temporary file for them."""
         check_folders(self._root, final)
         path, fd = temporary_path(final, size), -1
         account.charge(size)
@@ -224,16 +224,17 @@ class DirectorySpace:
         return _Walked(temporary, listed, more, charged)
 
     def _rank(self, used_ns: int, size: int) -> int:
-        """When a file was last used; before all others if that is not to be believed, or it cannot be ours.
+        """Return the rank of a file for eviction: its time of last use, in nanoseconds.
 
-        A file of the future would outlast all that is stored until then, were it believed.
+        A file with a time far in the future, or larger than the capacity, ranks before all others. Otherwise
+        a file from the future would outlast all files stored until then.
         """
         ahead = used_ns / 1e9 - self._clock() > _AHEAD_SECONDS
         strange = ahead or size > (self._ledger.capacity or size)
         return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
     def _take_in(self, found: _Walked, account: HeldLedger) -> None:
-        """Sweep what a walk has found of dead writers, and list what can be evicted."""
+        """Sweep the leftovers of dead writers that a walk found, and list the evictable files."""
         if found.charged > account.used:
             # Others have put files there without a word. What is released has to have been charged.
             account.count()
@@ -243,18 +244,18 @@ class DirectorySpace:
 
 
 def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], float] = time.time) -> int:
-    """Remove what dead writers left behind.
+    """Remove leftovers of dead writers.
 
-    A writer holds a flock on its file, so what can be locked has none. Files of another boot must be older
-    than 15 minutes as well, since a shared mount may not show the locks of other machines.
+    A writer holds a flock on its file, so a file that can be locked has no writer. Files of another boot must
+    also be older than 15 minutes, since a shared mount may not show the locks of other machines.
 
     Args:
         found: temporary files of the directory.
-        account: its ledger, held; the bytes are released.
+        account: the held ledger of the directory; the bytes are released.
         clock: seconds since 1970.
 
     Returns:
-        How many files were removed.
+        The number of removed files.
     """
     here, swept = boot_id(), 0
     for entry in found:

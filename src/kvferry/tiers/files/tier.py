@@ -1,8 +1,8 @@
 """The file tier: chunks in a directory, on a disk of this machine or on a mount that machines share.
 
 Every call blocks, and any thread may make it. A fetch takes no lock: a chunk is written under a temporary
-name and renamed, so it is there whole or not at all, and a hit counts only after its checksums were compared.
-A store reserves its space under the lock of the directory's ledger before it writes.
+name and then renamed, so it exists completely or not at all. A hit counts only after its checksums match. A
+store reserves its space under the lock of the directory's ledger before it writes.
 
 Failures of the disk, a file or another process are outcomes. They are counted, and the first of each kind is
 logged.
@@ -69,17 +69,17 @@ class FileTier(StorageTier):
 
     Args:
         path: the directory, which exists.
-        namespace: of the chunks that are stored and fetched; its note is written if it is new.
-        capacity: bytes that all files of kvferry under `path` may add up to. All processes share one
-            capacity: the last that gives one sets it. None keeps the current one; a new directory gets a
-            tenth of the free space.
-        durable: flush every chunk and its folder to the disk before it counts as stored.
-        clock: seconds since 1970; marks when files are used.
-        lock_seconds: how long a store waits for the ledger before it is dropped.
-        table: the key table that the tiers of a cache share; None for one of its own.
+        namespace: namespace of the chunks; its note is written if it is new.
+        capacity: maximum bytes of all kvferry files under `path`. All processes share one capacity. The last
+            process that gives one sets it. None keeps the current one; a new directory gets a tenth of the
+            free space.
+        durable: whether to flush every chunk and its folder to the disk before it counts as stored.
+        clock: seconds since 1970, for times of use.
+        lock_seconds: time that a store waits for the ledger before it is dropped.
+        table: key table that the tiers of a cache share; None for a table of its own.
 
     Raises:
-        ConfigError: the path is missing, cannot be written, is of another version, or the capacity is more
+        ConfigError: the path is missing, cannot be written or has another version, or the capacity is more
             than the disk has.
     """
 
@@ -113,7 +113,7 @@ class FileTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        """What this process has done with the directory since it was opened."""
+        """Counts of this process since it opened the directory."""
         return self._counter.stats()
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class FileTier(StorageTier):
         return len(self._listed)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks were used, as far as they are known; see `StorageTier.mark_used`."""
+        """Record that known chunks were used, and skip unknown ones; see `StorageTier.mark_used`."""
         known = self.contains(keys).tolist()
         paths = (
             chunk_path(self._root, self._namespace, key)
@@ -131,11 +131,11 @@ class FileTier(StorageTier):
         mark_files_used(self._root, paths, self._clock)
 
     def usage(self) -> StoreUsage:
-        """Return how full the directory is, over all processes; see `StorageTier.usage`."""
+        """Return the usage of the directory by all processes; see `StorageTier.usage`."""
         return self._usage.read(empty=not len(self._listed))
 
     def refresh(self) -> int:
-        """Learn what other processes stored and evicted; return how many folders had changed."""
+        """Update `keys` with chunks that others stored or evicted; return the number of changed folders."""
         return self._index.refresh()
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:

@@ -1,4 +1,4 @@
-"""How full a directory is, and whether another of its namespaces is of a model of the same name."""
+"""The bytes in use of a directory, and the lookup of another namespace whose model has the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When files were last used: their modification times, by which a directory evicts."""
+"""Times of last use, kept as modification times of files. A directory evicts by them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _APART_NS = 1000
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
     """Set the modification times of files to now, each later than that of the file before it.
 
-    A time that is not old yet is kept, unless the file would seem to have been used before one that was used
-    earlier. Files that are missing, or may only be read, are skipped.
+    A recent time is kept, unless the file would then seem older than the file before it. Files that are
+    missing or read-only are skipped.
 
     Args:
         root: the directory of the tier.
-        paths: files below it, the one to be evicted first at the beginning.
+        paths: paths of files below `root`, the first to be evicted first.
         clock: seconds since 1970.
     """
     latest = 0
