@@ -1,7 +1,7 @@
 """Table of vLLM's engine arguments: whether each decides what the KV cache holds.
 
-A test compares this table with the installed vLLM. An argument that a later vLLM adds fails it until somebody
-has found out what it does and has put it here.
+A test compares this table with the installed vLLM. An argument that a later vLLM adds fails the test until
+somebody has classified it here.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def step_tokens(vllm_config: Any) -> int:
 
 
 def cache_group(group: Any) -> CacheGroup:
-    """Return a KV cache group as the connector sees it; `group` is vLLM's.
+    """Return a KV cache group in the connector's form; `group` is vLLM's group.
 
     Raises:
         ConfigError: kvferry cannot move it; names a layer.

@@ -26,7 +26,7 @@ _IDENTIFIED = "kvferry_identified"
 
 @dataclass(slots=True)
 class Identified:
-    """An identifier of items, shared by all requests that came with it.
+    """Record of an identifier of items, shared by all requests that came with it.
 
     Attributes:
         name: name of its content; empty if the identifier has stood for several contents.

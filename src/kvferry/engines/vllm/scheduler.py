@@ -32,7 +32,7 @@ class VLLMScheduler:
     """Maps vLLM's hooks in the scheduler to a `SchedulerHalf`, and listens to its events.
 
     Attributes:
-        half: makes the decisions.
+        half: the half that makes the decisions.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:

@@ -24,9 +24,9 @@ class VLLMWorker:
     """One rank of one engine: describes its cache, and maps vLLM's hooks to its `WorkerHalf`.
 
     Attributes:
-        engine_id: the engine.
-        layout: the memory layout of its cache.
-        half: its loads and transfers.
+        engine_id: id of the engine.
+        layout: memory layout of its cache.
+        half: the half that runs its loads and transfers.
     """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:

@@ -56,7 +56,10 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """For each bit of the token or head index, change those with the bit set, then those with it clear."""
+    """Test that a change to tokens or heads changes all of their cells, and no others.
+
+    Each bit of the token or head index selects two sets to change: those with the bit, and those without.
+    """
     first, second = _random(s, 1), _random(s, 2)
     before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)
     for dim, name in enumerate(("token", "head") if s.v else ("token",)):

@@ -33,7 +33,7 @@ Count = tuple[str, str, str]
 
 @dataclass(slots=True)
 class _Load:
-    """A load by a child.
+    """Load of a request by a child.
 
     Attributes:
         place: index of the child.
