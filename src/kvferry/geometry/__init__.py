@@ -1,7 +1,7 @@
-"""Descriptions of KV cache memory: what a page holds, where pages lie, which slice a rank has.
+"""Descriptions of KV cache memory: the content of pages, their addresses, and the slice of each rank.
 
-Everything here is a frozen value. `page` says what the bytes of one page mean (fields with named
-axes), `rank` says where the pages of one worker lie. Both are what `planning` computes with.
+Everything here is a frozen value. `page` describes the bytes of one page as fields with named axes. `rank`
+describes the memory of one worker's pages. `planning` computes with both.
 """
 
 from kvferry.geometry.page import Axis, Field, PageFormat, opaque_page

@@ -1,7 +1,7 @@
-"""Where the bytes of one group's pages lie, as five strides: for code that uses raw pointers.
+"""The memory of one group's pages as five strides, for code that uses raw pointers.
 
-The same memory that a `RankGeometry` describes field by field, in the terms in which attention kernels and
-engines think of it: axes L (layer), B (block), H (head), N (token in block), C (content byte), in some order.
+A `RankGeometry` describes the same memory field by field. This module uses the axes of attention kernels and
+engines: L (layer), B (block), H (head), N (token in block), C (content byte), in some order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ AXES = "LBHNC"
 
 
 def is_compact(layout: str) -> bool:
-    """Whether a page is one stretch of memory: nothing but L and B is outside of it."""
+    """Return whether a page is contiguous, with only L and B outside of it."""
     return set(layout[:2]) == {"L", "B"}
 
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
-    """Where the bytes of one group's pages lie on one rank.
+    """The memory of one group's pages on one rank, as an address and strides.
 
     Two layers of two heads, three blocks of four tokens, 8 bytes per head and token, block outermost:
 
@@ -37,10 +37,10 @@ class PageMap:
     376
 
     Attributes:
-        address: of the first byte of layer 0, block 0.
-        counts: layers, blocks, heads, tokens, content bytes. Blocks are kernel blocks where a block is made
-            of several; a snapshot has (.., .., 1, 1, bytes).
-        strides: bytes between neighbours along each.
+        address: address of the first byte of layer 0, block 0.
+        counts: layers, blocks, heads, tokens, content bytes. Blocks are kernel blocks if a block is made of
+            several. A snapshot has (.., .., 1, 1, bytes).
+        strides: bytes between neighbours along each axis.
         kernels: kernel blocks per block; block ``b`` is kernel blocks ``[b·kernels, (b+1)·kernels)``.
     """
 
@@ -60,11 +60,11 @@ class PageMap:
         return self.strides[1] * self.kernels
 
     def page(self, layer: int, block: int) -> int:
-        """Address of the first byte of a page: `layer` counts the group's layers, `block` whole blocks."""
+        """Return the address of a page: `layer` counts the group's layers, `block` whole blocks."""
         return self.address + layer * self.layer_stride + block * self.block_stride
 
     def at(self, layer: int, block: int, head: int, token: int) -> int:
-        """Address of the content of one head and token; `token` counts inside the whole block."""
+        """Return the address of the content of one head and token; `token` counts inside the whole block."""
         kernel, token = divmod(token, self.counts[3])
         return (
             self.page(layer, block)
@@ -76,12 +76,12 @@ class PageMap:
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
-    """What a pool has for the pages of a group, where that is more than they need.
+    """The space that a pool has for a group's pages, if it exceeds what they need.
 
     Attributes:
-        slots: of a block, where they are more than the group's layers.
-        slot_bytes: of a (kernel) block in a slot, where a page is one stretch.
-        block_stride: bytes from a block to the next, where blocks are outermost.
+        slots: slots of a block, if there are more than the group's layers.
+        slot_bytes: bytes of a (kernel) block in a slot, if a page is contiguous.
+        block_stride: bytes from a block to the next, if blocks are outermost.
     """
 
     slots: int = 0
@@ -96,17 +96,17 @@ def page_map(
     kernels: int = 1,
     room: PoolRoom = PoolRoom(),
 ) -> PageMap:
-    """The strides of a layout.
+    """Return the page map of a layout.
 
     Args:
         layout: one of `LAYOUTS`.
-        address: of the first byte of layer 0, block 0.
+        address: address of the first byte of layer 0, block 0.
         counts: layers, (kernel) blocks, heads, tokens, content bytes.
         kernels: kernel blocks per block.
-        room: of the pool.
+        room: the pool's space for the group's pages.
 
     Raises:
-        GeometryError: no such layout.
+        GeometryError: there is no such layout.
     """
     if layout not in LAYOUTS:
         raise GeometryError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")

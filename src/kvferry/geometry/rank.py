@@ -1,8 +1,8 @@
-"""Where the pages of one worker lie.
+"""The memory of one worker's pages.
 
 A `RankGeometry` describes one worker's KV cache once, at registration: its groups, and for every layer
-the address of block 0, the stride between blocks and the `PageFormat`. It is plain data: it is sent to
-the other engine in the handshake, and everything that is planned is planned from two of these.
+the address of block 0, the stride between blocks and the `PageFormat`. It is plain data. The handshake sends
+it to the other engine, and the planner plans every transfer from two of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.geometry.page import TOKEN, Field, PageFormat
 
 
 class GroupKind(StrEnum):
-    """What a continuation needs of the tokens behind it."""
+    """The kind of a group, which decides the earlier tokens that a continuation needs."""
 
     FULL = "full_attention"
     SLIDING = "sliding_window"
@@ -47,11 +47,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Numbers beside the cache by which a layer's quantised codes are multiplied: part of what they mean.
+    """Factors outside of the cache that multiply a layer's quantised codes.
+
+    The factors are part of what the codes mean.
 
     Attributes:
-        source: what was quantised, ``k`` (latents included) or ``v``.
-        factors: one for all, or one per head that the rank holds.
+        source: the quantised tensor, ``k`` (latents included) or ``v``.
+        factors: one factor for all heads, or one per head that the rank holds.
     """
 
     source: str
@@ -66,8 +68,8 @@ class Layer:
         name: the layer's name, the same on every rank and engine of a model.
         address: address of block 0's page.
         block_stride: bytes from one block's page to the next.
-        page: what a page holds.
-        scales: of its quantised codes, those that are not 1 and do not lie in its pages.
+        page: format of a page.
+        scales: scales of its quantised codes that are not 1 and do not lie in its pages.
         draft: digest of the draft model that the layer belongs to; empty for the model's own layers.
     """
 
@@ -80,7 +82,7 @@ class Layer:
 
     @property
     def identity(self) -> str:
-        """Name of what the layer computes: two drafts may give their layers one name.
+        """Name of the layer and its draft: two drafts may use the same layer name.
 
         >>> from kvferry.geometry import opaque_page
         >>> page = opaque_page("packed", 16, 16, 0, 1)
@@ -95,10 +97,10 @@ class Group:
     """Layers that share one block table.
 
     Attributes:
-        kind: what a continuation needs of it.
+        kind: kind of its layers.
         block_tokens: tokens per (manager) block.
         attention_span: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
-        layers: this rank's layers of the group; empty on a pipeline rank that has none.
+        layers: layers of the group on this rank; empty on a pipeline rank that has none.
     """
 
     kind: GroupKind
@@ -119,18 +121,18 @@ class Group:
 
 
 def group_label(kind: GroupKind, attention_span: int) -> str:
-    """Name of a group for people and metrics, e.g. ``sliding_window(64)``."""
+    """Return the name of a group for people and metrics, e.g. ``sliding_window(64)``."""
     return f"{kind}({attention_span})" if attention_span else str(kind)
 
 
 @dataclass(frozen=True, slots=True)
 class RankGeometry:
-    """One worker's KV cache.
+    """The KV cache of one worker.
 
     Attributes:
-        tp_rank, tp_size, pp_rank, pp_size: which worker of how many.
-        num_blocks: blocks in the pool; block 0 is the null block and never moves.
-        groups: in the engine's order; all ranks of an engine have the same number of groups.
+        tp_rank, tp_size, pp_rank, pp_size: rank and number of ranks, tensor- and pipeline-parallel.
+        num_blocks: number of blocks in the pool; block 0 is the null block and never moves.
+        groups: groups in the engine's order; all ranks of an engine have the same number of groups.
         regions: registered memory; every page lies in one of them.
     """
 
@@ -143,10 +145,11 @@ class RankGeometry:
     regions: tuple[Region, ...]
 
     def check(self) -> None:
-        """Raise GeometryError unless every page lies in one registered region, alone, and indices make sense.
+        """Raise GeometryError if the geometry is inconsistent.
 
-        Called on what a peer sent as well as on our own: an address outside its regions would fail in the
-        transport, or worse, read something else.
+        Every page must lie in one registered region and overlap no other page of its layer, and all indices
+        must be in range. Engines check their own geometry and that of a peer. An address outside of the
+        regions would fail in the transport, or read other memory.
         """
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
             raise GeometryError(
@@ -185,7 +188,7 @@ class RankGeometry:
 
 
 class _Registered:
-    """Regions in the order of their addresses: a peer may name thousands, and every layer is looked for."""
+    """Regions sorted by address, for the lookup of every layer among thousands of regions."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         ordered = sorted((region.address, region.address + region.length) for region in regions)
@@ -199,9 +202,9 @@ class _Registered:
 
 
 def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
-    """Whether two elements of a field, of the same block or of two, share a byte.
+    """Return whether two elements of a field, in the same block or in two, share a byte.
 
-    Loops that nest do not: each stride clears everything that the smaller ones cover.
+    Elements do not overlap if each stride exceeds the extent of all loops with smaller strides.
     """
     loops = [(blocks, block_stride), *(loop for axis in field.axes for loop in axis.loops)]
     extent = field.item_bytes

@@ -1,9 +1,9 @@
-"""What a model keeps per layer, before any engine decides where.
+"""The KV cache of a model per layer, independent of any engine.
 
-A `StoredField` field is the same whoever serves the model: its name, its element, its heads and the rest of
-its axes. A `LayerCache` is all that one layer keeps, a `ModelCache` is the layers of a model. `layout`
-turns one of these and the decisions of an engine (parallel sizes, block size, memory layout) into its
-ranks' geometry.
+A `StoredField` is the same in every engine that serves the model: its name, its element, its heads and its
+other axes. A `LayerCache` is the cache of one layer, and a `ModelCache` has all layers of a model. `layout`
+turns a `ModelCache` and the settings of an engine (parallel sizes, block size, memory layout) into the
+geometry of its ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ class StoredField:
     """One field of a layer, over all ranks.
 
     Attributes:
-        name: what every engine calls it: ``kv``, ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
+        name: name in every engine: ``kv``, ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
         item_bytes: bytes of one element.
         heads: elements of the axis that tensor parallelism shards (KV heads, state heads, channels);
             0 if every rank keeps all of it.
-        inner: (name, count) of the other axes, the last one fastest. A token axis is added by kinds that
-            have one.
+        inner: (name, count) of the other axes, the last one fastest, without the token axis.
     """
 
     name: str
@@ -41,21 +40,20 @@ class StoredField:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head, of one token where there are tokens."""
+        """Bytes of one head, for one token or for a snapshot."""
         return self.item_bytes * prod(count for _, count in self.inner)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps.
+    """The cache of one layer.
 
     Attributes:
-        kind: what a continuation needs of it. Layers that agree in kind, attention span and fields are one
-            group.
+        kind: kind of the layer. Layers that agree in kind, attention span and fields are one group.
         attention_span: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
-        fields: per token, or per snapshot for STATE.
-        block_tokens: tokens of a block, where the model decides it; 0: the engine does.
-        state_tokens: tokens that one stored entry stands for; such pages move whole.
+        fields: fields of a token, or of a snapshot for STATE.
+        block_tokens: tokens of a block if the model decides it; 0 if the engine does.
+        state_tokens: tokens per stored entry. If it is above 1, pages move whole.
     """
 
     kind: GroupKind
@@ -72,11 +70,11 @@ class LayerCache:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes over all heads: of one entry (a token unless `state_tokens` says otherwise) or snapshot."""
+        """Bytes over all heads of one entry (`state_tokens` tokens), or of a snapshot."""
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 
     def bytes_of(self, tokens: int) -> int:
-        """Bytes over all heads of so many tokens, rounded up; of the snapshot for STATE."""
+        """Return the bytes over all heads of `tokens` tokens, rounded up; of the snapshot for STATE."""
         if self.kind is GroupKind.STATE:
             return self.whole_bytes
         return -(-self.whole_bytes * tokens // self.state_tokens)
@@ -84,12 +82,12 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """What a model keeps.
+    """The KV cache of a model.
 
     Attributes:
-        name: for people.
-        layers: in the model's order, only those that keep anything.
-        query_heads: heads of queries, which tensor parallelism shares out evenly; 0: not known.
+        name: display name of the model.
+        layers: caches in the order of the model's layers; layers that keep nothing have none.
+        query_heads: number of query heads, which tensor parallelism shares out evenly; 0 if unknown.
     """
 
     name: str

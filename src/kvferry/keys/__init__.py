@@ -1,8 +1,8 @@
-"""Names for content: the same in every process, restart, Python version and node.
+"""Content keys that are equal in every process, restart, Python version and node.
 
-- `chunk`: the key of a chunk, over all tokens up to its end and whatever else decides its content.
-- `namespace`: what keys live in, everything about model and format that makes bytes of another run wrong.
-- `prompt`: one digest of a whole prompt, for two engines to agree on what is handed over.
+- `chunk`: the key of a chunk, over all tokens up to its end and everything else that decides its content.
+- `namespace`: the scope of keys, from all facts on model and format that make bytes of another run wrong.
+- `prompt`: one digest of a whole prompt, by which two engines agree on a handover.
 """
 
 from kvferry.keys.chunk import KEY_BYTES, ChunkKeys, Item

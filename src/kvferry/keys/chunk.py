@@ -1,25 +1,27 @@
 """Keys of the chunks of one request.
 
-A chunk's KV depends on every token before it, so its key does too: each key is a digest of the key before it
-and of the chunk's own tokens. Equal keys mean equal content, whoever computed it, under which parallel sizes,
-layouts and block sizes; what the model and the format add is the namespace (`kvferry.keys.namespace`).
+A chunk's KV depends on every token before it, so its key does too. Each key is a digest of the key before it
+and of the chunk's own tokens. Equal keys mean equal content for all engines, parallel sizes, layouts and
+block sizes. The namespace (`kvferry.keys.namespace`) covers the model and the format.
 
-The digest is BLAKE2b of 32 bytes. It is cryptographic because tenants choose tokens: whoever could make two
-prompts with one key could have one answered with the KV of the other. With 16 bytes, two such prompts are
-2^64 digests away; 32 cost no time (a message of 256 tokens is as many BLAKE2b blocks) and 16 KiB per 128k
-tokens. It is in every Python's standard library, and its `person` parameter separates the three uses below.
+The digest is BLAKE2b of 32 bytes. It is cryptographic because tenants choose tokens: a tenant who could make
+two prompts with one key could have one answered with the KV of the other. With 16 bytes, two such prompts are
+2^64 digests away. 32 bytes cost no time (a message of 256 tokens is as many BLAKE2b blocks) and 16 KiB per
+128k tokens. Every Python has BLAKE2b in its standard library, and its `person` parameter separates the three
+uses below.
 
-What is digested; integers are little-endian and unsigned, ``text`` is its length in 8 bytes, then UTF-8::
+The inputs of the digests follow. Integers are little-endian and unsigned, ``text`` is its length in 8 bytes,
+then UTF-8::
 
     root   person "kvferry-root-1"     chunk_tokens (8 bytes), lora (text), salt (text)
     chunk  person "kvferry-chunk-1"    the key before, or the root (32 bytes)
                                        count of tokens (8 bytes), their ids (4 bytes each)
                                        count of items that begin in it (8 bytes), of each:
                                        first token (8 bytes), tokens (8 bytes), identity (text)
-    tail   person "kvferry-tail-1"     as of a chunk: what follows the last boundary, not a whole chunk
+    tail   person "kvferry-tail-1"     as of a chunk, over the incomplete chunk after the last boundary
 
-Every variable part follows its length, so no two inputs spell the same bytes; a tail is never a chunk, of
-whatever length.
+Every variable part follows its length, so no two inputs give the same bytes. A tail of any length never has
+the key of a chunk.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ _TAIL = blake2b(digest_size=KEY_BYTES, person=b"kvferry-tail-1")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Item:
-    """What stands in place of tokens: an image, a piece of audio, embeddings.
+    """Content in place of tokens: an image, a piece of audio, embeddings.
 
     Attributes:
         start: position of its first token.
-        tokens: how many placeholder tokens it takes.
-        identity: digest of its content, as the engine gives it.
+        tokens: number of its placeholder tokens.
+        identity: digest of its content, from the engine.
     """
 
     start: int
@@ -65,8 +67,8 @@ class Item:
 class ChunkKeys:
     """The keys of one request, extended as it grows. Not thread-safe.
 
-    What was digested once is remembered, and so are the token ids (4 bytes each), for `at`. Tokens are only
-    ever added: a request whose tokens change needs a new one of these.
+    The object keeps the keys, and the token ids (4 bytes each) for `at`. It can only add tokens. A request
+    whose tokens change needs a new object.
 
     >>> keys = ChunkKeys(4, range(6))
     >>> len(keys.chunks()), keys.at(4) == keys.chunks()[0], keys.at(6) == keys.chunks()[0]
@@ -85,18 +87,18 @@ class ChunkKeys:
         lora: str = "",
         salt: str = "",
     ) -> None:
-        """Begin with what is known of a request, usually its prompt.
+        """Begin with the known part of a request, usually its prompt.
 
         Args:
             chunk_tokens: tokens of a chunk.
             tokens: token ids, each below 2^32.
-            items: what stands in place of tokens, in any order; also what lies beyond the tokens so far. An
-                item counts from the chunk on in which it begins: the chain carries it into all that follow.
-            lora: identity of the adapter, empty without one. A name says as little here as a model's name.
-            salt: the tenant's cache salt, empty without one: nobody else finds these keys.
+            items: content in place of tokens, in any order. Items may lie beyond the tokens so far. An item
+                enters the key of the chunk in which it begins, and the chain carries it into all later keys.
+            lora: identity of the adapter, empty without one. Its name does not identify its weights.
+            salt: the tenant's cache salt, empty without one. Other tenants cannot find these keys.
 
         Raises:
-            Unnameable: a token id that has no place in 4 bytes, or chunks of no tokens.
+            Unnameable: a token id does not fit into 4 bytes, or chunks have no tokens.
         """
         if chunk_tokens < 1:
             raise Unnameable(f"chunks of {chunk_tokens} tokens")
@@ -113,17 +115,16 @@ class ChunkKeys:
         self.extend(tokens)
 
     def __len__(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return len(self._ids) // _ID_BYTES
 
     def extend(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Add tokens that follow, and digest the chunks that they complete.
+        """Append tokens, and digest the chunks that they complete.
 
-        A chain cannot be computed all at once: this takes one pass of Python per *completed* chunk, 2 us each
-        of 256 tokens.
+        This takes one pass of Python per *completed* chunk: 2 us for a chunk of 256 tokens.
 
         Raises:
-            Unnameable: a token id that has no place in 4 bytes; nothing is added then.
+            Unnameable: a token id does not fit into 4 bytes. The request then stays as it was.
         """
         self._ids += _little_endian(tokens)
         whole = len(self._ids) // (self.chunk_tokens * _ID_BYTES)
@@ -141,29 +142,29 @@ class ChunkKeys:
             self._digests += key
 
     def chunks(self, first: int = 0) -> list[bytes]:
-        """Keys of the complete chunks from number `first` on, `KEY_BYTES` each, in order.
+        """Return the keys of the complete chunks from number `first` on, `KEY_BYTES` each, in order.
 
-        Bytes, since that is what mappings, file names and messages take: a lookup of all is
+        Mappings, file names and messages take keys as bytes. To look all of them up, write
         ``[key in index for key in keys.chunks()]``.
         """
         return self._chunks[first:]
 
     def digests(self, first: int = 0) -> npt.NDArray[np.uint8]:
-        """As `chunks`: uint8 of shape (chunks, KEY_BYTES)."""
+        """Return the keys of `chunks` as an array: uint8 of shape (chunks, KEY_BYTES)."""
         return np.frombuffer(self._digests[first * KEY_BYTES :], np.uint8).reshape(-1, KEY_BYTES)
 
     def chunk(self, number: int) -> bytes:
-        """Key of a complete chunk."""
+        """Return the key of a complete chunk."""
         return self._chunks[number]
 
     def at(self, tokens: int) -> bytes:
-        """Key of what lies between the last boundary before `tokens` and `tokens`.
+        """Return the key of the tokens from the last boundary before `tokens` up to `tokens`.
 
-        On a boundary, that is a chunk's key; elsewhere that of a tail. A tail is named for exactly these
-        tokens: a longer one has another key.
+        If `tokens` is a boundary, this is the key of a chunk, otherwise the key of a tail. The key of a tail
+        is for exactly these tokens: a longer tail has another key.
 
         Raises:
-            Unnameable: there are not as many tokens, or none are asked for.
+            Unnameable: `tokens` is below 1 or exceeds the tokens of the request.
         """
         if not 0 < tokens <= len(self):
             raise Unnameable(f"a key at token {tokens} of a request of {len(self)}")
@@ -177,7 +178,7 @@ class ChunkKeys:
         return digest.digest()
 
     def _before(self, index: int) -> bytes:
-        """What chunk `index` chains from."""
+        """Return the key before chunk `index`: the root for the first chunk."""
         return self._chunks[index - 1] if index else self._root
 
 
@@ -186,7 +187,7 @@ def _count(number: int) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """Any `str`: a lone surrogate, which JSON can carry into a salt, gets bytes that are no other text's."""
+    """Return bytes unique to a `str`. Lone surrogates, which JSON can put into a salt, are allowed."""
     data = text.encode("utf-8", "surrogatepass")
     return _count(len(data)) + data
 
@@ -197,7 +198,7 @@ def _items(items: Sequence[Item]) -> bytes:
 
 
 def _little_endian(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """Token ids, 4 bytes each."""
+    """Return token ids as little-endian integers of 4 bytes each."""
     if isinstance(tokens, np.ndarray):
         return _of_array(tokens)
     try:

@@ -1,15 +1,16 @@
-"""What keys live in: everything that makes the bytes of another run wrong.
+"""The namespace of keys: all facts that make the bytes of another run wrong.
 
-A chunk's key says which tokens; its namespace says of which model, in which form. Namespaces are compared
-whole: content of another one is never looked at. The facts themselves are kept, not only their digest, so
-that people can be told what differs.
+A chunk's key identifies its tokens. Its namespace identifies the model and the form of the bytes. Engines
+compare namespaces as a whole, and never read the content of another namespace. A namespace keeps the facts
+besides their digest, so that kvferry can tell people which facts differ.
 
-The text is JSON of one form only: keys sorted, one space of indentation, ASCII, a line feed at the end.
-Whole numbers, floats (the shortest decimal that reads back as the same float, always with a point or an
-exponent), texts, true, false, null, lists and mappings; nothing that has two spellings. It is what is
-digested. The *note* that is written beside the chunks is JSON of this form as well, with these facts under
-"facts" and what people call the model under "name": other weights of one name are another namespace, the same
-weights of another name are not.
+The text of the facts is JSON with only one spelling: sorted keys, one space of indentation, ASCII, a line
+feed at the end. It has whole numbers, floats (the shortest decimal that reads back as the same float, always
+with a point or an exponent), texts, true, false, null, lists and mappings. The digest is over this text.
+
+The *note* beside the chunks is JSON of the same form, with the facts under "facts" and the model's display
+name under "name". Different weights with the same name have different namespaces. The same weights with
+another name have the same namespace.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _DEEPEST = 32
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A namespace, by its facts. Made by `of`, or by `read` from a note.
+    """A namespace with its facts. `of` makes it from facts, `read` from a note.
 
     Attributes:
-        text: the facts, in the one form described above.
-        name: what people call the model. Not compared, not in the digest.
+        text: the facts, in the JSON form of this module.
+        name: display name of the model. Neither comparison nor digest includes it.
     """
 
     text: str
@@ -56,19 +57,19 @@ class Namespace:
         form: Sequence[str],
         name: str,
     ) -> Namespace:
-        """The namespace of an engine.
+        """Return the namespace of an engine.
 
         Args:
             weights: digest of the weights' content.
             model: the model's own configuration with overrides applied: rope, windows, heads, ...
-            dtype: what is computed in.
+            dtype: element type of the computation.
             kv_dtype: element type of the cache.
-            scales: of quantised KV, by name; those that were computed at run time differ from run to run.
-            form: what every byte of a chunk is, the lines of `CanonicalForm.describe`.
-            name: the model's, for people.
+            scales: scales of quantised KV, by name. Scales computed at run time differ from run to run.
+            form: the form of a chunk's bytes, as the lines of `CanonicalForm.describe`.
+            name: display name of the model.
 
         Raises:
-            Unnameable: a fact has no exact text. The message says which, and what to give instead.
+            Unnameable: a fact has no exact text. The message names the fact, and what to give instead.
         """
         facts: dict[str, Fact] = {
             "dtype": dtype,
@@ -84,10 +85,10 @@ class Namespace:
 
     @classmethod
     def read(cls, note: str) -> Namespace:
-        """The namespace that a note says; whether it is the right one, its digest tells.
+        """Return the namespace of a note. Its digest tells whether it is the expected one.
 
         Raises:
-            Unnameable: this is no note.
+            Unnameable: the text is not a note.
         """
         found = _parsed(note)
         facts, name = found.get("facts"), found.get("name")
@@ -97,23 +98,23 @@ class Namespace:
 
     @property
     def note(self) -> str:
-        """Facts and name, to be written beside the chunks."""
+        """Text of the note beside the chunks: facts and name."""
         return _dumped({"facts": self.facts, "name": self.name})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts as plain data, the caller's own copy."""
+        """Copy of the facts as plain data."""
         found: dict[str, Any] = json.loads(self.text)
         return found
 
     @property
     def digest(self) -> bytes:
-        """32 bytes (BLAKE2b, 256 bits) of the text, ``b2sum -l 256``."""
+        """BLAKE2b digest of the text, 32 bytes, as by ``b2sum -l 256``."""
         return blake2b(self.text.encode("ascii"), digest_size=32).digest()
 
 
 def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
-    r"""What tells two namespaces apart, a sentence each, in the order of the facts' names.
+    r"""Return the differences of two namespaces, a sentence each, in the order of the facts' names.
 
     >>> a = Namespace('{\n "window": 64\n}\n')
     >>> b = Namespace('{\n "kind": "mla",\n "window": 128\n}\n')

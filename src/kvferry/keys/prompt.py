@@ -1,7 +1,8 @@
 """A digest of the prompt that KV was computed from.
 
 A router can pair the wrong halves of two requests, and two engines can apply different chat templates to the
-same text. The producer states which tokens its blocks hold; a consumer with other tokens computes by itself.
+same text. The producer states which tokens its blocks hold. A consumer with other tokens computes the KV
+itself.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import numpy as np
 
 
 def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
-    """Hex digest (128 bits, BLAKE2b) of token ids and whatever else decides the content.
+    """Return the hex digest (128 bits, BLAKE2b) of token ids and everything else that decides the content.
 
     Args:
-        tokens: token ids whose content is meant, in order.
-        extras: what else decides it, in a fixed order: LoRA adapter, multimodal hashes, cache salt.
+        tokens: token ids of the prompt, in order.
+        extras: other inputs, in a fixed order: LoRA adapter, multimodal hashes, cache salt.
 
     >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3))
     True
