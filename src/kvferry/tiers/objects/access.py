@@ -1,4 +1,4 @@
-"""A bucket that may be ill: what fails is counted, said once, and left alone for a while."""
+"""Access to a bucket that counts faults, logs the first of each kind, and pauses after several in a row."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FAILURES = 3
 
 
 class GuardedBucket:
-    """The way of a tier to its bucket. Any thread may use it.
+    """A bucket with one circuit breaker for reads and one for writes. Any thread may use it.
 
-    Reads and writes are left alone each by themselves: a store may allow, or manage, only one of them.
+    Reads and writes pause separately, because a store may allow, or cope with, only one of them.
 
     Args:
-        bucket: where requests go.
-        pause_seconds: how long it is left alone after failures.
+        bucket: client that makes the requests.
+        pause_seconds: length of a pause after failures.
         clock: monotonic seconds.
     """
 
@@ -38,21 +38,21 @@ class GuardedBucket:
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """Requests that came to nothing because of the store, by reason."""
+        """The number of requests that failed because of the store, by reason."""
         with self._lock:
             return dict(self._faults)
 
     @property
     def reads_paused(self) -> bool:
-        """Whether reads are left alone now."""
+        """Return whether reads are paused now."""
         return self._reads.is_open
 
     def reading(self) -> AbstractContextManager[BucketClient]:
-        """Use the bucket for reading. Raises `Unavailable` where it is left alone."""
+        """Use the bucket for reading. Raises `Unavailable` while reads are paused."""
         return self._through(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
-        """Use the bucket for writing. Raises `Unavailable` where it is left alone."""
+        """Use the bucket for writing. Raises `Unavailable` while writes are paused."""
         return self._through(self._writes)
 
     @contextmanager
@@ -74,7 +74,7 @@ class GuardedBucket:
             breaker.leave(ticket, worked=worked)
 
     def _count(self, fault: Fault) -> bool:
-        """Count a fault; says whether it is the first of its kind."""
+        """Count a fault; return whether it is the first of its kind."""
         with self._lock:
             self._faults[fault] += 1
             return self._faults[fault] == 1

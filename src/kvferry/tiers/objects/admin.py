@@ -1,4 +1,4 @@
-"""Object storage, as an operator sees it and sees to it while engines may be using it."""
+"""Operator commands on object storage, which engines may use at the same time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _REMOVED = 1000
 
 
 class BucketAdmin(CacheAdmin):
-    """What lies under a URL of the object tier.
+    """The objects under a URL of the object tier.
 
-    It has no capacity of its own, and no leftovers: an object that was not stored whole is not there.
+    They have no capacity and no leftovers, since an object that was not stored completely does not exist.
 
     Args:
-        url: as the tier's.
-        options: of the client, as the tier's.
+        url: URL of the tier.
+        options: client settings of the tier.
 
     Raises:
-        ConfigError: URL or options cannot be used, it cannot be reached, or nothing there is kvferry's.
+        ConfigError: URL or options cannot be used, the store cannot be reached, or it has no kvferry objects.
     """
 
     notes_use = False
@@ -45,7 +45,7 @@ class BucketAdmin(CacheAdmin):
             )
 
     def entries(self) -> Iterator[CacheEntry]:
-        """All objects of the tier; see `CacheAdmin.entries`."""
+        """Yield all objects of the tier; see `CacheAdmin.entries`."""
         with self._told():
             for page in self._bucket.list():
                 for one in page:
@@ -63,17 +63,17 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
-        """Begin to read an object; see `CacheAdmin.opened`."""
+        """Start to read an object; see `CacheAdmin.opened`."""
         name = self._name(entry)
         found = self._bucket.get(name)
         yield _OpenObject(self._bucket, name, ObjectStream(found.pieces), found.size)
 
     def space(self) -> SpaceUsage:
-        """Nothing that is known."""
+        """Return a usage without numbers, since none is known."""
         return SpaceUsage()
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove what was stored longest ago."""
+        """Remove the objects that were stored longest ago."""
         if capacity is None:
             raise ConfigError(
                 f"{self.where} has no capacity of its own, as object storage has none; give one"
@@ -91,7 +91,7 @@ class BucketAdmin(CacheAdmin):
         return CollectResult(0, len(evicted), sum(one.charged for one in evicted), charged, capacity)
 
     def clear(self) -> tuple[int, int]:
-        """Remove everything of kvferry's; other objects stay."""
+        """Remove all kvferry objects; other objects stay."""
         entries = list(self.entries())
         # The notes last: who is interrupted here can see whose the rest is.
         self._remove(sorted(entries, key=lambda one: one.kind is EntryKind.NOTE))
@@ -108,7 +108,7 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Say to an operator what a request came to."""
+        """Raise an `Unavailable` as a ConfigError with advice for the operator."""
         try:
             yield
         except Unavailable as error:
@@ -120,10 +120,10 @@ class _OpenObject(StoredFile):
     """An object that is being read.
 
     Attributes:
-        bucket: where it is.
-        name: its name there.
-        stream: its bytes.
-        size: bytes.
+        bucket: client of the bucket.
+        name: name of the object in the bucket.
+        stream: content of the object.
+        size: bytes of the object.
     """
 
     bucket: BucketClient

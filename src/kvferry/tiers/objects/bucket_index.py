@@ -1,7 +1,6 @@
-"""What a bucket holds, learnt from listings; writes the note of a namespace.
+"""The index of the chunks in a bucket, read from listings. It also writes the note of a namespace.
 
-A listing of a million chunks takes a thousand requests, so it is made rarely, page by page, by a
-thread that may wait.
+A listing of a million chunks takes a thousand requests. A thread that may wait makes it rarely, page by page.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class BucketIndex:
     """Keeps the keys of one namespace up to date. Any thread may use it; while one lists, others skip.
 
     Args:
-        bucket: where requests go.
-        namespace: of the chunks that are listed.
-        listed: the keys; gets what listings show.
+        bucket: bucket that is listed.
+        namespace: namespace of the listed chunks.
+        listed: keys, updated from the listings.
         distrusted: objects to leave out.
-        valid_seconds: how long a listing is used before the next.
+        valid_seconds: time from a listing to the next.
         clock: monotonic seconds.
     """
 
@@ -62,14 +61,14 @@ class BucketIndex:
 
     @property
     def due(self) -> bool:
-        """Whether the last listing is too old, or was cut off."""
+        """Return whether the last listing is too old or was cut off."""
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
-        """List the namespace for at most so many seconds.
+        """List the namespace for at most `seconds`.
 
         Returns:
-            1 if that added or removed keys, else 0.
+            1 if the listing added or removed keys, else 0.
         """
         if not self._listing.acquire(blocking=False):
             return 0
@@ -110,7 +109,7 @@ class BucketIndex:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
-        """List the namespace; if a name breaks that, list its folders one by one, without those it breaks."""
+        """List the namespace; if an odd name breaks that, list folder by folder and skip broken folders."""
         folder = self._namespace.digest.hex()
         try:
             yield from bucket.list(folder)
@@ -145,4 +144,4 @@ def _skipping_bad_names() -> Iterator[None]:
 
 
 class _OutOfTime(Exception):
-    """A listing has used up its time."""
+    """An error for a listing that has used up its time."""

@@ -1,8 +1,8 @@
-"""Leaving alone what keeps failing.
+"""A circuit breaker, which pauses requests to a store that keeps failing.
 
-Waiting for a store that does not answer costs its whole deadline, each time. After some failures in a row
-nothing is asked any more for a while; then one request is let through to see, and its outcome decides.
-(The *circuit breaker* of M. Nygard, Release It!, without its counts over time windows.)
+Each request to a store that does not answer costs the whole deadline. After some failures in a row, the
+breaker refuses requests for a while. Then it admits one request, whose outcome closes or reopens it. (The
+*circuit breaker* of M. Nygard, Release It!, without its counts over time windows.)
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class _CircuitState(Enum):
 
 
 class CircuitBreaker:
-    """Whether something is worth asking. Any thread may use it.
+    """A breaker that admits or refuses requests. Any thread may use it.
 
     ::
 
         CLOSED --failures in a row--> OPEN --pause_seconds, first to ask--> HALF_OPEN --it worked--> CLOSED
                                        ^---------------------------------it failed---'
 
-    Whoever is let in gets a ticket and gives it back with the outcome, whatever happens. A ticket from before
-    the last change of state says nothing about now and is ignored: of many requests that a dead store lets
-    wait together, the last to fail does not prolong the rest.
+    An admitted request gets a ticket and always returns it with its outcome. A ticket from before the last
+    change of state is ignored. So when many requests wait for a dead store, the last one to fail does not
+    prolong the pause.
 
     Args:
-        failures: in a row, that open it.
-        pause_seconds: how long it then stays open.
+        failures: number of failures in a row that opens the breaker.
+        pause_seconds: time that it then stays open.
         clock: monotonic seconds.
     """
 
@@ -48,12 +48,12 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether `enter` would now turn a request away."""
+        """Return whether `enter` would refuse a request now."""
         with self._lock:
             return self._turns_away()
 
     def enter(self) -> int | None:
-        """A ticket for one request, to be given back to `leave`; None where nothing should be asked."""
+        """Return a ticket for one request, to be passed to `leave`; None if the request is refused."""
         with self._lock:
             if self._turns_away():
                 return None
@@ -62,7 +62,7 @@ class CircuitBreaker:
             return self._changes
 
     def leave(self, ticket: int, *, worked: bool) -> None:
-        """Say what became of the request that was let in with this ticket."""
+        """Record the outcome of the request that got this ticket."""
         with self._lock:
             if ticket != self._changes:
                 return

@@ -1,9 +1,9 @@
-"""Requests to object storage, through obstore, each with a deadline.
+"""Requests to object storage through obstore, each with a deadline.
 
-One call here is one request, repeated a few times where that can help. What became of it is a value, a
-`FileNotFoundError` for an object that is not there, or `Unavailable`; nothing else is raised. Requests for
-part of an object are not made: there are stores that answer them with the whole. What is not read of an
-answer is not sent either, apart from what is on its way.
+Each call makes one request and retries it a few times where that can help. It returns a value, or raises
+`FileNotFoundError` for a missing object or `Unavailable`, and nothing else. It never requests part of an
+object, since some stores answer with the whole object. The store does not send the unread rest of an answer,
+apart from data already on its way.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ListedObject:
     """An object as a listing shows it.
 
     Attributes:
-        path: below the bucket's URL.
-        size: bytes.
-        etag: changes with its content; empty if the store has none.
-        stored_ns: when it was stored, nanoseconds since 1970.
+        path: path below the bucket's URL.
+        size: bytes of the object.
+        etag: tag that changes with the content; empty if the store has none.
+        stored_ns: time of storing, nanoseconds since 1970.
     """
 
     path: str
@@ -63,9 +63,9 @@ class OpenObject:
     """An object that is being read.
 
     Attributes:
-        size: bytes.
-        etag: changes with its content; empty if the store has none.
-        pieces: its bytes, in pieces. Raises `Unavailable`.
+        size: bytes of the object.
+        etag: tag that changes with the content; empty if the store has none.
+        pieces: iterator over the bytes, in pieces; raises `Unavailable`.
     """
 
     size: int
@@ -74,17 +74,19 @@ class OpenObject:
 
 
 class BucketClient:
-    """Objects under a URL. Any thread may use it, in the process that made it. Everything blocks.
+    """Client for the objects under a URL. Every call blocks.
+
+    Any thread of the process that made the client may use it.
 
     Args:
-        url: s3://, gs://, az:// or file://, with the path below which everything lies.
-        options: see `objects.options`.
-        timeout_seconds: how long a call may take; of a listing, each page; of `move`, each of two steps. One
-            request has half of that, so that one that failed at once can be repeated in what is left.
+        url: URL of scheme s3, gs, az or file, with the path above all objects.
+        options: client settings, as in `objects.options`.
+        timeout_seconds: limit for a call, for each page of a listing, and for each of the two steps of
+            `move`. One request has half of it, so that a request that failed at once can be retried.
 
     Attributes:
-        url: without a slash at its end.
-        endpoint: the server; None for the provider's own.
+        url: the URL, without a slash at its end.
+        endpoint: the configured server; None for the provider's own.
 
     Raises:
         ConfigError: the URL or an option cannot be used.
@@ -101,14 +103,14 @@ class BucketClient:
         _first_user()
 
     def put(self, path: str, pieces: Sequence[Buffer]) -> None:
-        """Store an object, replacing what has its name: all at once, or not at all.
+        """Store an object completely or not at all, replacing an object of the same name.
 
-        It is one request, whatever its size: sent in parts, each with a deadline of its own, it was no faster
-        where that was measured, and one that is given up leaves parts behind, which do not show and cost.
+        An object of any size is one request. A multipart upload was no faster where that was measured. An
+        abandoned one leaves hidden parts behind, which cost money.
 
         Args:
-            path: below the URL.
-            pieces: what it consists of, one after another; not copied.
+            path: path below the URL.
+            pieces: consecutive buffers of the object, which are not copied.
         """
         views = [memoryview(piece).cast("B") for piece in pieces]
         try:
@@ -120,11 +122,11 @@ class BucketClient:
             self._let_go(views)
 
     def size(self, path: str) -> int | None:
-        """Bytes of an object; None where there is none."""
+        """Return the bytes of an object; None if it does not exist."""
         return self.look(path)[0]
 
     def look(self, path: str) -> tuple[int | None, str]:
-        """Bytes and tag of an object; None where there is none."""
+        """Return the bytes and the ETag of an object; None for the bytes if it does not exist."""
         try:
             with _asking():
                 meta = obstore.head(self._store, path)
@@ -133,14 +135,14 @@ class BucketClient:
         return meta["size"], _etag(meta["e_tag"])
 
     def get(self, path: str) -> OpenObject:
-        """Begin to read an object."""
+        """Start to read an object."""
         with _asking():
             result = obstore.get(self._store, path)
             meta = result.meta
             return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
     def list(self, prefix: str = "") -> Iterator[Sequence[ListedObject]]:
-        """Everything below a path, page by page, in no order."""
+        """Yield all objects below a path, page by page, in no particular order."""
         with _asking():
             for page in obstore.list(self._store, prefix or None, chunk_size=_LISTED):
                 yield [
@@ -154,12 +156,12 @@ class BucketClient:
                 ]
 
     def move(self, path: str, to: str) -> None:
-        """Give an object another name, in the store."""
+        """Rename an object within the store."""
         with _asking():
             obstore.rename(self._store, path, to)
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects, and ignore missing ones."""
         try:
             with _asking():
                 obstore.delete(self._store, paths)
@@ -170,11 +172,10 @@ class BucketClient:
                     obstore.delete(self._store, path)
 
     def _let_go(self, views: Sequence[memoryview]) -> None:
-        """Wait until nothing reads what was given to be sent.
+        """Wait until no thread reads the buffers of a request, for at most the time of one request.
 
-        A connection that was given up is closed by another thread, within a millisecond. Should it take
-        longer than a request may: what would still be sent is half an object, which no store keeps, and no
-        reader believes.
+        Another thread closes an abandoned connection, within a millisecond. If it takes longer than a request
+        may, it could only send half an object, which no store keeps and no reader accepts.
         """
         until = time.monotonic() + self._half_seconds
         for view in views:
@@ -184,7 +185,7 @@ class BucketClient:
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """Errors of a request as they are raised here."""
+    """Raise the errors of a request as `FileNotFoundError` or `Unavailable`."""
     if _first_user() != os.getpid():
         # The threads of the client stayed behind: a request would wait forever.
         raise Unavailable(Fault.FORKED)
@@ -204,7 +205,7 @@ def _pieces(stream: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _connect(found: StoreSettings, seconds: float) -> Store:
-    """A client whose requests take no longer than `seconds`, nor twice that with what is repeated."""
+    """Return a client whose requests take at most `seconds`, or twice that with retries."""
     if found.scheme == "file":
         return _folder(found.url)
     pause = timedelta(seconds=seconds * _PAUSE_SHARE)
@@ -233,7 +234,7 @@ def _folder(url: str) -> LocalStore:
 
 
 def _said(error: Exception, options: Mapping[str, str]) -> str:
-    """What is wrong with settings: which they are, not their values, some of which are secret."""
+    """Return the text of a settings error, with names in place of values, some of which are secret."""
     said = str(error).partition("\n\nDebug source")[0]
     for name, value in options.items():
         if value:
@@ -250,11 +251,11 @@ def _released(view: memoryview) -> bool:
 
 
 def _etag(etag: str | None) -> str:
-    """Some stores quote it in answers and not in listings."""
+    """Return an ETag without quotes, which some stores use in answers but not in listings."""
     return (etag or "").strip('"')
 
 
 @cache
 def _first_user() -> int:
-    """The process that first used object storage: this one, or one from which it was forked."""
+    """Return the id of the process that first used object storage: this process or an ancestor."""
     return os.getpid()

@@ -1,4 +1,4 @@
-"""Objects that failed a check, which listings go on showing."""
+"""Memory of objects that failed a check, which listings still contain."""
 
 from __future__ import annotations
 

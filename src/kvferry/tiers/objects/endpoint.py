@@ -1,9 +1,10 @@
-"""The server that objects are kept on: the one that is configured, and no other.
+"""The configured server of object storage, and the restriction of requests to it.
 
-obstore follows redirects, to any server, and has no setting for that: `x-amz-security-token` and names of
-chunks would go there, and chunks be read from there. So requests to other hosts are sent to a proxy that does
-not exist. That can be done where all requests are for one host: an endpoint is given, and credentials that
-need no other server. What a provider's own servers redirect to, and what a proxy passes on, is up to them.
+obstore follows redirects to any server and has no setting against it. Such a server would get
+`x-amz-security-token` and the names of chunks, and could send chunks. So requests to other hosts go to a
+proxy that does not exist. This works if all requests are for one host: an endpoint is given, and the
+credentials need no other server. Redirects of a provider's own servers, and requests that a proxy forwards,
+are not restricted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 from kvferry.errors import ConfigError
 
 BLACKHOLE_PROXY = "127.255.255.254:1"
-"""Nobody listens there: users may not."""
+"""An address at which no process listens, since users may not."""
 
 _ENDPOINTS = {
     "s3": ("aws_endpoint_url_s3", "endpoint", "endpoint_url"),
@@ -29,18 +30,18 @@ _CREDENTIALS = {
     "gs": ("bearer_token", "skip_signature"),
     "az": ("account_key", "sas_key", "skip_signature"),
 }
-"""Options that make credentials need no other server."""
+"""Options for credentials that need no other server."""
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEndpoint:
-    """A server that is configured.
+    """A configured server.
 
     Attributes:
-        host: its name or address.
-        shown: scheme, host and port.
-        encrypted: by TLS.
+        host: name or address of the server.
+        shown: scheme, host and port, for messages.
+        encrypted: whether connections use TLS.
     """
 
     host: str
@@ -49,7 +50,7 @@ class StoreEndpoint:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this machine."""
+        """Return whether the server is this machine."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -57,15 +58,15 @@ class StoreEndpoint:
 
 
 def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> StoreEndpoint | None:
-    """The server that is configured; None for the provider's own.
+    """Return the configured server; None for the provider's own.
 
     Args:
         scheme: s3, gs, az or file.
-        variables: what names of its environment variables begin with.
-        options: of the client.
+        variables: prefix of the scheme's environment variables.
+        options: client settings.
 
     Raises:
-        ConfigError: it is spoken to without encryption, and that is not allowed.
+        ConfigError: connections to the server are not encrypted, and that is not allowed.
     """
     url = _given(_ENDPOINTS.get(scheme, ()), variables, options)
     parts = urlsplit(url)
@@ -85,7 +86,7 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
 def restrict_to_endpoint(
     endpoint: StoreEndpoint, scheme: str, variables: str, options: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """Settings of connections that let requests reach that server alone, where that can be done."""
+    """Return connection settings that allow requests to this server only; empty if that is impossible."""
     needs_others = not any(
         value and (name != "skip_signature" or _is_true(value))
         for name in _CREDENTIALS[scheme]
@@ -98,12 +99,12 @@ def restrict_to_endpoint(
 
 
 def _given(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -> str:
-    """The first of these options that has a value, there or in the environment."""
+    """Return the first value of these options, from `options` or else the environment; empty if none."""
     found = [options.get(name) for name in names]
     found += [os.environ.get(f"{variables}_{name.removeprefix('aws_').upper()}") for name in names]
     return next((value for value in found if value), "")
 
 
 def _is_true(value: str) -> bool:
-    """As obstore reads it."""
+    """Return whether obstore reads a value as true."""
     return value.lower() in ("1", "true", "on", "yes", "y")

@@ -1,8 +1,7 @@
-"""What can be wrong with object storage, in words.
+"""Faults of object storage, with messages and advice.
 
-obstore tells kinds of errors apart by text only: what its messages and their debug part say is read here, and
-nowhere else. Of that text only what an operator needs is repeated, and nothing of a URL after its path, where
-signatures are.
+obstore distinguishes kinds of errors only by text. Only this module parses its messages and their debug part.
+It repeats only the text that an operator needs, and no part of a URL after its path, where signatures are.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kvferry.tiers.objects.endpoint import BLACKHOLE_PROXY
 
 
 class Fault(StrEnum):
-    """Why a request came to nothing."""
+    """The reason why a request failed."""
 
     UNREACHABLE = "it cannot be reached"
     TIMEOUT = "no answer in time"
@@ -32,7 +31,7 @@ class Fault(StrEnum):
 
     @property
     def advice(self) -> str:
-        """What an operator can do."""
+        """Advice for the operator."""
         return _ADVICE[self]
 
 
@@ -53,10 +52,10 @@ _ADVICE = {
 
 
 class Unavailable(OSError):
-    """A request that came to nothing, for a reason that is not the object's.
+    """An error for a request that failed for a reason other than the object.
 
     Attributes:
-        fault: the reason.
+        fault: reason of the failure.
     """
 
     def __init__(self, fault: Fault, detail: str = "") -> None:
@@ -65,7 +64,7 @@ class Unavailable(OSError):
 
 
 def unavailable(error: Exception) -> Unavailable:
-    """What an error of obstore's means."""
+    """Return the `Unavailable` for an error of obstore."""
     said, _, debug = str(error).partition("\n\nDebug source")
     debug = " ".join(debug.split())
     fault = _fault(said, debug)
@@ -74,7 +73,7 @@ def unavailable(error: Exception) -> Unavailable:
 
 
 def is_of_the_bucket(missing: FileNotFoundError) -> bool:
-    """Whether what is missing is not the object, but where it should be."""
+    """Return whether the bucket is missing rather than the object."""
     return re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(missing)) is not None
 
 
@@ -101,7 +100,7 @@ def _of_status(status: int) -> Fault:
 
 
 def _detail(said: str, debug: str) -> str:
-    """What of the messages is worth repeating: a status and its code, or what the system reports."""
+    """Return the part of the messages to repeat: a status and its code, or the system's report."""
     for pattern, detail in _DETAILS:
         if found := re.search(pattern, f"{said} {debug}", re.DOTALL):
             return " ".join(found.expand(detail).split())
@@ -109,7 +108,7 @@ def _detail(said: str, debug: str) -> str:
 
 
 def _reason(said: str) -> str:
-    """What follows which request it was."""
+    """Return the part of a message after the description of the request."""
     return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
 
 

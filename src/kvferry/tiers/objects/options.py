@@ -1,9 +1,9 @@
-"""Where objects are kept, and the settings of the client that reaches them.
+"""The URL of object storage and the settings of its client.
 
-The settings are obstore's own, by its names (https://developmentseed.org/obstore: `S3Config`, `GCSConfig`,
-`AzureConfig`, `ClientConfig`); all values are texts. Left out are bucket and container, which the URL names,
-and timeouts, which follow from one. What is not set, credentials above all, obstore takes from the
-environment, under the names that the provider's own tools use.
+The settings have obstore's names (https://developmentseed.org/obstore: `S3Config`, `GCSConfig`,
+`AzureConfig`, `ClientConfig`), and all values are strings. Bucket and container are left out, because the URL
+names them. Timeouts are left out, because they follow from one timeout. obstore takes all other settings,
+credentials above all, from the environment, under the names that the provider's own tools use.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ _FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path"
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """A URL and settings that go with it.
+    """A URL and its settings.
 
     Attributes:
         scheme: s3, gs, az or file.
-        url: without a slash at its end; nothing secret is in it.
+        url: the URL, without a slash at its end and without secrets.
         store, client: settings of the store and of the connections to it, by obstore's names.
-        endpoint: the server; None for the provider's own.
+        endpoint: the configured server; None for the provider's own.
     """
 
     scheme: str
@@ -91,16 +91,16 @@ class StoreSettings:
 
 
 def is_url(where: str) -> bool:
-    """Whether this names a place in object storage, not a path."""
+    """Return whether `where` is a URL of object storage rather than a path."""
     return "://" in where
 
 
 def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
-    """The settings of the client for a URL.
+    """Return the client settings for a URL.
 
     Raises:
-        ConfigError: a URL of an unknown form, one with credentials in it, an unknown option, with the
-            nearest known one, or a server without encryption where that is not allowed.
+        ConfigError: the URL has an unknown form or contains credentials, an option is unknown, or the server
+            has no encryption and that is not allowed. The message names the nearest known option.
     """
     parts = urlsplit(url)
     known = _SCHEMES.get(parts.scheme)

@@ -1,4 +1,4 @@
-"""An object as it comes in: in pieces, from its start on."""
+"""A stream of an object that arrives in pieces, from its start on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.errors import ChunkError
 
 
 class ObjectStream:
-    """Bytes that come in pieces. One thread reads it.
+    """Bytes that arrive in pieces, read by one thread.
 
     >>> stream = ObjectStream(iter([b"head", b"er body"]))
     >>> stream.read(0, 6), stream.fill(7, memoryview(bytearray(4)))
@@ -20,7 +20,7 @@ class ObjectStream:
         self._start = bytearray()
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from an offset on, or fewer at the end; all before them is kept in memory."""
+        """Return `size` bytes from `offset` on, or fewer at the end; all earlier bytes stay in memory."""
         while len(self._start) < offset + size:
             piece = next(self._pieces, None)
             if piece is None:
@@ -29,10 +29,10 @@ class ObjectStream:
         return bytes(memoryview(self._start)[offset : offset + size])
 
     def fill(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from an offset on that was read up to; nothing can be read after it.
+        """Fill `into` with all bytes from `offset` on, which `read` has reached. No read may follow.
 
         Raises:
-            ChunkError: the bytes end before, or do not end there.
+            ChunkError: the number of remaining bytes is not the length of `into`.
         """
         done = 0
         for piece in self._after(offset):

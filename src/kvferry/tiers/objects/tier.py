@@ -1,15 +1,15 @@
-"""Chunks in object storage: a bucket that engines on many machines share.
+"""The object tier: chunks in a bucket that engines on many machines share.
 
-Every call blocks, and any thread may make it. A chunk is one object, the same bytes as the chunk's file
-elsewhere; it appears whole or not at all, and what was read is compared with its checksums before it counts.
-A chunk has one image only, so two that store it at once do no harm.
+Every call blocks, and any thread may make it. A chunk is one object, with the same bytes as a chunk file of
+the file tier. It appears completely or not at all, and a hit counts only after its checksums match. A chunk
+has only one image, so two processes may store it at the same time.
 
-Nothing here raises because of a network, a store or another process: what a request came to is counted, and
-the first of each kind is said. Every request has a deadline; after some failures in a row the store is left
-alone for a while, reads and writes each by themselves, since it may allow or manage only one of them.
+Failures of a network, a store or another process are outcomes. They are counted, and the first of each kind
+is logged. Every request has a deadline. After some failures in a row, requests pause for a while. Reads and
+writes pause separately, because a store may allow, or cope with, only one of them.
 
-What the store does not have is a capacity, and a note of what was used when: old objects are removed by the
-bucket's own rules, or by `kvferry cache gc`, by when they were stored.
+The store has no capacity and no times of use. The bucket's own rules, or `kvferry cache gc`, remove old
+objects by their time of storing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvferry.tiers.storage_tier import StorageTier
 _log = logging.getLogger(__name__)
 
 MAX_KEYS = 1 << 22
-"""Bound on the known keys of a namespace: an endless listing takes no more memory than that."""
+"""Maximum number of known keys of a namespace, which bounds the memory that a listing takes."""
 
 _ADVICE = {
     GetOutcome.CORRUPT: "see who else writes there; it is computed anew",
@@ -53,23 +53,24 @@ _ADVICE = {
 class ObjectTier(StorageTier):
     """The chunks of one namespace under a URL, which may hold others and be used by other processes.
 
-    It is used in the process that makes it, not in one that is forked from that. Making it looks at the store
-    for no longer than one fetch may take, and does not mind if there is no answer.
+    Only the process that makes it may use it, not one forked from that process. The constructor lists the
+    store for at most the time of one fetch, and ignores a missing answer.
 
     Args:
         url: s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
-        namespace: whose chunks are stored and fetched; its note is written if it is not there.
-        options: settings of the client, by obstore's names: endpoint, region, allow_http, and so on. What is
-            not among them, credentials above all, is read from the environment.
-        timeout_seconds: how long a fetch may take; a store asks first, and may take as long again. A request
-            has half of it, to the end of its answer: large chunks on a slow line need more.
-        pause_seconds: how long no request is made after three failures in a row.
-        listing_seconds: how long a listing is used; listing many chunks takes many requests.
+        namespace: namespace of the chunks; its note is written if it is missing.
+        options: client settings, by obstore's names: endpoint, region, allow_http, and so on. Other settings,
+            credentials above all, are read from the environment.
+        timeout_seconds: time limit of a fetch. A store first looks the object up and may take twice as long.
+            A request has half of the limit, to the end of its answer, so large chunks on a slow line need
+            more.
+        pause_seconds: length of the pause after three failures in a row.
+        listing_seconds: time until a listing is repeated; listing many chunks takes many requests.
         clock: monotonic seconds.
-        table: the key table that the tiers of a cache share; None for one of its own.
+        table: key table that the tiers of a cache share; None for a table of its own.
 
     Raises:
-        ConfigError: the URL is of an unknown form, or an option is unknown or cannot be used.
+        ConfigError: the form of the URL is unknown, or an option is unknown or cannot be used.
     """
 
     name = OBJECT
@@ -113,25 +114,25 @@ class ObjectTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        """What this process did with the store since it was opened."""
+        """Counts of this process since it opened the store."""
         return self._counter.stats()
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """Requests that came to nothing because of the store, by reason."""
+        """The number of requests that failed because of the store, by reason."""
         return self._bucket.faults
 
     def __len__(self) -> int:
-        """Chunks of the namespace, as far as is known."""
+        """Return the number of known chunks of the namespace."""
         return len(self._listed)
 
     @property
     def paused(self) -> bool:
-        """Whether fetches are refused for a while because earlier ones failed."""
+        """Return whether fetches are paused because earlier ones failed."""
         return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Keep a chunk; see `StorageTier.put`. One that is known to be there is not sent again."""
+        """Store a chunk unless it is known to be there; see `StorageTier.put`."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         try:
@@ -167,15 +168,15 @@ class ObjectTier(StorageTier):
         return done
 
     def refresh(self) -> int:
-        """Learn what other processes have stored and removed, if the last listing is not good any more.
+        """List chunks that other processes stored and removed, if the last listing is too old.
 
         Returns:
-            1 where that changed something, else 0.
+            1 if the known keys changed, else 0.
         """
         return self._index.list() if self._index.due else 0
 
     def close(self) -> None:
-        """Nothing stays open between calls but connections, which go with the store."""
+        """Do nothing: only connections stay open between calls, and they are closed with the client."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
         path = chunk_name(self._namespace, chunk.key)
@@ -191,7 +192,7 @@ class ObjectTier(StorageTier):
         return PutOutcome.PRESENT if there else PutOutcome.STORED
 
     def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
-        """Fetch it; with what is wrong with it."""
+        """Fetch a chunk; return the outcome, and what is wrong with the object."""
         with self._bucket.reading() as bucket:
             found = bucket.get(chunk_name(self._namespace, chunk.key))
             try:
@@ -209,9 +210,10 @@ class ObjectTier(StorageTier):
         return done, why
 
     def _set_aside(self, key: bytes, found: OpenObject) -> None:
-        """Move a bad object to quarantine; where that is not allowed, the next store of it replaces it.
+        """Move a bad object to quarantine. If that is not allowed, the next store replaces it.
 
-        Not if another object is there: then the answer was a proxy's, or another engine has mended it.
+        An object of another size or ETag stays: the bad answer came from a proxy, or another engine has
+        stored the chunk again.
         """
         name = chunk_name(self._namespace, key)
         with suppress(FileNotFoundError, Unavailable), self._bucket.writing() as bucket:
@@ -221,10 +223,13 @@ class ObjectTier(StorageTier):
 
 
 def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
-    """Read and check the body of an object; says what else it holds if it is a good one of other groups.
+    """Read and check the body of an object.
+
+    Returns:
+        An empty string, or a description of its content if it is a good chunk of other groups.
 
     Raises:
-        ChunkError: it is not what was written.
+        ChunkError: the object is damaged or another chunk.
     """
     stream = ObjectStream(found.pieces)
     header = read_header(stream.read, found.size)
@@ -238,7 +243,7 @@ def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
 
 
 def _shape(chunk: Chunk) -> str:
-    """What a chunk holds, to be read."""
+    """Return a readable description of a chunk's content."""
     return " and ".join(
         f"{group.tokens} tokens of {group.name}, "
         + ", ".join(f"{one.name} {one.units} x {one.unit_bytes}" for one in group.sections)
