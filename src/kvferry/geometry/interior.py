@@ -94,12 +94,12 @@ class PageInterior:
 
     Attributes:
         snapshot: the page belongs to a state group.
-        state_tokens: tokens per entry; 1 if every token has its own.
+        state_tokens: tokens per entry; 1 if every token has its own entry.
         kernels: kernel blocks of a page, each a box; 1 for a snapshot.
-        heads, tokens, content: a box; content in bytes. (1, 1, bytes) for a snapshot. Where entries stand for
-            several tokens, entries in place of tokens.
-        alignment: what its address must be a multiple of.
-        parts: its fields.
+        heads, tokens, content: size of a box, with content in bytes; (1, 1, bytes) for a snapshot. If entries
+            stand for several tokens, `tokens` counts entries.
+        alignment: number of bytes that must divide its address.
+        parts: fields of the page.
     """
 
     snapshot: bool
@@ -140,8 +140,8 @@ def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp
         tp_rank, tp: tensor-parallel rank, and number of ranks.
 
     Raises:
-        GeometryError: heads that the ranks can neither share out nor copy evenly, or a token page whose
-            fields differ in heads.
+        GeometryError: the ranks can neither share nor copy the heads evenly, or the fields of a token page
+            differ in heads.
     """
     held = [shard_heads(stored.heads, tp_rank, tp) if stored.heads else (0, 1) for stored in store.fields]
     snapshot = store.kind is GroupKind.STATE

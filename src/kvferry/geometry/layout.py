@@ -1,16 +1,16 @@
-"""What a model keeps and how an engine is set up, to where every rank keeps it.
+"""The memory layout of every rank, from the cache of a model and the settings of an engine.
 
-This is what an engine does when it allocates its cache, computed without an engine: for planning ahead, and
-for allocating one. All groups of a rank overlay the same bytes, since a block id belongs to one group at a
-time: layer ``j`` of every group lies in slot ``j``. Pages of different size share slots of the largest.
+The result is the layout that an engine allocates, computed without the engine. It serves to plan ahead, and
+to allocate a cache. All groups of a rank overlay the same bytes, since a block id belongs to one group at a
+time: layer ``j`` of every group lies in slot ``j``. Pages of different size share slots of the largest size.
 
     B outermost    block 0 [slot 0 | slot 1 | ...]  block 1 [slot 0 | slot 1 | ...]  ...
     L outermost    slot 0 [block 0 | block 1 | ...]  slot 1 [block 0 | block 1 | ...]  ...
 
 With B outermost and no recurrent state, a group's pages lie side by side instead, and a block is as large as
-the widest group needs: vLLM pads snapshots to the size of other pages, and nothing else.
+the widest group needs. vLLM pads only snapshots to the size of other pages.
 
-LHBNC and BHLNC have heads outside of blocks or layers: only where all pages have one shape.
+LHBNC and BHLNC have heads outside of blocks or layers. They require that all pages have one shape.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """Layers under one block table.
+    """The layers under one block table.
 
     Attributes:
-        layers: their numbers in the model.
+        layers: numbers of the layers in the model.
         block_tokens: tokens of a block.
     """
 
@@ -53,16 +53,16 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Everything in which engines of one model differ, as far as memory goes.
+    """The settings of an engine that decide the memory layout of a model's cache.
 
     Attributes:
-        tp: tensor-parallel ranks.
-        stages: layers that keep something, per pipeline rank.
-        block_tokens: tokens of a block, of every group that does not say otherwise.
+        tp: number of tensor-parallel ranks.
+        stages: number of layers that keep something, per pipeline rank.
+        block_tokens: tokens of a block in every group without a block size of its own.
         layout: one of `LAYOUTS`.
-        num_blocks: blocks in each rank's pool, the null block included.
-        kernel_tokens: tokens of a kernel block, where a block is made of several; 0: it is not.
-        groups: the layers of each group, which keep the same; empty: all that do are one group.
+        num_blocks: number of blocks in each rank's pool, the null block included.
+        kernel_tokens: tokens of a kernel block if a block is made of several, otherwise 0.
+        groups: the layers of each group, which keep the same. Empty for one group per kind of layer.
     """
 
     tp: int
@@ -92,7 +92,7 @@ class EngineShape:
 
     @property
     def ranks(self) -> int:
-        """Workers, tensor- and pipeline-parallel."""
+        """Number of workers, tensor- and pipeline-parallel."""
         return self.tp * len(self.stages)
 
     @property
@@ -102,18 +102,18 @@ class EngineShape:
 
 
 def split_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Layers per pipeline rank as vLLM shares them out: the rest goes to the ranks before the last.
+    """Return vLLM's number of layers per pipeline rank: the rest goes to the ranks before the last.
 
     >>> split_stages(30, 4), split_stages(5, 2)
     ((7, 8, 8, 7), (3, 2))
 
     Args:
-        layers: of the model. Where some keep nothing, engines share all out: count then what each rank
-            keeps.
-        pp: pipeline ranks.
+        layers: number of layers of the model, with those that keep nothing, since engines share out all
+            layers. The caller then counts the ones that each rank keeps.
+        pp: number of pipeline ranks.
 
     Raises:
-        GeometryError: fewer layers than ranks.
+        GeometryError: there are fewer layers than ranks.
     """
     if not 1 <= pp <= layers:
         raise GeometryError(f"{layers} layers on {pp} pipeline ranks")
@@ -126,12 +126,12 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
 def group_layers(
     model: ModelCache, counts: Mapping[LayerCache, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the layers of each group: those that keep the same, groups by their first layer.
+    """Return the layer numbers of each group. The layers of a group keep the same.
 
     Args:
-        model: what is kept.
-        counts: groups that the layers of each kind are dealt out to, in turns, so that each has layers on
-            every pipeline rank; None: one group per kind.
+        model: the caches of all layers.
+        counts: number of groups for the layers of each kind; None for one group per kind. Groups take layers
+            in turns, so that each has layers on every pipeline rank.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -144,17 +144,18 @@ def group_layers(
 
 
 def layer_name(number: int) -> str:
-    """Name of a layer of a `ModelCache`, the same in every engine."""
+    """Return the name of a layer of a `ModelCache`, the same in every engine."""
     return f"layers.{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """One rank's memory, described twice.
+    """Two descriptions of one rank's memory.
 
     Attributes:
-        geometry: field by field, for planning.
-        maps: as strides, for code that uses raw pointers; one per group, in the order of `geometry.groups`.
+        geometry: description field by field, for planning.
+        maps: description as strides, for code that uses raw pointers; one map per group, in the order of
+            `geometry.groups`.
     """
 
     geometry: RankGeometry
@@ -164,7 +165,7 @@ class RankLayout:
 def lay_out(
     model: ModelCache, engine: EngineShape, addresses: Sequence[int] | None = None
 ) -> tuple[RankGeometry, ...]:
-    """Geometry of every rank of an engine, pipeline-major.
+    """Return the geometry of every rank of an engine, pipeline-major.
 
     Two layers of 4 heads, K and V of 8 elements of 2 bytes, on 2 ranks in blocks of 16 tokens, head-major: a
     page has 2 heads of 16 tokens of 32 bytes.
@@ -180,12 +181,12 @@ def lay_out(
     [('k', (('head', 2, 4),), 0), ('v', (('head', 2, 4),), 16)]
 
     Args:
-        model: what is kept.
-        engine: where.
-        addresses: of each rank's pool; None makes some up.
+        model: the caches of all layers.
+        engine: settings of the engine.
+        addresses: address of each rank's pool; None for made-up ones.
 
     Raises:
-        GeometryError: the engine cannot keep this model; says why.
+        GeometryError: the engine cannot keep this model. The message gives the reason.
     """
     if addresses is None:
         addresses = [(1 << 40) + (rank << 38) for rank in range(engine.ranks)]
@@ -197,16 +198,16 @@ def lay_out(
 
 
 def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) -> RankLayout:
-    """Where one rank keeps its part, in a pool that begins at `address`; its one region is the pool.
+    """Return the memory layout of one rank, in a pool at `address`. The pool is its only region.
 
     Args:
-        model: what is kept.
-        engine: where.
-        rank: which worker, pipeline-major.
-        address: first byte of its pool.
+        model: the caches of all layers.
+        engine: settings of the engine.
+        rank: number of the worker, pipeline-major.
+        address: address of the first byte of its pool.
 
     Raises:
-        GeometryError: the engine cannot keep this model; says why.
+        GeometryError: the engine cannot keep this model. The message gives the reason.
     """
     if sum(engine.stages) != len(model.layers):
         raise GeometryError(f"stages {engine.stages} hold {sum(engine.stages)} of {len(model.layers)} layers")
@@ -265,12 +266,12 @@ def _inside(store: LayerCache, tokens: int, engine: EngineShape, tp_rank: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Memory that the groups of a rank share.
+    """The memory that the groups of a rank share.
 
     Attributes:
-        slots: layers of the largest group.
-        slot_bytes: of one block in one slot; 0: pages lie side by side, without slots.
-        block_bytes: of one block in all slots.
+        slots: number of layers of the largest group.
+        slot_bytes: bytes of one block in one slot; 0 if pages lie side by side, without slots.
+        block_bytes: bytes of one block in all slots.
     """
 
     slots: int
@@ -279,10 +280,10 @@ class _Pool:
 
     @classmethod
     def of(cls, engine: EngineShape, groups: Sequence[tuple[PageInterior, int]]) -> Self:
-        """The pool of groups, each with how many layers of it are on this rank.
+        """Return the pool of groups, each given with the number of its layers on this rank.
 
         Raises:
-            GeometryError: pages that the layout cannot overlay.
+            GeometryError: the layout cannot overlay the pages.
         """
         slots = max(layers for _, layers in groups)
         insides = [inside for inside, _ in groups]
@@ -294,17 +295,17 @@ class _Pool:
         return cls(slots, 0, round_up(widest, alignment))
 
     def room(self, inside: PageInterior) -> PoolRoom:
-        """What the pages of a group have, in kernel blocks."""
+        """Return the space for a group's pages, in kernel blocks."""
         if not self.slot_bytes:
             return PoolRoom(self.slots, block_stride=self.block_bytes)
         return PoolRoom(self.slots, self.slot_bytes // inside.kernels)
 
 
 def _slot_bytes(engine: EngineShape, insides: Sequence[PageInterior]) -> int:
-    """Bytes of one block in one slot.
+    """Return the bytes of one block in one slot.
 
     Raises:
-        GeometryError: pages that the layout cannot overlay.
+        GeometryError: the layout cannot overlay the pages.
     """
     boxes = sorted({(i.heads, i.tokens, i.content) for i in insides})
     if len(boxes) > 1 and not is_compact(engine.layout):

@@ -41,7 +41,7 @@ class Axis:
     [0, 4, 60, 4096]
 
     Attributes:
-        name: what both sides call it.
+        name: name on both sides.
         loops: (count, stride in bytes), outermost first; the product of counts is `count`.
         start: global index of the first element held.
         total: length of the axis over all ranks; 0 means `count` (nothing is sharded).
@@ -90,7 +90,7 @@ class Field:
     """One logical tensor inside a page.
 
     Attributes:
-        name: what both sides call it.
+        name: name on both sides.
         item_bytes: bytes of one element; never split.
         offset: byte offset of the first element held, from the start of the page.
         axes: its named axes. Their order carries no meaning between engines, but the canonical form of a
@@ -175,7 +175,7 @@ class PageFormat:
 
     @property
     def opaque(self) -> bool:
-        """Whether the meaning of some bytes is unknown (`opaque_page`)."""
+        """True if the meaning of some bytes is unknown (`opaque_page`)."""
         return any(field.axis(_SHARD) for field in self.fields)
 
 

@@ -1,9 +1,9 @@
-"""The canonical form: what a chunk's bytes are, whoever wrote them.
+"""The canonical form: the order of a chunk's bytes, the same from every engine.
 
-A *chunk* is a fixed number of tokens of one KV cache group, or one snapshot of recurrent state. `form` says
-which byte of it is what, independent of parallel sizes, layout and block size; `derive` finds that for an
-engine; `place` puts chunks into memory, as a `RankGeometry` in which one block is one chunk. Storing is then
-a plan from the engine's ranks to that geometry, loading a plan from it, by the planner of every movement.
+A *chunk* is a fixed number of tokens of one KV cache group, or one snapshot of recurrent state. `form`
+defines its bytes, independent of parallel sizes, layout and block size. `derive` computes the form for an
+engine. `place` puts chunks into memory, as a `RankGeometry` in which one block is one chunk. The planner of
+every transfer then plans a store from the engine's ranks to that geometry, and a load from that geometry.
 """
 
 from kvferry.geometry.canonical.derive import canonical_form_of

@@ -1,8 +1,10 @@
 """The canonical form of an engine's cache, from the geometry of its ranks.
 
-Nothing in it may depend on how the engine is set up. So which axis of a field is sharded is told by its name,
-since at one rank none is; layers are in the order of their names, numbers by value; and groups are by what a
-continuation needs, since engines deal equal layers out to groups as they like.
+The form must not depend on the engine's settings:
+
+- The name of an axis decides whether it is sharded, since with one rank none is.
+- Layers are in the order of their names, with numbers by value.
+- Groups follow the tokens that a continuation needs, since engines deal out equal layers to groups freely.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ first."""
 
 
 def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> CanonicalForm:
-    """What chunks of an engine's cache are.
+    """Return the canonical form of an engine's cache.
 
     Two engines of one model, at TP 4 with 2 KV heads (two ranks hold copies of each) and at TP 2:
 
@@ -59,7 +61,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     [('head', 32, 32, 32768), ('channel', 512, 64, 96), ('channel', 2048, 64, 192)]
 
     Args:
-        ranks: all of one engine, tensor- and pipeline-parallel, in any order.
+        ranks: all ranks of one engine, tensor- and pipeline-parallel, in any order.
         chunk_tokens: tokens of a chunk, at least 1.
 
     Raises:
@@ -87,7 +89,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
 
 @dataclass(frozen=True, slots=True)
 class _StoredLayer:
-    """What a layer keeps over all ranks: its kind, and (axis, total, part) of every field."""
+    """The cache of a layer over all ranks: its kind, and (axis, total, part) of every field."""
 
     kind: GroupKind
     attention_span: int
@@ -105,7 +107,7 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
 
 
 def _stored(group: Group, layer: Layer) -> _StoredLayer:
-    """What a layer keeps; fields of large elements first, so that none lies at an odd place."""
+    """Return the cache of a layer. Fields of large elements come first, so that all are aligned."""
     if layer.page.opaque:
         raise GeometryError(
             f"layer {layer.name!r}: {layer.page.content} has no canonical form, its bytes are opaque; "
@@ -122,7 +124,7 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
 
 
 def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
-    """Axis along which a field is sharded, its total, and the field."""
+    """Return the axis along which a field is sharded, its total, and the field."""
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
     if others := [other for other, _, _ in field.held if other != name]:
@@ -153,7 +155,7 @@ def _group(
 
 
 def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts names as people do: layers.9 before layers.10.
+    """Return a sort key that orders names as people do: layers.9 before layers.10.
 
     >>> sorted(["layers.10.attn", "layers.9.attn", "layers.9.mamba"], key=_by_number)
     ['layers.9.attn', 'layers.9.mamba', 'layers.10.attn']
@@ -163,5 +165,5 @@ def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _by_element(section: FormSection) -> tuple[int, str, int]:
-    """Large elements first, here too."""
+    """Return a sort key that puts sections with large elements first."""
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

@@ -1,13 +1,13 @@
-"""Which byte of a chunk is what.
+"""The order of the bytes of a chunk.
 
     chunk    [section][section]...                    each from a page (4096 bytes) on, padded with zeros
     section  [unit][unit]...                          one per (axis, total) that fields are sharded by
     unit     [layer][token][field][index][inner...]   all layers of the group; a snapshot has no token
 
-A *unit* is what tensor parallelism hands to a rank whole: a KV head, a state head, a stretch of channels;
-what every rank has whole is a section of one unit. So a rank's slice is one contiguous run of units per
-section. Sections begin at pages, so that storage can be read into a chunk's memory directly; else every byte
-is content.
+A *unit* is a piece that tensor parallelism gives to a rank as a whole: a KV head, a state head, a stretch of
+channels. A field that every rank has whole is in a section of one unit. So a rank's slice is one contiguous
+run of units per section. Sections begin at pages, so that storage can be read into a chunk's memory directly.
+All bytes except this padding are content.
 
 In a chunk of a sliding-window group, tokens that the writer had already freed are zeros.
 `length.content_alignment` says where valid content begins.
@@ -41,10 +41,10 @@ FINEST = 960
 
 
 def unit_count(total: int) -> int:
-    """Units of an axis of `total` elements over all ranks.
+    """Return the number of units of an axis of `total` elements over all ranks.
 
-    A tensor-parallel size that divides it gives every rank whole units. Any other split works too: what is at
-    its edges is then part of a unit.
+    A tensor-parallel size that divides this number gives every rank whole units. Any other split works too,
+    with parts of units at its edges.
 
     >>> [unit_count(heads) for heads in (1, 8, 25, 128)]
     [1, 8, 25, 128]
@@ -62,7 +62,7 @@ class SectionField:
         layer, field: names, as in every engine.
         item_bytes: bytes of one element.
         inner: (name, count) of the axes that are neither sharded nor the token's, the last one fastest.
-        scales: as of `Layer`; one factor each.
+        scales: as in `Layer`, with one factor each.
     """
 
     layer: str
@@ -73,13 +73,13 @@ class SectionField:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes at one index of the section's axis, of one token where there are tokens."""
+        """Bytes at one index of the section's axis, for one token or for a snapshot."""
         return self.item_bytes * prod(count for _, count in self.inner)
 
 
 @dataclass(frozen=True, slots=True)
 class FormSection:
-    """Everything in a chunk that is shared out along one axis.
+    """The fields of a chunk that are sharded along one axis.
 
     Two layers of 4 KV heads in chunks of 16 tokens, K and V of 8 elements of 2 bytes: 4 units of 2 · 16 · 32
     bytes.
@@ -91,10 +91,10 @@ class FormSection:
     (4, 1024, 4096)
 
     Attributes:
-        axis: its name; "" for what every rank has whole.
-        total: elements of the axis over all ranks, 1 without one.
-        tokens: tokens of a chunk, 0 for a snapshot.
-        parts: by layer in the model's order, within a layer in the order in which they lie.
+        axis: name of the axis; "" for fields that every rank has whole.
+        total: elements of the axis over all ranks; 1 without an axis.
+        tokens: tokens of a chunk; 0 for a snapshot.
+        parts: fields by layer in the model's order; within a layer in memory order.
     """
 
     axis: str
@@ -114,7 +114,7 @@ class FormSection:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit: of all layers and all tokens."""
+        """Bytes of a unit, over all layers and all tokens."""
         return max(self.tokens, 1) * self.unit_elements * sum(part.element_bytes for part in self.parts)
 
     @property
@@ -123,20 +123,20 @@ class FormSection:
         return self.units * self.unit_bytes
 
     def layers(self) -> Iterator[tuple[str, tuple[SectionField, ...]]]:
-        """Name and parts of every layer, in order."""
+        """Yield the name and the parts of every layer, in order."""
         for name, parts in groupby(self.parts, lambda part: part.layer):
             yield name, tuple(parts)
 
 
 @dataclass(frozen=True)
 class CanonicalGroup:
-    """A chunk of one group: all layers of which a continuation needs the same tokens.
+    """The form of a chunk of one group: all layers that need the same tokens for a continuation.
 
-    An engine may spread them over several groups of its own: it has as many block tables, a chunk has not.
+    An engine may spread these layers over several groups of its own, each with a block table.
 
     Attributes:
-        kind, attention_span: as of `Group`.
-        sections: in the order in which they lie.
+        kind, attention_span: as in `Group`.
+        sections: sections in memory order.
     """
 
     kind: GroupKind
@@ -150,7 +150,7 @@ class CanonicalGroup:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First byte of every section."""
+        """Offset of the first byte of every section."""
         return tuple(self._ends[:-1])
 
     @cached_property
@@ -160,7 +160,7 @@ class CanonicalGroup:
 
     @cached_property
     def content_bytes(self) -> int:
-        """Bytes of a chunk without what pads it."""
+        """Bytes of a chunk without padding."""
         return sum(section.bytes for section in self.sections)
 
     @cached_property
@@ -171,11 +171,11 @@ class CanonicalGroup:
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """What chunks of a model are: the same value from every engine that serves it.
+    """The form of a model's chunks, the same value from every engine that serves the model.
 
     Attributes:
         chunk_tokens: tokens of a chunk.
-        groups: by label.
+        groups: groups by label.
     """
 
     chunk_tokens: int
@@ -183,21 +183,21 @@ class CanonicalForm:
 
     @property
     def labels(self) -> list[str]:
-        """Of the groups, with their numbers: to be read."""
+        """Return the labels of the groups after their numbers, for people."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def index(self, label: str) -> int:
-        """Number of the group with this label.
+        """Return the number of the group with this label.
 
         Raises:
-            KeyError: there is none.
+            KeyError: no group has it.
         """
         return {group.label: number for number, group in enumerate(self.groups)}[label]
 
     def describe(self) -> Iterator[str]:
-        """Everything that decides what the bytes mean, in lines of text.
+        """Yield lines of text with everything that decides the meaning of the bytes.
 
-        Elements are told apart by size alone: that they are of one dtype is for whoever compares models.
+        The lines distinguish elements by size only. The comparison of models must check the dtype.
         """
         yield f"kvferry canonical form {FORMAT}, chunks of {self.chunk_tokens} tokens"
         for group in self.groups:
@@ -211,5 +211,5 @@ class CanonicalForm:
 
     @cached_property
     def content(self) -> str:
-        """SHA-256 of `describe`, hexadecimal: chunks of equal content are read as one's own."""
+        """SHA-256 of `describe`, hexadecimal. An engine reads chunks of equal content as its own."""
         return sha256("\n".join(self.describe()).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How many tokens a chunk has: snapshots of recurrent state lie at its end, blocks of windows within it."""
+"""The number of tokens of a chunk. Recurrent-state snapshots lie at its end, blocks of windows within it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOW_ALIGNMENT_TOKENS = 128
 
 
 def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
-    """Tokens of a chunk.
+    """Return the tokens of a chunk.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
@@ -24,10 +24,10 @@ def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
     (240, 256, 544)
 
     Args:
-        asked: what is configured; None for the most up to `CHUNK_TOKENS` that divides `apart` and is a
-            multiple of `block`, or the least multiple beyond.
-        apart: tokens between snapshots at the closest, see `snapshots_apart`.
-        block: tokens of a block of a window, see `check_windows`.
+        asked: the configured tokens; None for the largest number up to `CHUNK_TOKENS` that divides `apart`
+            and is a multiple of `block`, or the least multiple beyond.
+        apart: least number of tokens between snapshots, from `snapshots_apart`.
+        block: tokens of a block of a window, as in `check_windows`.
     """
     if asked:
         return asked
@@ -46,7 +46,7 @@ def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -
     (128, 256)
 
     Args:
-        kind, attention_span: of the group.
+        kind, attention_span: kind and span of the group.
         chunk_tokens: tokens of a chunk.
     """
     whole = not attention_span or (kind is GroupKind.SLIDING and attention_span >= chunk_tokens)
@@ -54,10 +54,10 @@ def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -
 
 
 def check_prompt_length(chunk_tokens: int, apart: int, longest: int) -> None:
-    """See that a prompt of `longest` tokens (``max_model_len``) has a chunk that can be loaded.
+    """Check that a prompt of `longest` tokens (``max_model_len``) has a chunk that can be loaded.
 
     Raises:
-        ConfigError: it has none; says what to set instead.
+        ConfigError: it has none. The message says what to set instead.
     """
     if (first := first_prefix(chunk_tokens, apart)) > longest:
         snapshots = f" and snapshots every {apart}, of which the first at a chunk's end is at {first}"
@@ -68,14 +68,14 @@ def check_prompt_length(chunk_tokens: int, apart: int, longest: int) -> None:
 
 
 def check_windows(chunk_tokens: int, block: int) -> None:
-    """See that loads fill blocks of windows whole: those that are filled in part serve no second prompt.
+    """Check that loads fill whole blocks of windows. A second prompt cannot use a partly filled block.
 
     Args:
-        chunk_tokens: of a chunk.
-        block: tokens of a block of a window, the common multiple if they differ; 1 without windows.
+        chunk_tokens: tokens of a chunk.
+        block: tokens of a block of a window, or the common multiple if they differ; 1 without windows.
 
     Raises:
-        ConfigError: chunks end inside blocks; says what to set instead.
+        ConfigError: chunks end inside blocks. The message says what to set instead.
     """
     if chunk_tokens % block:
         raise ConfigError(
@@ -85,7 +85,7 @@ def check_windows(chunk_tokens: int, block: int) -> None:
 
 
 def snapshots_apart(*blocks: int) -> int:
-    """Tokens between positions at which every state group may have a snapshot; 1 without such groups.
+    """Return the tokens between positions at which all state groups may have a snapshot; 1 without any.
 
     >>> snapshots_apart(), snapshots_apart(128, 128), snapshots_apart(128, 192)
     (1, 128, 384)
@@ -97,7 +97,7 @@ def snapshots_apart(*blocks: int) -> int:
 
 
 def first_prefix(chunk_tokens: int, apart: int) -> int:
-    """Tokens of the shortest prefix of whole chunks from which all groups can continue.
+    """Return the tokens of the shortest prefix of whole chunks from which all groups can continue.
 
     >>> first_prefix(256, 1), first_prefix(176, 1056), first_prefix(256, 1056)
     (256, 1056, 8448)
@@ -106,7 +106,7 @@ def first_prefix(chunk_tokens: int, apart: int) -> int:
 
 
 def divisor(apart: int, most: int) -> int:
-    """The largest number of tokens up to `most` that ends where snapshots may be, `apart` tokens apart.
+    """Return the largest number of tokens up to `most` that divides `apart`, the distance of snapshots.
 
     >>> divisor(1, 256), divisor(1056, 256), divisor(128, 256)
     (256, 176, 128)

@@ -1,4 +1,4 @@
-"""Chunks in memory, as geometry."""
+"""The geometry of chunks in memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def chunk_pool(
     memory: str = "DRAM",
     device: int = 0,
 ) -> RankGeometry:
-    """Memory for chunks of one group, as the geometry of a rank: a block is a chunk, a block id a slot.
+    """Return the geometry of memory for chunks of one group: a block is a chunk, a block id is a slot.
 
     Every group has a pool of its own, as if the canonical form were an engine whose pipeline ranks have a
-    group each. So ``build_templates(engine's ranks, pool)`` is how chunks of the group are stored, and
-    ``build_templates(all pools, an engine's rank)`` how they are loaded.
+    group each. So ``build_templates(engine's ranks, pool)`` plans the store of the group's chunks, and
+    ``build_templates(all pools, an engine's rank)`` plans their load.
 
     Two layers of 4 heads, K and V of 8 elements of 2 bytes, in chunks of 16 tokens: heads are outermost.
 
@@ -42,16 +42,16 @@ def chunk_pool(
     ([('head', ((4, 1024), (1, 16))), ('token', ((16, 32),)), ('content', ((8, 2),))], 16)
 
     Args:
-        canonical: what chunks are.
-        number: of the group.
-        address: of slot 0.
-        slots: chunks that there is room for, slot 0 included: like block 0 of an engine it is the null slot,
-            which nothing is moved to or from.
-        stride: bytes from one slot to the next; 0: slots lie side by side.
-        memory, device: as of `Region`.
+        canonical: the form of the chunks.
+        number: number of the group.
+        address: address of slot 0.
+        slots: number of slots, slot 0 included. Like block 0 of an engine, slot 0 is the null slot, and
+            nothing moves to or from it.
+        stride: bytes from one slot to the next; 0 if slots lie side by side.
+        memory, device: as in `Region`.
 
     Raises:
-        GeometryError: slots do not hold a chunk.
+        GeometryError: there is no slot, or a slot is too small for a chunk.
     """
     group = canonical.groups[number]
     stride = stride or group.chunk_bytes
@@ -82,7 +82,7 @@ def chunk_pool(
 
 
 def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
-    """Fields of every layer, at their offsets in a chunk."""
+    """Return the fields of every layer, at their offsets in a chunk."""
     found: dict[str, list[Field]] = defaultdict(list)
     for section, start in zip(group.sections, group.starts, strict=True):
         at = start
@@ -97,7 +97,7 @@ def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
 
 
 def _field(section: FormSection, part: SectionField, offset: int, pitch: int) -> Field:
-    """A part as a field; `pitch` is bytes from one token to the next."""
+    """Return a part as a field; `pitch` is bytes from one token to the next."""
     axes = []
     if section.axis:
         loops = ((section.units, section.unit_bytes), (section.unit_elements, part.element_bytes))
@@ -112,7 +112,7 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
 
 
 def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: int, stride: int) -> Layer:
-    """A layer whose page begins at its first field: equal layers have equal pages, which are planned once."""
+    """Return a layer whose page begins at its first field. So equal layers have equal pages, planned once."""
     first = fields[0].offset
     placed = tuple(Field(f.name, f.item_bytes, f.offset - first, f.axes) for f in fields)
     tokens = max((axis.count for f in placed if (axis := f.axis(TOKEN))), default=0)

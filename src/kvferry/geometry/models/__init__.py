@@ -1,10 +1,10 @@
-"""From a model's ``config.json`` to what every layer keeps.
+"""Readers of a model's ``config.json`` for the cache of every layer.
 
 - `config`: the keys of a ``config.json``, by the names that different families give them.
-- `families`: what families leave unsaid: defaults, which kind of recurrence they have.
-- `pattern`: which layer mixes tokens how.
-- `attention`, `recurrent`: what a layer that does so keeps.
-- `read`: all of it, for all layers.
+- `families`: properties that families leave out of the file: defaults, and the kind of recurrence.
+- `pattern`: the mixers of every layer.
+- `attention`, `recurrent`: the cache of an attention layer and of a recurrent layer.
+- `read`: the caches of all layers.
 
 The sizes are those that vLLM 0.32 allocates.
 """

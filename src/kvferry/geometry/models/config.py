@@ -34,7 +34,7 @@ class ModelConfig:
 
     @property
     def model_type(self) -> str:
-        """The family's name for itself, empty if it has none."""
+        """Name of the family in the file; empty if it has none."""
         return str(self.get("model_type") or "")
 
     @property
@@ -43,7 +43,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        """Decoder layers; where only a list with an entry per layer says so, its length."""
+        """Number of decoder layers, else the length of a list with an entry per layer."""
         if self.get(*_LAYER_COUNTS) is None:
             lists = (self.get(name) for name in PER_LAYER)
             if (said := next((value for value in lists if isinstance(value, list | str)), None)) is not None:
@@ -96,7 +96,7 @@ class ModelConfig:
         return whole(names[0], value, least)
 
     def maybe(self, *names: str) -> int | None:
-        """As `number`, but return None if none of these keys is present, or it is 0 or false."""
+        """Return the same as `number`, but None if none of these keys is present, or it is 0 or false."""
         value = self.get(*names)
         return whole(names[0], value, 1) if value else None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Mixer(Enum):
-    """How a layer looks at other tokens, which decides what it keeps of them."""
+    """The way in which a layer uses other tokens. It decides what the layer keeps of them."""
 
     FULL = auto()
     SLIDING = auto()
@@ -34,15 +34,15 @@ RECURRENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """What the reader of a ``config.json`` must know beforehand.
+    """Properties of a family that the reader of a ``config.json`` needs beforehand.
 
     Attributes:
         recurrent: the mixer of layers that are not attention, if there are any.
-        everywhere: every layer has the recurrence.
-        beside_attention: with `everywhere`, every layer has attention too.
+        everywhere: True if every layer has the recurrence.
+        beside_attention: with `everywhere`, True if every layer has attention too.
         window_offset: tokens of a window beyond ``sliding_window``.
         attentions: number of attention caches per layer.
-        expanded: keeps K and V per head although they are computed from a latent.
+        expanded: True if layers keep K and V per head, although the model computes both from a latent.
         ssm_dtype: element type of the recurrent state; None: as computed.
         defaults: of keys that may be left out.
     """

@@ -1,6 +1,6 @@
 """Settings of single layers: ``per_layer_config``, as transformers 5.19 writes them (Gemma 4, Step 3.7).
 
-By the number of the layer, padded with zeros to one width ("05", "11").
+Its keys are layer numbers, padded with zeros to one width ("05", "11").
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
 
 
 def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
-    """The settings that layers have of their own, by number.
+    """Return the settings of single layers, by number of the layer.
 
     Raises:
-        ConfigError: a layer does not exist, or has a setting that may decide what is kept and is not known.
+        ConfigError: a layer does not exist, or has an unknown setting that may decide what is kept.
     """
     said = config.get(_KEY)
     if said is None:

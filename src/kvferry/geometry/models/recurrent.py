@@ -1,7 +1,7 @@
-"""What a recurrent layer keeps: one snapshot, however long the sequence is.
+"""The cache of a recurrent layer: one snapshot for a sequence of any length.
 
-Shapes and element types as in vLLM's ``mamba_utils``: the convolution's last inputs first, then the state.
-The convolution is cut into the segments that tensor parallelism shards separately.
+Shapes and element types are those of vLLM's ``mamba_utils``: the convolution's last inputs first, then the
+state. The convolution has one field per segment that tensor parallelism shards separately.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Builder: TypeAlias = Callable[[ModelConfig, int, int], tuple[StoredField, ...]]
 
 
 def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dtype: str) -> LayerCache:
-    """What one recurrent layer keeps.
+    """Return the cache of one recurrent layer.
 
     Args:
-        config: the model's.
-        mixer: which recurrence.
+        config: the model's configuration.
+        mixer: kind of recurrence.
         model_dtype: element type of the convolution's inputs.
         ssm_dtype: element type of the state.
 
@@ -35,7 +35,7 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
 
 
 def _taps(kernel: int) -> tuple[str, int]:
-    """A convolution over so many tokens remembers all but the newest."""
+    """Return the axis of the tokens that a convolution remembers: all but the newest."""
     if kernel < 2:
         raise ConfigError(
             f"config.json: a convolution over {kernel} tokens keeps nothing; at least 2 are expected"
@@ -78,7 +78,7 @@ def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField,
 
 
 def _mamba2_channels(config: ModelConfig) -> int | None:
-    """Channels of the convolution's x, where the file says them beside heads and their width."""
+    """Return the channels of the convolution's x, if the file has them beside heads and their width."""
     if config.model_type == "nemotron_h":
         config.cover("expand")
         return None
@@ -106,7 +106,13 @@ def _kimi_delta(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredFi
 def _delta(
     keys: tuple[int, int], values: tuple[int, int], taps: tuple[str, int], item: int, ssm_item: int
 ) -> tuple[StoredField, ...]:
-    """A delta rule over `keys` and `values`, each (heads, width): the last q, k, v, and a matrix per head."""
+    """Return the fields of a delta rule: the last q, k, v, and a matrix per head.
+
+    Args:
+        keys, values: heads, and width of a head.
+        taps: axis of the remembered tokens.
+        item, ssm_item: bytes of an element of the convolution's inputs, and of the state.
+    """
     (k_heads, k_width), (v_heads, v_width) = keys, values
     return (
         StoredField("conv.q", item, k_heads, (("channel", k_width), taps)),
