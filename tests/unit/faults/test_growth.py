@@ -7,8 +7,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
+from faults import growth
 from faults.growth import LEAST_SAMPLES, LIMITS, Sample, growing, sample, slopes, table
 
 pytestmark = pytest.mark.slow
@@ -59,6 +61,12 @@ def test_samples_that_are_too_few_are_a_problem():
         "2 samples after the first third say nothing about growth, 4 would"
     ]
     assert growing([])
+
+
+@pytest.fixture(autouse=True)
+def _childless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out children that earlier tests of this process may have left."""
+    monkeypatch.setattr(growth, "_family", lambda pid: [psutil.Process(pid)])
 
 
 def test_a_process_is_looked_at_with_all_that_it_holds(tmp_path: Path):
