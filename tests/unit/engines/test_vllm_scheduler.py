@@ -1,0 +1,50 @@
+"""The listeners that an engine's scheduler gives to the connector's events."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvferry.connector.config import ConnectorConfig
+from kvferry.engines.vllm.scheduler import VLLMScheduler
+from kvferry.observe.spans import SpanListener
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def scheduler(role: str = "kv_both", endpoint: str | None = None) -> VLLMScheduler:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role),
+        model_config=SimpleNamespace(model="tiny", max_model_len=400),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+        speculative_config=None,
+        lora_config=None,
+        num_speculative_tokens=0,
+        max_concurrent_batches=1,
+        max_in_flight_tokens=256,
+        num_prefill_lookahead_tokens=0,
+    )
+    cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
+    return VLLMScheduler(config, cache, ConnectorConfig())
+
+
+@pytest.mark.parametrize(
+    ("vllms", "ours"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")]
+)
+def test_explain_is_told_what_an_engine_is_for(vllms, ours):
+    assert scheduler(vllms)._explaining._engine.role == ours
+
+
+@pytest.mark.parametrize(("endpoint", "spans"), [(None, 0), ("http://127.0.0.1:1", 1)])
+def test_only_a_traced_engine_makes_spans(endpoint, spans):
+    listeners = scheduler(endpoint=endpoint).half.events._listeners
+    assert sum(isinstance(one, SpanListener) for one in listeners) == spans
