@@ -21,7 +21,7 @@ from kvferry.cache.writing import Behind
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
 from kvferry.connector.bids import Part
-from kvferry.connector.engine import CacheGroup
+from kvferry.connector.engine import Block, CacheGroup
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -155,12 +155,12 @@ def _touch(root: Path, digest: bytes, keys: Iterable[bytes]) -> None:
 class _NoBlocks:
     """The block pool of an engine that allocates none; satisfies `BlockPool`."""
 
-    blocks: Sequence[Any] = ()
+    blocks: Sequence[Block] = ()
 
-    def touch(self, blocks: Sequence[Any]) -> None:
+    def touch(self, blocks: Sequence[Block]) -> None:
         """Do nothing."""
 
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """Do nothing."""
 
     def get_num_free_blocks(self) -> int:
@@ -193,7 +193,7 @@ class AskingScheduler:
         ranks, adapters = lay_out(of, _shape(of)), Adapters()
         self._prompts = Prompts(canonical := chunks_of(of), adapters)
         self.cache = ChunkCache(kept.host, _no_memory, canonical.groups, kept.behind)
-        refusals, pins = Refusals(), Pins[Any](1)
+        refusals, pins = Refusals(), Pins[Block](1)
         tiers = TierSource(
             self.cache, self._prompts, ranks[0].groups, canonical, refusals, 30.0, apart=policy == "cost"
         )

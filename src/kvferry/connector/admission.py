@@ -28,11 +28,10 @@ import time
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
 from kvferry.connector.bids import Bidding
-from kvferry.connector.engine import BlockIds, BlockPool, CacheGroup, Request, RequestBlocks
+from kvferry.connector.engine import Block, BlockIds, BlockPool, CacheGroup, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
 from kvferry.connector.messages import Report, StepOrders, StepReports
@@ -86,7 +85,7 @@ class Admission:
         self,
         groups: Sequence[CacheGroup],
         *,
-        pins: Pins[Any],
+        pins: Pins[Block],
         parts: PartBlocks,
         headroom: Headroom,
         pool: BlockPool,
@@ -359,7 +358,7 @@ class Admission:
         for source in known.sources:
             source.settled(request_id)
 
-    def _pin(self, load: Load, blocks: Sequence[Sequence[Any]]) -> None:
+    def _pin(self, load: Load, blocks: Sequence[Sequence[Block]]) -> None:
         """Take a reference to every block that the load may write."""
         held = [
             block

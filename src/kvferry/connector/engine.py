@@ -42,12 +42,12 @@ class BlockPool(Protocol):
     """
 
     @property
-    def blocks(self) -> Sequence[Any]: ...
+    def blocks(self) -> Sequence[Block]: ...
 
-    def touch(self, blocks: Sequence[Any]) -> None:
+    def touch(self, blocks: Sequence[Block]) -> None:
         """Add a reference to each block, so that no request gets it. Mutates the pool."""
 
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """Drop a reference to each block; those without any are free, the first to be reused first."""
 
     def get_num_free_blocks(self) -> int:
@@ -178,7 +178,7 @@ class RequestBlocks(Protocol):
     """
 
     @property
-    def blocks(self) -> Sequence[Sequence[Any]]: ...
+    def blocks(self) -> Sequence[Sequence[Block]]: ...
 
     def get_block_ids(self) -> BlockIds:
         """Return their ids."""

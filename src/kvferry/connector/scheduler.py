@@ -12,7 +12,7 @@ from kvferry.connector.access import check_rank_keys, peers_allowed, scheduler_k
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
+from kvferry.connector.engine import Block, BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
@@ -116,7 +116,7 @@ class SchedulerHalf:
                 worker has another key.
         """
         geometries = [worker.geometry for worker in workers]
-        pins: Pins[Any] = Pins(len(workers))
+        pins: Pins[Block] = Pins(len(workers))
         self._parts = PartBlocks(geometries[0].groups, pool, self._config.whole_blocks)
         sources: list[Source] = []
         ranks = tuple(worker.card for worker in workers if worker.card is not None)
@@ -160,7 +160,7 @@ class SchedulerHalf:
         return Weight({PEER: self._config.load_weight, **tiers})
 
     def _meet_peers(
-        self, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts, pins: Pins[Any], pool: BlockPool
+        self, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts, pins: Pins[Block], pool: BlockPool
     ) -> PeerSource:
         """Start both ends of the control channel; return the source of peers' KV."""
         config, peers = self._config, peers_allowed(self._config)

@@ -16,11 +16,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, Part
-from kvferry.connector.engine import Request
+from kvferry.connector.engine import Block, Request
 from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import LoadOrder, Report, StepOrders
 from kvferry.connector.peers.claims import Claim, Claims
@@ -124,7 +123,7 @@ class PeerSource:
         client: ControlClient,
         *,
         ranks: Sequence[RankGeometry],
-        pins: Pins[Any],
+        pins: Pins[Block],
         log: TransferLog,
         refusals: Refusals,
         timeout_seconds: float,

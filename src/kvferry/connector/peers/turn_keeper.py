@@ -17,10 +17,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvferry.connector.blocks_wanted import BlocksWanted, first_to_go
-from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
+from kvferry.connector.engine import Block, BlockIds, BlockPool, EngineFacts, Request
 from kvferry.connector.events import LeaseGranted
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.pins import Pins
@@ -85,7 +84,7 @@ class TurnKeeper:
         self._turns: dict[str, _Turn] = {}
         self._leaving: dict[str, int] = {}  # leases that have ended, and blocks that are not free yet
         self._over: list[str] = []
-        self._index, self._pins = TurnIndex(), Pins[Any](0)
+        self._index, self._pins = TurnIndex(), Pins[Block](0)
         self._pool: BlockPool | None = None
 
     def __contains__(self, lease: str) -> bool:

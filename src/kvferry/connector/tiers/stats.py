@@ -33,7 +33,7 @@ _NOTHING = _Totals(0, 0, 0, 0, {}, {})
 
 
 @dataclass(slots=True)
-class TierTeller:
+class TierEvents:
     """Emits an event for every tier that has changed, once per step."""
 
     cache: ChunkCache
@@ -43,7 +43,7 @@ class TierTeller:
     _looked: tuple[object, ...] = ()
 
     @log_errors
-    def tell(self, times: TransferTimes, copies: Sequence[float]) -> None:
+    def emit_changes(self, times: TransferTimes, copies: Sequence[float]) -> None:
         """Emit what has changed since the last call.
 
         Args:

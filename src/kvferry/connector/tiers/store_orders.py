@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.connector.engine import BlockPool
+from kvferry.connector.engine import Block, BlockPool
 from kvferry.connector.events import StoreBegan, StoreEnded
 from kvferry.connector.stream import EventStream
 from kvferry.connector.worker.orders import MovedByAll, Piece, StoreOrder
@@ -38,7 +37,7 @@ class _Store:
 
     request_id: str
     slots: list[tuple[Slot, int]]
-    blocks: list[Any]
+    blocks: list[Block]
 
 
 class StoreOrders:

@@ -22,7 +22,7 @@ from kvferry.connector.stream import EventStream
 from kvferry.connector.tier_config import FileSettings, SlowSettings, Tiers
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.tiers.stats import TierTeller
+from kvferry.connector.tiers.stats import TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.connector.worker.chunk_routes import check_storable
@@ -126,7 +126,7 @@ class Tiering:
         every = _snapshot_tokens(config, canonical)
         self._storing = Storing(self._cache, self._prompts, canonical, groups, parts, self._stores, every)
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
-        self._teller = TierTeller(self._cache, self._stores, events)
+        self._events = TierEvents(self._cache, self._stores, events)
         self._moved: dict[str, MovedByAll] = {}
         self._failures: Counter[str] = Counter()
         logger.info(
@@ -182,7 +182,7 @@ class Tiering:
 
     def step_done(self) -> None:
         """Emit events of what the tiers have done since the last step."""
-        self._teller.tell(self._cache.take_times(), self.source.take_copy_seconds())
+        self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Handle the end of a request."""

@@ -11,7 +11,7 @@ from kvferry.cache.fetch import Want
 from kvferry.cache.writing import Behind
 from kvferry.connector.events import TierChanged
 from kvferry.connector.stream import EventStream
-from kvferry.connector.tiers.stats import TierTeller
+from kvferry.connector.tiers.stats import TierEvents
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -41,7 +41,7 @@ class Tiers:
         self.copies, self.stores = list[float](), SimpleNamespace(dropped=Counter())
         self.heard: list[TierChanged] = []
         events = EventStream(self.heard.append)
-        self.teller = TierTeller(self.cache, self.stores, events)
+        self.tier_events = TierEvents(self.cache, self.stores, events)
 
     def store(self, key):
         self.cache.filled(self.cache.reserve(key, 0), 8, None)
@@ -49,7 +49,7 @@ class Tiers:
     def told(self):
         self.cache.poll()
         copies, self.copies = self.copies, []
-        self.teller.tell(self.cache.take_times(), copies)
+        self.tier_events.emit_changes(self.cache.take_times(), copies)
         heard, self.heard[:] = {event.tier: event for event in self.heard}, []
         return heard
 
@@ -101,10 +101,10 @@ def test_what_ranks_copy_is_told_of_host_memory():
 
 def test_what_cannot_be_told_ends_no_engine(monkeypatch, caplog):
     tiers = Tiers()
-    monkeypatch.setattr(TierTeller, "_changes", lambda *_: 1 / 0)
+    monkeypatch.setattr(TierEvents, "_changes", lambda *_: 1 / 0)
     tiers.store(FIRST)
     assert tiers.told() == {}
-    assert "TierTeller.tell emitted no event" in caplog.text
+    assert "TierEvents.emit_changes emitted no event" in caplog.text
 
 
 def test_times_are_kept_until_the_next_step_only():
