@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Generator
 
 import pytest
@@ -32,6 +33,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def own_state_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The key of this machine's user is not what engines of tests share."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_runtime_directory() -> Generator[None]:
+    """Keep the sockets of this process's engines apart from those of all others.
+
+    The path is short, because a socket's path has at most 107 bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-run-") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        yield
 
 
 @pytest.fixture(autouse=True)

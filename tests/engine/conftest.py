@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,14 +31,6 @@ class _Running:
         if self._pair is not None:
             self._pair.close()
             self._pair = None
-
-
-@pytest.fixture(scope="session", autouse=True)
-def runtime_directory() -> Iterator[None]:
-    """Engines of other runs are not asked; the path is short, since a socket's may have 107 characters."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp") as directory:
-        os.environ["XDG_RUNTIME_DIR"] = directory
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -95,7 +95,9 @@ def test_what_an_engine_still_has_at_the_end_is_counted(
 def test_shared_memory_and_files_that_are_there_at_the_end_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    runtime = tmp_path / "run"  # an absent one would count sockets of others, in the directory in /tmp
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(module, "shared_memory_of", lambda _: {"stays", "gone"})
     (tmp_path / "stays").touch()
