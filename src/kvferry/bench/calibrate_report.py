@@ -15,15 +15,15 @@ from kvferry.measuring.machine import MachineFacts
 from kvferry.planning.strategy import Costs
 
 _WHAT = {
-    "read_descriptor_seconds": ("a descriptor of a READ", 1e6, "µs"),
-    "read_byte_seconds": ("a byte of a READ", 1e12, "ps"),
-    "copy_call_seconds": ("a call of a gather or scatter", 1e6, "µs"),
-    "copy_run_seconds": ("a run of one", 1e9, "ns"),
-    "copy_byte_seconds": ("a byte of one", 1e12, "ps"),
-    "ask_seconds": ("asking for a gather", 1e6, "µs"),
-    "lanes_work_gain": ("lanes are as fast as so many, short runs", 1, ""),
-    "lanes_byte_gain": ("and long ones", 1, ""),
-    "overlap": ("hidden of the shorter, gathering while reading", 1e2, "%"),
+    "read_descriptor_seconds": ("READ, per descriptor", 1e6, "µs"),
+    "read_byte_seconds": ("READ, per byte", 1e12, "ps"),
+    "copy_call_seconds": ("gather or scatter, per call", 1e6, "µs"),
+    "copy_run_seconds": ("gather or scatter, per run", 1e9, "ns"),
+    "copy_byte_seconds": ("gather or scatter, per byte", 1e12, "ps"),
+    "ask_seconds": ("request for a gather", 1e6, "µs"),
+    "lanes_work_gain": ("gain of more lanes, short runs", 1, ""),
+    "lanes_byte_gain": ("gain of more lanes, long runs", 1, ""),
+    "overlap": ("gathering hidden behind reading", 1e2, "%"),
 }
 
 
