@@ -20,7 +20,7 @@ from kvferry.doctor.ports import listening_ports
 from kvferry.geometry import Region
 from kvferry.transport import metadata_validation
 from kvferry.transport.messages import Outgoing
-from kvferry.transport.network_devices import VARIABLE, _ipv4
+from kvferry.transport.network_devices import VARIABLE, addresses
 from support.metadata import mutations, value
 from transport import large
 from transport.test_faults import well
@@ -187,7 +187,7 @@ def test_nobody_outside_the_machine_reaches_an_engine_on_loopback(world, reader,
         found = listening_ports(pid)
         assert found, "UCX listens"
         assert {port.address for port in found} == {"127.0.0.1"}, found
-    outside = [str(address) for _, address in _ipv4() if not address.is_loopback]
+    outside = [str(one) for _, one in addresses() if one.version == 4 and not one.is_loopback]
     assert outside, "this machine has no address but loopback"
     for port in listening_ports(producer.process.pid):
         for address in outside:

@@ -6,8 +6,9 @@ import os
 import re
 import resource
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from kvferry.doctor.finding import Finding, bad, from_error, note, ok
 from kvferry.errors import ConfigError
@@ -81,7 +82,7 @@ def threads(limit: int | None = None, used: int | None = None, user: int | None 
 
     Args:
         limit: number of threads, negative for unlimited; by default this process's limit.
-        used: number of the user's threads; by default counted in ``/proc``.
+        used: number of the user's threads; by default counted.
         user: user id, by default this process's. Root (0) has no limit.
     """
     subject = "threads"
@@ -102,12 +103,9 @@ def threads(limit: int | None = None, used: int | None = None, user: int | None 
 
 def _threads_of(user: int) -> int:
     """Return the number of threads of a user."""
-    count = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            if process.stat().st_uid == user:
-                count += len(list((process / "task").iterdir()))
-    return count
+    processes = psutil.process_iter(["uids", "num_threads"])
+    theirs = (each.info for each in processes if each.info["uids"] and each.info["uids"].effective == user)
+    return sum(each["num_threads"] or 0 for each in theirs)
 
 
 def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_result] = os.statvfs) -> Finding:  # noqa: S108

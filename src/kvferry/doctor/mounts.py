@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 _NETWORK = (
     "nfs",
@@ -55,23 +55,9 @@ class Mount:
         return self.kind in _NETWORK or self.kind.startswith("fuse")
 
 
-def list_mounts(table: Iterable[str] | None = None) -> list[Mount]:
-    r"""Return all mounts that this process sees.
-
-    Args:
-        table: lines of ``/proc/self/mountinfo`` (proc(5)), by default this process's.
-
-    >>> list_mounts([r"36 35 98:0 /mnt1 /mnt/a\040b rw - nfs4 server:/export rw"])
-    [Mount(point='/mnt/a b', kind='nfs4', source='server:/export')]
-    """
-    if table is None:
-        table = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    found = []
-    for line in table:
-        about, _, system = line.partition(" - ")
-        if len(place := about.split()) > 4 and len(kind := system.split()) > 1:
-            found.append(Mount(_unescaped(place[4]), kind[0], _unescaped(kind[1])))
-    return found
+def list_mounts() -> list[Mount]:
+    """Return all mounts that this process sees."""
+    return [Mount(one.mountpoint, one.fstype, one.device) for one in psutil.disk_partitions(all=True)]
 
 
 def mount_of(path: str, among: Iterable[Mount]) -> Mount | None:
@@ -83,7 +69,3 @@ def mount_of(path: str, among: Iterable[Mount]) -> Mount | None:
     """
     above = [m for m in among if path == m.point or path.startswith(f"{m.point.rstrip('/')}/")]
     return max(reversed(above), key=lambda m: len(m.point), default=None)
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -1,23 +1,16 @@
-"""Find the ports of an engine's processes on this machine, their purpose, and their protection.
-
-Reads ``/proc`` for the process that has a given port, and for its parents and children.
-"""
+"""Find the ports of an engine's processes on this machine, their purpose, and their protection."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from kvferry.doctor.finding import Finding, note, ok
 
-_PROC = Path("/proc")
-_LISTEN = "0A"
-_TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 _CHILD = "kvferry.transport.metadata_sandbox"
 _SHUT = "close it to all but peers: docs/network.md has a firewall rule and a NetworkPolicy"
 
@@ -46,61 +39,35 @@ class Port:
 
 def listening_ports(process: int) -> list[Port]:
     """Return the TCP ports of a process; none if it is gone or another user's."""
-    held = set()
-    with suppress(OSError):
-        for entry in os.scandir(_PROC / str(process) / "fd"):
-            with suppress(OSError):
-                held.add(str(Path(entry.path).readlink()))
-    return sorted(
-        Port(process, address, number)
-        for address, number, inode in _sockets(process)
-        if f"socket:[{inode}]" in held
-    )
-
-
-def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
-    """Yield (address, port, inode) of the listening sockets in a process's network namespace; see proc(5)."""
-    for table, family in _TABLES:
-        with suppress(OSError):
-            for line in (_PROC / str(process) / "net" / table).read_text().splitlines()[1:]:
-                columns = line.split()
-                if columns[3] == _LISTEN:
-                    digits, _, port = columns[1].partition(":")
-                    words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
-                    yield socket.inet_ntop(family, b"".join(words)), int(port, 16), columns[9]
+    try:
+        open_sockets = psutil.Process(process).net_connections("tcp")
+    except psutil.Error:
+        return []
+    return sorted(Port(process, *one.laddr) for one in open_sockets if one.status == psutil.CONN_LISTEN)
 
 
 def engine_of(port: int) -> dict[int, str]:
     """Return the command lines, by process id, of the engine that has a port; empty if unknown."""
-    commands, parents = _processes()
-    having = [process for process in commands if any(one.number == port for one in listening_ports(process))]
-    if not having:
+    having = (
+        process
+        for process in psutil.process_iter()
+        if any(one.number == port for one in listening_ports(process.pid))
+    )
+    if (root := next(having, None)) is None:
         return {}
-    root = having[0]
-    while "vllm" in commands.get(parents[root], "").lower():
-        root = parents[root]
-    found = {root}
-    for _ in commands:
-        more = {process for process in commands if parents[process] in found} - found
-        found |= more
-        if not more:
-            break
-    return {process: commands[process] for process in sorted(found)}
+    with suppress(psutil.Error):  # it has just ended
+        while (parent := root.parent()) is not None and "vllm" in _command(parent).lower():
+            root = parent
+        return {one.pid: _command(one) for one in (root, *root.children(recursive=True))}
+    return {}
 
 
-def _processes() -> tuple[dict[int, str], dict[int, int]]:
-    """Return command lines and parents of all processes, by id."""
-    commands, parents = {}, {}
-    for entry in os.scandir(_PROC):
-        if entry.name.isdecimal():
-            with suppress(OSError, IndexError, ValueError):
-                status = Path(entry.path, "stat").read_text()
-                parent = int(status.rpartition(")")[2].split()[1])
-                commands[int(entry.name)] = (
-                    Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
-                parents[int(entry.name)] = parent
-    return commands, parents
+def _command(process: psutil.Process) -> str:
+    """Return the command line of a process; empty if it is gone or hidden."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Finding]:

@@ -8,28 +8,23 @@ loopback; shared memory is no network device.
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import ipaddress
 import logging
 import os
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvferry.transport.address import is_loopback
+import psutil
+
+from kvferry.transport.address import IP, is_loopback
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "UCX_NET_DEVICES"
 _EVERY_ADDRESS = ("0.0.0.0", "::", "*")  # noqa: S104 - names what restricts nothing
-_SIOCGIFCONF = 0x8912
-_IFREQ_BYTES = 40
-_MOST_ADDRESSES = 4096
-_IFF_LOOPBACK = 0x8
 _lock = threading.Lock()
 
 
@@ -76,14 +71,17 @@ def ucx_environment(host: str) -> dict[str, str]:
     return {VARIABLE: ",".join(devices)} if devices and VARIABLE not in os.environ else {}
 
 
-def _loopbacks() -> tuple[str, ...]:
-    def flags(name: str) -> int:
-        try:
-            return int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
-        except (OSError, ValueError):
-            return _IFF_LOOPBACK if name == "lo" else 0
+def addresses() -> Iterator[tuple[str, IP]]:
+    """Yield (device, address) for every IP address of this machine."""
+    for name, has in psutil.net_if_addrs().items():
+        for one in has:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                # Further addresses may have a label ("eth0:1"); link-local ones name the device ("%eth0").
+                yield name.partition(":")[0], ipaddress.ip_address(one.address.partition("%")[0])
 
-    return tuple(name for _, name in socket.if_nameindex() if flags(name) & _IFF_LOOPBACK)
+
+def _loopbacks() -> tuple[str, ...]:
+    return tuple(name for name, has in psutil.net_if_stats().items() if "loopback" in has.flags.split(","))
 
 
 def _with_address(host: str) -> tuple[str, ...]:
@@ -93,29 +91,7 @@ def _with_address(host: str) -> tuple[str, ...]:
     except OSError:
         return ()
     wanted = {ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found}
-    return tuple(sorted({name for name, address in (*_ipv4(), *_ipv6()) if address in wanted}))
-
-
-def _ipv4() -> Iterator[tuple[str, ipaddress.IPv4Address]]:
-    """Yield (device, address); ``struct ifconf`` of netdevice(7)."""
-    space = bytearray(_MOST_ADDRESSES * _IFREQ_BYTES)
-    view = (ctypes.c_char * len(space)).from_buffer(space)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        answer = fcntl.ioctl(sock, _SIOCGIFCONF, struct.pack("iL", len(space), ctypes.addressof(view)))
-    for at in range(0, struct.unpack("iL", answer)[0], _IFREQ_BYTES):
-        name = bytes(space[at : at + 16]).partition(b"\0")[0].decode()
-        yield name.partition(":")[0], ipaddress.IPv4Address(bytes(space[at + 20 : at + 24]))
-
-
-def _ipv6() -> Iterator[tuple[str, ipaddress.IPv6Address]]:
-    """Yield (device, address), from ``/proc/net/if_inet6``."""
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        digits, *_, name = line.split()
-        yield name, ipaddress.IPv6Address(bytes.fromhex(digits))
+    return tuple(sorted({name for name, address in addresses() if address in wanted}))
 
 
 def _rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ def test_another_address_is_its_device_and_all_rdma_devices(monkeypatch, tmp_pat
     rdma = network_devices._rdma(tmp_path)
     assert rdma == ("mlx5_0:1", "mlx5_1:1")
     monkeypatch.setattr(network_devices, "_rdma", lambda: rdma)
-    for name, address in [*network_devices._ipv4(), *network_devices._ipv6()]:
+    for name, address in network_devices.addresses():
         if not address.is_loopback and not address.is_link_local:
             assert devices_for(str(address)) == (name, *rdma)
 
