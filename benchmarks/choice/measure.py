@@ -292,11 +292,11 @@ def _setup(job: ChoiceJob, policy: str, model: Path, folder: Path, options: dict
     far = {"type": "object", "url": f"s3://{BUCKET}/{policy}", "options": options}
     chunk: dict[str, Any] = {"chunk_tokens": job.workload.block_tokens}
     if job.sources == TIERS:
-        connector = tiered([host, near, far], policy=policy, **chunk)
+        connector = tiered([host, near, far], source_policy=policy, **chunk)
     else:
         each = [tiered([host, tier], **chunk) for tier in (near, far)]
         named = [{**one, "name": name} for one, name in zip(each, ("near", FAR.strip()), strict=True)]
-        connector = side_by_side(named, policy=policy)
+        connector = side_by_side(named, source_policy=policy)
     longest = job.longest + 256
     cache_bytes = 2 * longest * token_bytes(MODEL) + (64 << 20)
     return Setup(model, longest, cache_bytes, connector, max(len(os.sched_getaffinity(0)) // 2, 1))

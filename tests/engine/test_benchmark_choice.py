@@ -30,7 +30,7 @@ def test_what_was_asked_before_comes_from_the_first_connector_by_first(tmp_path:
     cache_bytes = 4096 * token_bytes()
     twice = Workload("twice", 64, (Prompt((1, 2, 3), 180), Prompt((1, 2, 3, 4), 256)))
     with PolicyEngine(
-        "first", Setup(model, 1024, cache_bytes, side_by_side(named, policy="first"), 1)
+        "first", Setup(model, 1024, cache_bytes, side_by_side(named, source_policy="first"), 1)
     ) as one:
         one.wait()
         new, again = one.replay(twice, 0)

@@ -86,7 +86,8 @@ def test_by_cost_a_disk_that_turned_out_slow_is_not_waited_for_and_memory_is_use
 ) -> None:
     running.close()
     text, more = prompt(512, 1), prompt(512, 2)
-    engine = Tiered("qwen3", checkpoints, tmp_path / "kv", tmp_path / "log", settings={"policy": "cost"})
+    by_cost = {"source_policy": "cost"}
+    engine = Tiered("qwen3", checkpoints, tmp_path / "kv", tmp_path / "log", settings=by_cost)
     try:
         engine.engine.call("slow_prompts", 0.3)  # a tiny model computes as fast as memory gives
         reference = engine.say(text)

@@ -47,7 +47,7 @@ class Two:
         connectors = multi(
             {**child(tiers=[HOST], chunk_tokens=64), "name": "memory"},
             {**child(tiers=[HOST, disk], chunk_tokens=64), "name": "disk"},
-            policy=policy,
+            source_policy=policy,
         )
         self.engine = Engine(
             folder / "log",

@@ -86,12 +86,12 @@ SETTINGS: Mapping[str, Any] = {
     "snapshot_tokens": Annotated[
         int | None, typer.Option(metavar="COUNT", help="Tokens between kept windows and state snapshots.")
     ],
-    "policy": Annotated[
+    "source_policy": Annotated[
         str | None, typer.Option(metavar="NAME", help="Policy for choosing a source: weight, cost or first.")
     ],
     "load_weight": Annotated[
         float | None,
-        typer.Option(metavar="WEIGHT", help="Weight of tokens that peers offer (policy weight)."),
+        typer.Option(metavar="WEIGHT", help="Weight of tokens that peers offer (source policy weight)."),
     ],
     "patience_seconds": Annotated[
         float | None,

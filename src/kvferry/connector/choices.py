@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -26,6 +27,24 @@ def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.
     value, key = found.groups()
     known = [_choices(field.type) for field in msgspec.structs.fields(settings) if field.name == key]
     return ConfigError(f"{where}: {key} is {value}; it must be one of {', '.join(*known)}")
+
+
+def check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check that all keys of an object are known.
+
+    Args:
+        where: names the object.
+        given: the object.
+        known: keys that it may have.
+
+    Raises:
+        ConfigError: one is not known; the message names the nearest known key.
+    """
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where} has no key {key!r}; {hint}")
 
 
 def check_text(where: str, given: Any) -> None:

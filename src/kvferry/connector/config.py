@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from kvferry.connector.choices import check_text, unusable
+from kvferry.connector.choices import check_keys, check_text, unusable
 from kvferry.connector.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
 from kvferry.transport.allowed_peers import parse_allowed_peers
@@ -62,8 +61,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunk_tokens: tokens of a chunk; by default 256, or less so that snapshots of recurrent state end one.
         snapshot_tokens: distance of positions at which windows and snapshots of recurrent state are kept, a
             multiple of `chunk_tokens`; by default wherever a chunk ends.
-        policy: how to choose between sources, see `cache.policies`.
-        load_weight: weight of tokens that peers offer, for policy ``weight``; tiers have theirs in `tiers`.
+        source_policy: how to choose between sources, see `connector.policies`.
+        load_weight: weight of tokens that peers offer, for source policy ``weight``; tiers have their own in
+            `tiers`.
         turn_seconds: seconds that a finished request's blocks are kept for the next turn of its conversation;
             0 for none.
         turn_share: largest share of the block pool that they take.
@@ -95,7 +95,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: bool | None = None
     chunk_tokens: int | None = None
     snapshot_tokens: int | None = None
-    policy: Literal["weight", "cost", "first"] = "weight"
+    source_policy: Literal["weight", "cost", "first"] = "weight"
     load_weight: float = 1.0
     turn_seconds: float = 0.0
     turn_share: float = 0.25
@@ -128,11 +128,8 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             role that contradicts `transfer`.
     """
     known = [field.name for field in msgspec.structs.fields(ConnectorConfig)]
+    check_keys("kv_connector_extra_config", extra, known)
     for key in extra:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"kv_connector_extra_config has no key {key!r}; {hint}")
         if key != "tiers":  # directories may have names that are no text
             check_text(key, extra[key])
     try:

@@ -152,9 +152,9 @@ class SchedulerHalf:
 
     def _policy(self) -> Policy:
         """Make the policy that chooses between sources."""
-        if self._config.policy == "first":
+        if self._config.source_policy == "first":
             return First()
-        if self._config.policy == "cost":
+        if self._config.source_policy == "cost":
             return Cost(self._speeds)
         tiers = self._tiering.weights if self._tiering is not None else {}
         return Weight({PEER: self._config.load_weight, **tiers})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from kvferry.connector.choices import check_text, unusable
+from kvferry.connector.choices import check_keys, check_text, unusable
 from kvferry.errors import ConfigError
 from kvferry.tiers.index.key_table import MAX_TIERS
 from kvferry.tiers.names import FILE, HOST, OBJECT
@@ -23,12 +22,12 @@ class HostSettings(msgspec.Struct, frozen=True, tag=HOST, forbid_unknown_fields=
 
     Attributes:
         capacity: bytes, or a text such as ``4GiB``; by default a tenth of the memory that is available.
-        policy: which chunk leaves when there is no more room.
+        eviction_policy: which chunk is evicted when the memory is full.
         load_weight: of what comes from here, where sources are chosen by weight.
     """
 
     capacity: int | str | None = None
-    policy: Literal["lru", "arc", "s3fifo"] = "lru"
+    eviction_policy: Literal["lru", "arc", "s3fifo"] = "lru"
     load_weight: float = 1.0
 
 
@@ -118,11 +117,8 @@ def _read(number: int, given: Any) -> TierSettings:
             f'{where} is {given!r}; it must be an object whose "type" is one of {", ".join(kinds)}'
         )
     known = ["type", *(field.name for field in msgspec.structs.fields(kinds[given["type"]]))]
+    check_keys(f"{where} ({given['type']})", given, known)
     for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{where} ({given['type']}) has no key {key!r}; {hint}")
         if key != "path":  # a directory may have a name that is no text
             check_text(f"{where}: {key}", given[key])
     try:

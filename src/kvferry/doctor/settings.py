@@ -126,7 +126,7 @@ def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Findin
     except ConfigError as error:
         return [*_around(given), from_error("settings", error)]
     names = ", ".join(child.name for child in settings.children)
-    return [*_around(given), ok("settings", f"{_MULTI} over {names}, policy {settings.policy}")]
+    return [*_around(given), ok("settings", f"{_MULTI} over {names}, policy {settings.source_policy}")]
 
 
 def _around(given: Mapping[str, Any]) -> list[Finding]:

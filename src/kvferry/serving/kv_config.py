@@ -50,7 +50,7 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
     """Return the object of a `FerryMultiConnector` with other connectors before kvferry's.
 
     Args:
-        config: result of `kv_transfer_config`. Its ``policy`` and ``patience_seconds`` apply to all.
+        config: result of `kv_transfer_config`. Its ``source_policy`` and ``patience_seconds`` apply to all.
         others: entries of ``connectors``.
 
     Raises:
@@ -60,7 +60,7 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
     own = {
         key: config[key] for key in ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
     }
-    shared = {key: extra[key] for key in ("policy", "patience_seconds") if key in extra}
+    shared = {key: extra[key] for key in ("source_policy", "patience_seconds") if key in extra}
     given = [*others, own] if isinstance(others, list) else others
     parse_multi({"connectors": given})
     return {

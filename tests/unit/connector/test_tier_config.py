@@ -27,7 +27,7 @@ def test_default_is_host_memory_and_files():
 
 def test_tiers_are_read_in_their_order():
     url = {"type": "object", "url": "s3://bucket", "timeout_seconds": 5, "write": "back"}
-    assert read_tiers([{**HOST, "policy": "arc"}, FILE, url]) == Tiers(
+    assert read_tiers([{**HOST, "eviction_policy": "arc"}, FILE, url]) == Tiers(
         HostSettings("1GiB", "arc"),
         (FileSettings("/chunks"), ObjectSettings("s3://bucket", timeout_seconds=5, write="back")),
     )
@@ -49,8 +49,11 @@ def test_without_host_memory_chunks_pass_a_little_of_it():
         ([{"type": ["host"]}], "tiers[0] is {'type': ['host']}; it must be an object"),
         ([{"type": None}], "tiers[0] is {'type': None}; it must be an object whose \"type\" is one of"),
         ([HOST, {**FILE, "pth": "/"}], "tiers[1] (file) has no key 'pth'; did you mean 'path'?"),
-        ([{**HOST, "url": "/"}], "tiers[0] (host) has no key 'url'; known are type, capacity, policy"),
-        ([{**HOST, "policy": "mru"}], "tiers[0] (host): policy is 'mru'; it must be one of lru, arc, s3fifo"),
+        ([{**HOST, "url": "/"}],
+         "tiers[0] (host) has no key 'url'; known are type, capacity, eviction_policy"),
+        ([{**HOST, "eviction_policy": "mru"}],
+         "tiers[0] (host): eviction_policy is 'mru'; it must be one of lru, arc, s3fifo"),
+        ([{**HOST, "policy": "arc"}], "tiers[0] (host) has no key 'policy'; did you mean 'eviction_policy'?"),
         ([{**HOST, "capacity": 1.5}], "tiers[0] (host): Expected `int | str | null`, got `float`"),
         ([{**HOST, "capacity": True}], "tiers[0] (host): Expected `int | str | null`, got `bool`"),
         ([{**FILE, "durable": "yes"}], "tiers[0] (file): Expected `bool`, got `str` - at `$.durable`"),

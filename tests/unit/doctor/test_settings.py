@@ -123,9 +123,9 @@ def test_several_connectors_that_kvferry_config_prints_are_well(given):
 
 def test_several_connectors_that_would_be_refused_are_refused(given):
     several = with_other_connectors(kv_transfer_config(Role.BOTH), [{"kv_connector": "NixlConnector"}])
-    several["kv_connector_extra_config"]["polcy"] = "cost"
+    several["kv_connector_extra_config"]["policy"] = "cost"
     found = read_file(given(several))
-    assert "did you mean 'policy'?" in "".join(one.found + one.advice for one in found.findings)
+    assert "did you mean 'source_policy'?" in "".join(one.found + one.advice for one in found.findings)
     alone = {**several, "kv_connector_extra_config": {"connectors": [{"kv_connector": "NixlConnector"}]}}
     assert states(read_file(given(alone))) == {State.OK}
 

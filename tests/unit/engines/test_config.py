@@ -58,7 +58,7 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"lanes": 0}, "lanes is 0, it must be 1 to 16"),
         ({"staging_mib": -1}, "staging_mib is -1, it must be 0 to 65536"),
         ({"layout": None}, "Expected `str`, got `null` - at `$.layout`"),
-        ({"policy": "best"}, "policy is 'best'; it must be one of weight, cost, first"),
+        ({"source_policy": "best"}, "source_policy is 'best'; it must be one of weight, cost, first"),
         ({"load_weight": -1}, "load_weight is -1.0, it must be 0 to 1000000"),
         ({"load_weight": math.nan}, "load_weight is nan, it must be 0 to 1000000"),
         ({"explain_requests": -1}, "explain_requests is -1, it must be 0 to 100000"),
@@ -101,7 +101,10 @@ HALF = json.loads('"a\\ud800"')
     [
         ({"layout": HALF}, "layout is 'a\\ud800', expected text: it has half of a surrogate pair at 1"),
         ({"host": HALF}, "host is 'a\\ud800', expected text"),
-        ({"tiers": [{"type": "host", "policy": HALF}]}, "tiers[0]: policy is 'a\\ud800', expected text"),
+        (
+            {"tiers": [{"type": "host", "eviction_policy": HALF}]},
+            "tiers[0]: eviction_policy is 'a\\ud800', expected text",
+        ),
         (
             {"tiers": [{"type": "object", "url": "s3://a", "options": {HALF: 1}}]},
             "a key of tiers[0]: options is",

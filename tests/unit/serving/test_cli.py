@@ -94,14 +94,15 @@ def test_config_takes_the_default_tiers():
 
 def test_config_puts_other_connectors_beside_ours():
     others = [{"kv_connector": "NixlConnector", "load_weight": 0.5}]
-    done = run("config", "--tiers", "default", "--policy", "cost", "--other-connectors", json.dumps(others))
+    options = "--tiers", "default", "--source-policy", "cost", "--other-connectors", json.dumps(others)
+    done = run("config", *options)
     config = json.loads(done.stdout)
     assert config["kv_connector"] == "FerryMultiConnector"
     extra = config["kv_connector_extra_config"]
-    assert (extra["connectors"][:-1], extra["policy"]) == (others, "cost")
+    assert (extra["connectors"][:-1], extra["source_policy"]) == (others, "cost")
     ours = extra["connectors"][-1]
     assert ours["kv_connector"] == "KVFerryConnector"
-    assert ours["kv_connector_extra_config"] == {"tiers": "default", "policy": "cost"}
+    assert ours["kv_connector_extra_config"] == {"tiers": "default", "source_policy": "cost"}
 
 
 def test_config_takes_tiers_as_json_and_transfer_beside_them():

@@ -104,7 +104,7 @@ class Tiering:
         host = HostTier(
             self._arena.region.length,
             [group.chunk_bytes for group in canonical.groups],
-            EVICTION_POLICIES[tiers.host.policy],
+            EVICTION_POLICIES[tiers.host.eviction_policy],
             table := KeyTable(),
         )
         opened = _open_all(tiers.slow, lambda: namespace(canonical), table)
@@ -120,7 +120,7 @@ class Tiering:
             canonical,
             refusals,
             config.load_timeout_seconds,
-            apart=config.policy == "cost",
+            apart=config.source_policy == "cost",
         )
         self._stores = StoreOrders(self._cache, pool, canonical.labels, events)
         every = _snapshot_tokens(config, canonical)

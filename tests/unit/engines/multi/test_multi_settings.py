@@ -17,7 +17,7 @@ def test_entries_are_what_vllms_own_takes_and_get_names_and_weights() -> None:
         ("disk", 1.0),
     ]
     assert settings.children[3].transfer == OURS
-    assert (settings.policy, settings.patience_seconds, settings.attempts) == ("weight", 10.0, 2)
+    assert (settings.source_policy, settings.patience_seconds, settings.attempts) == ("weight", 10.0, 2)
 
 
 def test_a_name_that_is_given_is_not_given_to_another() -> None:
@@ -32,8 +32,8 @@ def test_a_name_that_is_given_is_not_given_to_another() -> None:
         ({"connectors": []}, r"connectors is \[\]"),
         ({"connectors": "NixlConnector"}, r"it must be a list"),
         ({"connectors": [{}]}, r'connectors\[0\] is \{\}; it must be an object whose "kv_connector"'),
-        ({"connectors": [NIXL], "polcy": "cost"}, r"no key 'polcy'; did you mean 'policy'\?"),
-        ({"connectors": [NIXL], "zzz": 1}, r"no key 'zzz'; known are connectors, policy"),
+        ({"connectors": [NIXL], "policy": "cost"}, r"no key 'policy'; did you mean 'source_policy'\?"),
+        ({"connectors": [NIXL], "zzz": 1}, r"no key 'zzz'; known are connectors, source_policy"),
         (
             {"connectors": [OURS, {**NIXL, "kv_rol": "kv_both"}]},
             r"connectors\[1\] \(NixlConnector\) has no key 'kv_rol'; did you mean 'kv_role'\?",
@@ -44,8 +44,8 @@ def test_a_name_that_is_given_is_not_given_to_another() -> None:
         ({"connectors": [{**NIXL, "name": ""}]}, r"name is '', it must be a text"),
         ({"connectors": [{**NIXL, "name": "a"}, {**OURS, "name": "a"}]}, r"'a' is the name of 2"),
         (
-            {"connectors": [NIXL], "policy": "best"},
-            r"policy is 'best'; it must be one of weight, cost, first",
+            {"connectors": [NIXL], "source_policy": "best"},
+            r"source_policy is 'best'; it must be one of weight, cost, first",
         ),
         ({"connectors": [NIXL], "patience_seconds": 0}, r"patience_seconds is 0(\.0)?, it must be above 0"),
         ({"connectors": [NIXL], "attempts": 17}, r"attempts is 17, it must be 1 to 16"),

@@ -85,7 +85,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
             "cost": lambda: Cost(self._speeds),
             "first": First,
         }
-        choice = Choice(policies[settings.policy](), self._speeds, settings.patience_seconds)
+        choice = Choice(policies[settings.source_policy](), self._speeds, settings.patience_seconds)
         self._choosing = Choosing(self._names, self._connectors, choice, settings.attempts)
         self._endings = Endings(self._names)
         self._completions = Completions()

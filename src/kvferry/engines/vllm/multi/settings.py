@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from kvferry.connector.choices import unusable
+from kvferry.connector.choices import check_keys, unusable
 from kvferry.connector.tier_config import check_weight
 from kvferry.errors import ConfigError
 
@@ -32,7 +31,7 @@ INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy
 OWN_KEYS = ("name", "load_weight")
 """What an entry of ``connectors`` has besides."""
 
-_KEYS = ("connectors", "policy", "patience_seconds", "attempts")
+_KEYS = ("connectors", "source_policy", "patience_seconds", "attempts")
 
 
 class ChildSettings(msgspec.Struct, frozen=True):
@@ -40,7 +39,7 @@ class ChildSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         name: unique name in errors and labels; by default the class, numbered from the second of its kind on.
-        load_weight: weight of the tokens that it offers, for ``policy`` ``weight``.
+        load_weight: weight of the tokens that it offers, for ``source_policy`` ``weight``.
         transfer: its keys of vLLM's ``KVTransferConfig``.
     """
 
@@ -54,13 +53,13 @@ class MultiSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         children: the children; the order decides between equals.
-        policy: policy that chooses the child that serves a request (`cache.policies`).
+        source_policy: policy that chooses the child that serves a request (`connector.policies`).
         patience_seconds: longest wait of a request for a child that is still looking.
         attempts: loads tried for one request before it is computed.
     """
 
     children: tuple[ChildSettings, ...]
-    policy: Literal["weight", "cost", "first"] = "weight"
+    source_policy: Literal["weight", "cost", "first"] = "weight"
     patience_seconds: float = 10.0
     attempts: int = 2
 
@@ -68,7 +67,7 @@ class MultiSettings(msgspec.Struct, frozen=True):
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
     """The keys besides ``connectors``, as given."""
 
-    policy: Literal["weight", "cost", "first"] = "weight"
+    source_policy: Literal["weight", "cost", "first"] = "weight"
     patience_seconds: float = 10.0
     attempts: int = 2
 
@@ -80,7 +79,7 @@ def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
         ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range, no
             connectors, or two of one name.
     """
-    _known("kv_connector_extra_config", extra, _KEYS)
+    check_keys("kv_connector_extra_config", extra, _KEYS)
     given = extra.get("connectors")
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ConfigError(
@@ -96,7 +95,7 @@ def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
     if not 1 <= plain.attempts <= 16:
         raise ConfigError(f"attempts is {plain.attempts}, it must be 1 to 16")
     children = _named([_entry(number, one) for number, one in enumerate(given)])
-    return MultiSettings(children, plain.policy, plain.patience_seconds, plain.attempts)
+    return MultiSettings(children, plain.source_policy, plain.patience_seconds, plain.attempts)
 
 
 def _entry(number: int, given: Any) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def _entry(number: int, given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not isinstance(given.get("kv_connector"), str):
         raise ConfigError(f'{where} is {given!r}; it must be an object whose "kv_connector" names a class')
     where += f" ({given['kv_connector']})"
-    _known(where, given, (*TRANSFER_KEYS, *OWN_KEYS))
+    check_keys(where, given, (*TRANSFER_KEYS, *OWN_KEYS))
     weight, name = given.get("load_weight", 1.0), given.get("name")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"{where}: load_weight is {weight!r}, it must be a number")
@@ -131,11 +130,3 @@ def _named(entries: Sequence[dict[str, Any]]) -> tuple[ChildSettings, ...]:
 
 def _numbered(name: str) -> Sequence[str]:
     return [name, *(f"{name}-{number}" for number in range(2, 1000))]
-
-
-def _known(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{where} has no key {key!r}; {hint}")
