@@ -69,7 +69,7 @@ class Agent:
         self._uses: Counter[str] = Counter()
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory, so that READs can use it as source or destination."""
+        """Register memory as a source or destination of READs."""
         for memory in sorted({region.memory for region in regions}):
             rows = [(r.address, r.length, r.device, "") for r in regions if r.memory == memory]
             self._registered.append(self._nixl.register_memory(rows, memory))
@@ -107,7 +107,7 @@ class Agent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Undo one `add_peer`; the last one removes the peer. Nothing of it may be in flight."""
+        """Undo one `add_peer`; undoing the last one removes the peer. No READ from it may be in flight."""
         self._uses[name] -= 1
         if not self._uses[name]:
             self._nixl.remove_remote_agent(name)
@@ -117,7 +117,7 @@ class Agent:
 
         Args:
             owner: name of the peer that owns the memory; None for this agent.
-            region: a region of that memory, from which kind and device are taken.
+            region: a region of that memory; the list gets its kind and device.
             rows: int64 of shape (n, 4): address and length in bytes of a row's first descriptor, bytes to the
                 next, number of descriptors. The descriptors of a row follow those of the row before.
 
@@ -135,7 +135,7 @@ class Agent:
         remote: Any,
         remote_indices: npt.NDArray[np.int32],
     ) -> Any:
-        """Make a READ of pairs of prepared descriptors and return its handle; `post` starts it."""
+        """Create a READ of pairs of prepared descriptors and return its handle; `post` starts it."""
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
     def post(self, handle: Any) -> ReadState:
@@ -162,7 +162,7 @@ class Agent:
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory. Nothing may be in flight."""
+        """Deregister all memory. No READ may be in flight."""
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()

@@ -29,7 +29,7 @@ class AllowedPeers:
     """Machines that may be peers.
 
     Attributes:
-        networks: of their addresses; None for all addresses.
+        networks: networks that their addresses are in; None for all addresses.
         names: names that may be resolved, in lower case; the addresses found are allowed too.
     """
 
@@ -37,7 +37,7 @@ class AllowedPeers:
     names: tuple[str, ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Return whether an address may be a peer's, without looking at names.
+        """Return whether a peer may have this address. Names are not considered.
 
         >>> AllowedPeers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
         True
@@ -51,7 +51,7 @@ class AllowedPeers:
         return normalize_name(name) in self.names
 
     def could_be(self, host: str) -> bool:
-        """Return whether a host may be a peer, before any name is resolved."""
+        """Return whether a host may be a peer, as far as that is known before names are resolved."""
         address = _address_of(host)
         if address is None:
             return self.lists(host)
@@ -68,7 +68,7 @@ ANY_PEER = AllowedPeers()
 
 
 def normalize_name(name: str) -> str:
-    """Return a name as it is compared: in lower case, without the last dot."""
+    """Return a name in the form used for comparison: lower case, without the trailing dot."""
     return name.lower().removesuffix(".")
 
 
@@ -81,10 +81,10 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
 
     Args:
         entries: the setting ``peers``; None if it is not set. Then an engine on loopback has peers on this
-            machine alone, and any other engine wherever they are.
+            machine only, and any other engine accepts all addresses.
         host: address that the engine listens on.
-        advertised: name or address that it tells peers. A name is resolved for other engines of the machine,
-            which tell the same one.
+        advertised: name or address that it sends to peers. A name is resolved, because other engines of the
+            machine may send the same one.
 
     Raises:
         ConfigError: an entry is malformed.
@@ -111,7 +111,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
 
 
 def _network(entry: str, number: int) -> Network | None:
-    """Return the addresses that an entry stands for, None if it is no address."""
+    """Return the network of an entry; None if the entry is a name."""
     if (address := parse_ip(entry)) is not None:
         return ipaddress.ip_network(address)
     if "/" not in entry:

@@ -1,8 +1,8 @@
 """A ZAP handler (rfc.zeromq.org/spec/27): ZeroMQ asks it about every client of a listener.
 
 ZeroMQ lets in any CURVE client unless a handler listens in the listener's context, so the handler is bound
-before the listener is. A client's key is looked at before its address, so nobody without the key has a name
-resolved.
+before the listener is. A client's key is checked before its address, so nobody without the key can cause a
+name to be resolved.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 _VERSION = b"1.0"
 _FRAMES = 7
-"""Version, request, domain, address, routing id, mechanism, and the key of a CURVE client."""
+"""Frames of a ZAP request: version, request, domain, address, routing id, mechanism and CURVE key."""
 
 _TRY_AGAIN = b"300"
-"""ZeroMQ closes the connection, and the client connects again."""
+"""ZAP status code upon which ZeroMQ closes the connection and the client connects again."""
 
 
 class Authenticator:
-    """Lets in peers that hold the listener's own key pair, until closed."""
+    """Admits clients that hold the listener's own key pair, until closed."""
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, peers: AllowedPeers) -> None:
-        """Bind and start; `context` gets no other listener's socket."""
+        """Bind and start the thread. Only one listener may use `context`."""
         self._public, self._names = z85.decode(keys.public), PeerResolver(peers)
         self._log = LimitedLog(logger)
         self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
@@ -46,7 +46,7 @@ class Authenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. The listener is closed before: nobody answers for it any more."""
+        """End the thread. Close the listener first, because its clients are no longer authenticated."""
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
@@ -67,7 +67,7 @@ class Authenticator:
         self._socket.close()
 
     def _verdict(self, frames: list[bytes]) -> tuple[bytes, bytes]:
-        """Return ZAP's status code and text."""
+        """Return the ZAP status code and text for a client."""
         if len(frames) != _FRAMES or frames[0] != _VERSION:
             return b"400", b"not a CURVE client"
         _, _, _, client, _, mechanism, key = frames

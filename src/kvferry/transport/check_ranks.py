@@ -1,7 +1,7 @@
 """Check a peer's description of its ranks: sizes within limits, and no contradiction between ranks.
 
-A peer with the right key may still lie. Planning runs in the thread that keeps leases alive, and its time and
-memory grow with the sizes in a geometry. So sizes are checked before anything is planned.
+A peer with the right key may still send wrong sizes. Planning runs in the thread that keeps leases alive, and
+its time and memory grow with the sizes in a geometry. So sizes are checked before planning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_ranks(cards: Sequence[RankCard]) -> None:
     """Check all ranks of a peer.
 
     Raises:
-        ProtocolError: something is out of bounds, or its ranks contradict each other.
+        ProtocolError: a size is out of bounds, or two ranks contradict each other.
         GeometryError: a rank contradicts itself.
     """
     for card in cards:
@@ -53,7 +53,7 @@ def _layers(rank: RankGeometry) -> int:
 
 
 def _sizes(rank: RankGeometry) -> Iterator[tuple[str, int, int]]:
-    """Yield (what is counted, count, limit) of a rank."""
+    """Yield (name, size, limit) for every size in a rank's geometry."""
     yield "groups of a rank", len(rank.groups), MAX_GROUPS
     yield "layers of a rank", _layers(rank), MAX_LAYERS
     yield "regions of a rank", len(rank.regions), MAX_REGIONS

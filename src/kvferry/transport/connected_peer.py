@@ -1,7 +1,8 @@
 """A connected peer: its prepared lists, and the plans of reads from it.
 
-At connect, every rank of the peer that supplies anything gets two prepared lists, ours and its own, whose
-entries correspond. A read is then two index arrays per rank. The lease words have two more lists.
+At connect, two descriptor lists are prepared for every rank of the peer that supplies KV: one of local
+memory, one of the rank's memory, with corresponding entries. A read is then two index arrays per rank. Two
+more lists cover the lease words.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ConnectedPeer:
     """A peer that can be read from.
 
     Attributes:
-        sources: its ranks.
+        sources: its ranks that supply KV.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class ConnectedPeer:
         """Prepare all lists.
 
         Args:
-            agent: the transport.
+            agent: the NIXL agent of the lane.
             ours: our rank.
             cards: all ranks of the peer.
-            words: registered memory where words land.
-            landing: where images land.
-            context: of the sockets that ask for gathering.
-            settings: which strategies, at what cost.
+            words: registered memory that lease words are read into.
+            landing: staging area that packed cells are read into.
+            context: ZeroMQ context for the gather clients.
+            settings: strategies and costs.
 
         Raises:
             Incompatible: we cannot read from it.
@@ -94,7 +95,7 @@ class ConnectedPeer:
         """Plan the read for an order.
 
         Raises:
-            TransferError: the tables do not fit, or name blocks that do not exist.
+            TransferError: the block tables do not fit the geometries, or name blocks that do not exist.
         """
         started = time.perf_counter()
         self._check(order)
@@ -146,11 +147,11 @@ class ConnectedPeer:
         )
 
     def close(self) -> None:
-        """Give the lists back and forget the peer. Nothing may be in flight."""
+        """Release the prepared lists and remove the peer. No READ may be in flight."""
         self._made.close()
 
     def _clears_of_absent(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return (loops, blocks) to clear in draft layers that the peer lacks; the first lane clears them."""
+        """Return (copies, blocks) to zero in draft layers that the peer lacks. The first lane zeroes them."""
         if order.share.number:
             return []
         found = []
@@ -176,7 +177,7 @@ class ConnectedPeer:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """Shared arguments for preparing the ranks of a peer; `made` collects what undoes it."""
+    """Shared arguments for preparing the ranks of a peer; `made` collects the callbacks that undo it."""
 
     agent: Agent
     ours: RankGeometry

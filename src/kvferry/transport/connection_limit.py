@@ -2,12 +2,12 @@
 
 Every connection costs a descriptor of the engine's process, which must not run out of them. At the limit the
 kernel is told to drop what arrives at the listening socket, until a quarter of the connections have ended.
-Peers that are connected notice nothing. A peer that connects meanwhile is tried again by its own kernel.
+Connected peers are not affected. The kernel of a peer that connects meanwhile retries.
 
 ZeroMQ can neither refuse a connection nor stop listening without closing those it has, hence the filter on
 the socket: SO_ATTACH_FILTER, see socket(7), with one instruction that takes no byte of any packet. ZeroMQ
-tells of connections after it has accepted them, so a flood goes past the limit: by what it accepts until the
-listener's thread runs. It accepts no more once a thousand events wait, however long that takes.
+reports connections after it has accepted them, so a flood exceeds the limit by the connections accepted
+before the listener's thread runs. ZeroMQ stops accepting once a thousand events wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHARE_OF_DESCRIPTORS = 4
 _EVENT = struct.Struct("=Hi")
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER of asm-generic/socket.h
 _OTHER_KEY = 0x11000001
-"""ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: a client's first word cannot be decrypted."""
+"""ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: a client's first message cannot be decrypted."""
 
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
 _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
@@ -46,16 +46,16 @@ class ConnectionLimiter:
 
     Attributes:
         open: connections that were accepted and have not ended.
-        paused: nothing is accepted now.
-        events: to be polled; readable if `process_events` has something to do.
+        paused: True while new connections are not accepted.
+        events: monitor socket to poll; readable if `process_events` has work.
     """
 
     def __init__(self, listener: zmq.Socket[Any], most: int | None = None) -> None:
-        """Watch a socket, and set its limits.
+        """Set the limit of a socket and monitor its connections.
 
         Args:
-            listener: not bound yet.
-            most: connections at a time; a share of the process' descriptors by default.
+            listener: a socket that is not bound yet.
+            most: maximum number of open connections; by default a share of the process's descriptor limit.
         """
         self.open, self.paused = 0, False
         self._listener, self._most = listener, most or _limit()
@@ -76,7 +76,7 @@ class ConnectionLimiter:
         self.events.connect(told)
 
     def process_events(self) -> None:
-        """Process events of connections; stop or resume accepting."""
+        """Process connection events; stop or resume accepting."""
         while (said := self._next()) is not None:
             event, value = said
             if event == zmq.EVENT_LISTENING:
@@ -113,7 +113,7 @@ class ConnectionLimiter:
         return event, value
 
     def _on_failed_handshake(self, cause: int) -> None:
-        """Log a client that has another key; ZeroMQ does not say from where."""
+        """Log that a client has another key. ZeroMQ does not report its address."""
         if cause == _OTHER_KEY:
             self._log.say(
                 "key",

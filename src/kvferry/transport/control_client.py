@@ -1,10 +1,10 @@
 """The consumer's end of the control channel: one thread for all peers.
 
-The engine's thread asks `look_up` on every step it wants to know, and gets an answer at once: a handshake
-that is under way is an answer too. Many peers shake hands at the same time (`handshake`).
+The engine's thread calls `look_up` in every step that needs a peer. The call returns at once, with `Pending`
+while a handshake is under way. Handshakes with many peers run at the same time (`handshake`).
 
-Tickets are redeemed as soon as a request comes in, beside the handshake where the producer is new. The leases
-that a request has claimed are kept alive from here, so they live while it waits in the engine's queue.
+A ticket is redeemed as soon as its request arrives, in parallel with the handshake if the producer is new.
+The client sends heartbeats for claimed leases, so they live while their request waits in the engine's queue.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ logger = logging.getLogger(__name__)
 
 
 MAX_UNRESOLVED = 4096
-"""Commands that may wait for names of peers to be resolved."""
+"""Maximum number of commands that wait for a peer's name to be resolved."""
 
 _LINGER_MILLISECONDS = 500
-"""How long messages to a peer may still go out after its socket was closed."""
+"""Time in which queued messages to a peer may still be sent after its socket was closed."""
 
 _Command: TypeAlias = tuple[Address, Request | None]
-"""A peer, and what to send it; None for the first message of a handshake."""
+"""A peer and the message to send to it; None to start a handshake."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    """The thread's account of one address.
+    """State that the thread keeps for one address.
 
     Attributes:
-        socket: connected to it.
-        held: tickets whose leases are kept alive there.
+        socket: the connection.
+        held: tickets whose leases get heartbeats.
     """
 
     socket: ControlSocket
@@ -85,11 +85,11 @@ class ControlClient:
         """Start the thread.
 
         Args:
-            facts: who we are.
-            check: raises Incompatible for ranks from which we cannot read; called in the thread.
+            facts: facts about this engine.
+            check: raises Incompatible for ranks that this engine cannot read; called in the thread.
             keys: CURVE keys.
-            peers: who may be dialled.
-            handshake_seconds: when a silent peer is given up.
+            peers: machines that may be dialled.
+            handshake_seconds: time for a peer to answer a handshake.
             heartbeat_seconds: time between heartbeats.
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
@@ -123,7 +123,7 @@ class ControlClient:
         return answer
 
     def forget(self, address: Address) -> None:
-        """Ask this peer anew next time: it did not deliver."""
+        """Forget what is known of a peer that failed; the next `look_up` starts a new handshake."""
         self._handshakes.forget(address)
 
     def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
@@ -134,18 +134,21 @@ class ControlClient:
         return message.number
 
     def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return a redemption's answer, see `Redemptions.answer`; a silent producer is met anew next time."""
+        """Return a redemption's reply (see `Redemptions.answer`).
+
+        The next use of a silent producer starts a new handshake.
+        """
         answer = self._redemptions.answer(number, wait_seconds)
         if isinstance(answer, Unusable) and (silent := self._redemptions.silent_producer(number)) is not None:
             self.forget(silent)
         return answer
 
     def end_redemption(self, number: int) -> bool:
-        """Forget a redemption; return whether the producer may keep the lease for us."""
+        """Forget a redemption; return whether the producer may still hold the lease for this engine."""
         return self._redemptions.end(number)
 
     def hold(self, address: Address, ticket: bytes) -> None:
-        """Keep the lease of an earlier turn alive until it is released."""
+        """Send heartbeats for the lease of an earlier turn until it is released."""
         self._command(address, Heartbeat(self._consumer, [ticket]))
 
     def release(self, address: Address, ticket: bytes) -> None:
@@ -153,7 +156,10 @@ class ControlClient:
         self._command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
-        """Ask peers for an earlier turn with this content; return the question's number, or None."""
+        """Ask peers for an earlier turn with this content.
+
+        Return the query's number, or None if no peer is asked.
+        """
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
         for address in asked:
@@ -163,15 +169,15 @@ class ControlClient:
         return number if asked else None
 
     def turns(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return (peer, turn) for all turns found and drop the question; None while it is open."""
+        """Return (peer, turn) for all turns found and drop the query; None while it is open."""
         return self._questions.answers(number)
 
     def drop_question(self, number: int) -> None:
-        """Drop a question."""
+        """Drop a query."""
         self._questions.drop(number)
 
     def close(self) -> None:
-        """Send what is queued and end the thread."""
+        """Send the queued messages and end the thread."""
         self._stop = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -204,7 +210,7 @@ class ControlClient:
         self._context.term()
 
     def _turn(self, poller: zmq.Poller, heard: list[Any]) -> None:
-        """Receive messages, carry out commands, and do what is due."""
+        """Run one iteration of the thread: receive messages, execute commands, handle deadlines."""
         for source in heard:
             if source == self._wake:
                 os.eventfd_read(self._wake)
@@ -225,12 +231,12 @@ class ControlClient:
             self._close_if_idle(poller, address)
 
     def _wait_seconds(self, beat: float) -> float:
-        """Return the time to the next deadline, at most a second, so that delays of the thread show."""
+        """Return the time to the next deadline, at most a second, to detect delays of the thread."""
         soonest = min([beat, *self._handshakes.deadlines])
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
-        """Send heartbeats, and close sockets to peers that are of no use: anyone can make addresses up."""
+        """Send heartbeats, and close sockets to unusable peers, because requests can name any address."""
         self._handshakes.forget_refusals()
         for address, peer in list(self._peers.items()):
             held = sorted(peer.held)
@@ -284,7 +290,7 @@ class ControlClient:
             self._close(poller, address)  # opened for this message alone, which still goes out
 
     def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:
-        """Close the socket to a peer, if there is one; return the tickets that are held there."""
+        """Close the socket to a peer, if it is open; return the tickets whose leases it holds."""
         peer = self._peers.pop(address, None)
         if peer is None:
             return set()
@@ -293,20 +299,20 @@ class ControlClient:
         return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
-        """Close the socket to a peer that cannot be used, unless leases are held there."""
+        """Close the socket to a peer that cannot be used, unless it holds leases."""
         peer = self._peers.get(address)
         if peer is not None and not peer.held:
             self._close(poller, address)
 
     def _wait_for_name(self, command: _Command) -> None:
-        """Keep a command until its peer's name is resolved, in the order in which commands came."""
+        """Queue a command until its peer's name is resolved. Commands keep their order."""
         if len(self._unresolved) >= MAX_UNRESOLVED:
             raise AddressNotAllowed(f"{MAX_UNRESOLVED} commands already wait for names to be resolved")
         self._unresolved.append(command)
         self._unnamed.add(command[0])
 
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
-        """Return a peer's ranks with addresses to dial; raise Incompatible if we cannot read them."""
+        """Return a peer's ranks with addresses to dial; raise Incompatible if they cannot be read."""
         self._check_ranks(ranks)
         return tuple(resolve_gather_address(card, address, self._names, self._log) for card in ranks)
 

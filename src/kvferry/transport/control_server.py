@@ -1,9 +1,9 @@
 """The producer's end of the control channel: one thread, one ROUTER socket.
 
-It answers handshakes from data that does not change, tickets from a book and questions for earlier turns from
-an index. What it hears of leases it hands over as events, because leases belong to the engine's thread. An
-event names only leases that are held, by consumers that may speak of them.
-A message it cannot understand is counted and dropped; its sender gets nothing.
+It answers handshakes from constant data, redemptions from a `TicketBook`, and queries for earlier turns from
+a `TurnIndex`. Messages about leases become events, because leases belong to the engine's thread. An event
+names only leases that are held, and only claims of the consumer that sent the message. A message that cannot
+be decoded is counted and dropped without an answer.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class ProducerCard:
 
 
 def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Return the differences that keep one engine from reading from the other, told by the owner of `ours`.
+    """Return the differences that keep one engine from reading from the other, as sentences.
 
     Args:
-        theirs, ours: protocol and facts of each.
+        theirs, ours: protocol version and facts of each side; the sentences call the owner of `ours` "here".
     """
     if theirs[0] != ours[0]:
         return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
@@ -81,28 +81,31 @@ def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class LeasesClaimed:
-    """Consumers have redeemed the tickets of these leases, or wait for them; names as in this engine."""
+    """Event.
+
+    Consumers redeemed the tickets of these leases, or sent a heartbeat. Leases by their name in this engine.
+    """
 
     leases: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class LeasesReleased:
-    """No consumer needs these leases any more."""
+    """Event: no consumer needs these leases any more."""
 
     leases: list[str]
 
 
 class ControlServer:
-    """Listens until closed.
+    """Answers consumers until closed.
 
     Attributes:
         port: port listened on.
-        events: what was heard of leases and is not taken yet, oldest first; appended by the thread, taken by
-            the engine. One sender cannot crowd out another.
-        rejected: messages that could not be understood.
-        tickets: exchanged for grants.
-        turns: what is answered from when earlier turns are asked for.
+        events: events about leases, oldest first; appended by the thread, taken by the engine. The number of
+            events per sender is limited.
+        rejected: number of messages that could not be decoded.
+        tickets: tickets that can be exchanged for grants.
+        turns: index of the earlier turns that this engine keeps.
     """
 
     def __init__(
@@ -112,9 +115,9 @@ class ControlServer:
 
         Args:
             host: address to bind, port 0 for any free one.
-            card: what to answer with.
+            card: facts and ranks to answer with.
             keys: CURVE keys.
-            peers: who may connect, and whom turns are asked for.
+            peers: machines that may connect, and that this engine may ask for turns.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -134,9 +137,9 @@ class ControlServer:
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """Peers that have read from this engine, or are about to, and keep earlier turns; the last ones.
+        """The latest peers that redeemed a ticket of this engine and keep earlier turns.
 
-        Each with the run of it that was met last, its incarnation.
+        Values are the incarnations that they last reported.
         """
         return self._keepers.copy()
 

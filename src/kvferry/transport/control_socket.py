@@ -1,7 +1,7 @@
 """One connection to a producer's control channel.
 
-`ControlClient` polls many of them in one thread. A command that may wait, such as ``kvferry doctor``, uses
-`ControlSocket.ask`.
+`ControlClient` polls many connections in one thread. A command that may wait, such as ``kvferry doctor``,
+uses `ControlSocket.ask`.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class ControlSocket:
         return True
 
     def receive(self) -> bytes:
-        """Return the next message, encoded; wait for it if there is none."""
+        """Return the next message, encoded; block until there is one."""
         frames: list[bytes] = self.raw.recv_multipart()
         return frames[-1]
 
     def ask(self, message: Request, deadline: float) -> Reply:
-        """Send a message and wait for the answer.
+        """Send a message and block until the reply arrives.
 
         Args:
-            message: one that the producer answers.
+            message: a message that the producer answers.
             deadline: seconds of `time.monotonic`.
 
         Raises:
-            TimeoutError: there is no answer by the deadline.
-            ProtocolError: the answer cannot be decoded.
+            TimeoutError: no reply arrived by the deadline.
+            ProtocolError: the reply cannot be decoded.
         """
         self.send(message)
         if not self.raw.poll(max(0, int((deadline - time.monotonic()) * 1000))):
@@ -69,5 +69,5 @@ class ControlSocket:
         return decode_reply(self.receive())
 
     def close(self, linger_milliseconds: int = 0) -> None:
-        """Close the socket; messages that are queued may still go out for this long."""
+        """Close the socket; queued messages may still be sent for `linger_milliseconds`."""
         self.raw.close(linger=linger_milliseconds)

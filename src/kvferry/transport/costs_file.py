@@ -1,4 +1,4 @@
-"""The file of fitted costs: written by ``kvferry bench calibrate``, read by whatever plans transfers.
+"""The file of fitted costs: written by ``kvferry bench calibrate``, read by everything that plans transfers.
 
 {"version": 1, "made": "2026-01-31T12:00:00+00:00", "machine": {...}, "costs": {"ask_seconds": ..., ...}}
 """
@@ -25,8 +25,8 @@ class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of the file.
 
     Attributes:
-        version: of the format.
-        made: when, in ISO 8601.
+        version: version of the format.
+        made: time of the calibration, ISO 8601.
         machine: facts about the machine, for people.
         costs: the fields of `Costs` by name.
     """
@@ -41,7 +41,7 @@ def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the default path of the file.
 
     Raises:
-        ConfigError: this user has no home.
+        ConfigError: the user has no home directory.
     """
     return user_cache(environment) / "costs.json"
 
@@ -59,7 +59,7 @@ def load_costs(path: str | None = None) -> Costs:
 
 
 def find_default_costs() -> Path | None:
-    """Return the default file; None if there is none, or this user cannot look for it."""
+    """Return the path of the default file; None if it does not exist or may not be accessed."""
     try:
         found = default_costs_path()
         return found if found.exists() else None
@@ -71,7 +71,7 @@ def read_costs(path: Path) -> Costs:
     """Read the costs of a file.
 
     Raises:
-        ConfigError: the file cannot be read, or is not one that `write_costs` wrote.
+        ConfigError: the file cannot be read, or `write_costs` did not write it.
     """
     remedy = "write it anew with `kvferry bench calibrate`"
     try:
@@ -95,11 +95,11 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
-    """Write a file of costs; it replaces the old file in one step.
+    """Write a file of costs, which atomically replaces an old file.
 
     Args:
-        path: of the file; its folder is made.
-        costs: fitted.
+        path: path of the file; its folder is created.
+        costs: the fitted costs.
         made: when, in ISO 8601.
         machine: facts about the machine, for people.
 

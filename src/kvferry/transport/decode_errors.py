@@ -16,7 +16,7 @@ _UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, Re
 
 @contextmanager
 def as_protocol_error(what: str) -> Iterator[None]:
-    """Turn errors of decoders and checks into ProtocolError, naming the `what` that was expected."""
+    """Turn errors of decoders and checks into ProtocolError; `what` names the expected message."""
     try:
         yield
     except _UNREADABLE as error:

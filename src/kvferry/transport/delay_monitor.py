@@ -1,8 +1,8 @@
-"""Warn when a thread with deadlines was kept from running.
+"""Warn when a thread with deadlines did not run in time.
 
-The threads of heartbeats and handshakes share cores and the interpreter's lock with an engine that spins.
+The threads that send heartbeats and do handshakes share cores and the interpreter's lock with a busy engine.
 When a peer times out or a lease expires, either the other side was silent or this side did not run. The
-warning tells which.
+warning tells the two cases apart.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class DelayMonitor:
         self._due = self._said = float("-inf")
 
     def before_wait(self, seconds: float) -> float:
-        """Note that the thread is about to wait for at most `seconds`; return `seconds`."""
+        """Record that the thread is about to wait for at most `seconds`; return `seconds`."""
         self._due = self._clock() + seconds
         return seconds
 
     def after_wait(self) -> None:
-        """Note that the thread runs again; warn if it is late, at most once a minute."""
+        """Record that the thread runs again; warn if it is late, at most once a minute."""
         now = self._clock()
         if now - self._due > LATE_SECONDS and now - self._said > _QUIET_SECONDS:
             self._said = now

@@ -29,9 +29,9 @@ class ExportedMemory:
 
         Args:
             geometry: this worker's rank.
-            words: this worker's lease words; one for each unit of the staging area is added.
-            settings: staging memory, addresses.
-            agent: used for nothing else; closed by `close`.
+            words: this worker's lease words; one word per unit of the staging area is added.
+            settings: size of the staging area, addresses, keys.
+            agent: an agent that nothing else uses; closed by `close`.
 
         Raises:
             ConfigError: the address cannot be bound, or the memory cannot be registered.

@@ -1,4 +1,4 @@
-"""Messages that the engine has not taken yet: few of each sender, so that none crowds out another."""
+"""A message queue with a limit per sender, so that no sender crowds out another."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class FairQueue(Generic[_Message]):
     """A queue between two threads, with a limit for every sender and one for all.
 
     Attributes:
-        dropped: messages that found no room.
+        dropped: number of messages dropped because of a limit.
     """
 
     def __init__(self, per_sender: int = MAX_PER_SENDER, total: int = MAX_MESSAGES) -> None:
-        """Begin empty.
+        """Create an empty queue.
 
         Args:
-            per_sender: messages of one sender.
-            total: messages of all.
+            per_sender: maximum number of messages of one sender.
+            total: maximum number of messages of all senders.
         """
         self.dropped = 0
         self._per_sender, self._total = per_sender, total
@@ -34,7 +34,7 @@ class FairQueue(Generic[_Message]):
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Messages that wait."""
+        """Return the number of queued messages."""
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[_Message]:
@@ -42,13 +42,13 @@ class FairQueue(Generic[_Message]):
         return iter([message for _, message in list(self._waiting)])
 
     def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
-        """Append a message; return False, and count it, if there is no room for it.
+        """Append a message. If a limit is reached, count it as dropped and return False.
 
         Args:
-            sender: who sent it.
-            message: what is appended.
-            force: take it beyond the limits, because it is lost for good if it is dropped. Only for messages
-                whose number is bounded otherwise.
+            sender: identity of the sender.
+            message: the message.
+            force: ignore the limits. For messages that nobody sends again, if their number is bounded
+                elsewhere.
         """
         with self._lock:
             full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total
@@ -60,7 +60,7 @@ class FairQueue(Generic[_Message]):
             return True
 
     def popleft(self) -> _Message:
-        """Take the oldest message; IndexError if there is none."""
+        """Remove and return the oldest message; IndexError if there is none."""
         with self._lock:
             sender, message = self._waiting.popleft()
             self._of[sender] -= 1
@@ -69,7 +69,7 @@ class FairQueue(Generic[_Message]):
             return message
 
     def clear(self) -> None:
-        """Drop all."""
+        """Remove all messages."""
         with self._lock:
             self._waiting.clear()
             self._of.clear()

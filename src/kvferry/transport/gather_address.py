@@ -14,15 +14,15 @@ from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
 def resolve_gather_address(
     card: RankCard, address: Address, names: PeerResolver, log: LimitedLog
 ) -> RankCard:
-    """Return a rank with the numeric address of its gather channel, or without one that may not be dialled.
+    """Return a copy of the card with the numeric address of its gather channel, or without it if not allowed.
 
-    Workers dial what stands in a card, so a name is not resolved again there.
+    Workers dial the address in the card, so they never resolve a name.
 
     Args:
-        card: what a peer says of one of its ranks.
-        address: of the peer's control channel.
+        card: the peer's description of one of its ranks.
+        address: address of the peer's control channel.
         names: decides which address may be dialled.
-        log: gets a line where none may be.
+        log: gets a line if the address may not be dialled.
     """
     if card.outgoing is None:
         return card

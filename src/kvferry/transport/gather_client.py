@@ -1,6 +1,6 @@
 """The reader's end of the gather channel: one DEALER socket for each rank of a peer.
 
-A lane owns it and polls it; no method waits.
+A lane owns it and polls it. No method blocks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import PROTOCOL
 
 _QUEUED = 10_000
-"""Messages that may wait for a rank that does not answer; then asking fails."""
+"""Maximum number of messages queued for a rank that does not answer; more are an error."""
 
 
 class GatherClient:
     """Asks one rank to gather cells.
 
     Attributes:
-        silent_until: time of the lane's clock before which the rank is not asked; 0 once it has answered.
+        silent_until: the rank is not asked before this time of the lane's clock; 0 once it has answered.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GatherClient:
         routes: Sequence[GatherRoute],
         keys: security.Keys,
     ) -> None:
-        """Connect, and introduce the routes that will be asked for."""
+        """Connect, and announce the routes of later `ask` calls."""
         self.silent_until = 0.0
         self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -77,18 +77,18 @@ class GatherClient:
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the rank took too long lately and has not answered since."""
+        """Return whether the rank timed out recently and has not answered since."""
         self._receive()
         return now < self.silent_until
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
-        """Ask for the images of some cells; return the number of the segment.
+        """Ask the rank to gather cells; return the number of the segment.
 
         Args:
-            route: of those introduced.
-            lease: the word of the producer's lease.
+            route: index of an announced route.
+            lease: lease word of the producer.
             blocks: source block of every cell, int64 of shape (n,).
-            cell: place of the first cell in its block.
+            cell: index of the first cell within its block.
         """
         chunk = next(self._numbers) % (1 << 31)
         self._wanted[chunk] = self._introductions
@@ -106,7 +106,7 @@ class GatherClient:
         return chunk
 
     def answer(self, chunk: int) -> Gathered | NotGathered | None:
-        """Take the answer for a segment; None if there is none yet."""
+        """Remove and return the reply for a segment; None if there is none yet."""
         self._receive()
         found = self._answers.pop(chunk, None)
         if found is not None:
@@ -114,7 +114,7 @@ class GatherClient:
         return found
 
     def done(self, chunk: int) -> None:
-        """Tell the rank that a segment has been read, or is no longer wanted."""
+        """Tell the rank that a segment has been read or is no longer needed."""
         self._wanted.pop(chunk, None)
         self._answers.pop(chunk, None)
         self._send(Done(chunk))

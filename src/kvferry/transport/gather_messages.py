@@ -1,13 +1,13 @@
 """Messages of a reading worker to the worker that it reads from: requests to gather cells.
 
     reader                                producer's worker
-    Introduce(routes)           ─────▶    prepares the loops
+    Introduce(routes)           ─────▶    prepares the copies
     Gather(chunk, lease, cells) ─────▶    gathers into its outgoing area
-                                ◀─────    Gathered(chunk, where, word) | NotGathered(chunk, reason)
+                                ◀─────    Gathered(chunk, position, word) | NotGathered(chunk, reason)
     Done(chunk)                 ─────▶    may use that part of the area again
 
-The reader reads the images, then the word of the part they lie in: a part that was given to somebody else
-meanwhile has another word, as a lease has that ended (`transport.lease`).
+The reader reads the packed cells, then the word of their allocation. If the allocation was freed meanwhile,
+its word has changed, like the word of a lease that has ended (`transport.lease`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """How cells of one route become images.
+    """How the cells of one route are packed into images.
 
     Attributes:
-        src_stride, src_blocks: of the pool.
+        src_stride, src_blocks: bytes between blocks of the source pool, number of its blocks.
         image_stride: bytes from one image to the next.
-        parts: loops from addresses of block 0 to offsets in an image, with the offsets of a block's cells.
+        parts: strided copies from addresses of block 0 to offsets in an image, with the offsets of a block's
+            cells.
     """
 
     src_stride: _Stride
@@ -54,26 +55,26 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def cells(self) -> int:
-        """Cells of a block."""
+        """Number of cells in a block."""
         return len(self.parts[0].at)
 
 
 class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
-    """Announces the routes that will be asked for."""
+    """Announces the routes of later `Gather` messages."""
 
     protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     routes: list[GatherRoute]
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Asks for the images of some cells, under a lease.
+    """Asks the source to gather cells that a lease protects.
 
     Attributes:
-        chunk: names this request in answers.
+        chunk: number of the segment, echoed in the reply.
         route: of those introduced.
-        slot, generation: of the lease.
+        slot, generation: the lease word.
         blocks: int32 ids of the cells' source blocks, in order.
-        cell: place of the first cell in its block; they follow one another.
+        cell: index of the first cell within its block; the other cells follow it.
     """
 
     chunk: _Count
@@ -98,9 +99,9 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
     """A segment has been gathered.
 
     Attributes:
-        chunk: which.
-        position: number of its first image in the area.
-        word, generation: what must still be true when it has been read.
+        chunk: number of the segment.
+        position: index of its first image in the area.
+        word, generation: index of the allocation's word and its generation, to be compared after the READ.
     """
 
     chunk: _Count
@@ -113,9 +114,9 @@ class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
     """A segment will not be gathered.
 
     Attributes:
-        chunk: which.
-        reason: why, in words.
-        unknown: whether it is because the reader has to introduce itself again.
+        chunk: number of the segment.
+        reason: the cause, as text.
+        unknown: True if the server does not know the routes; the reader must announce them again.
     """
 
     chunk: _Count
@@ -152,7 +153,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a producer's answer.
+    """Decode a reply.
 
     Raises:
         ProtocolError: it cannot be decoded.
@@ -199,7 +200,7 @@ def _check_route(route: GatherRoute) -> None:
 
 
 def _check_nest(nest: StridedCopy, stride: int) -> None:
-    """An image must stay in its own room: what is past it belongs to another reader."""
+    """Check that a copy stays inside its image, because the memory after it belongs to another reader."""
     regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in nest.loops)
     if nest.run < 1 or len(nest.loops) > MAX_LOOPS or not regular:
         raise ProtocolError(f"a nest of runs of {nest.run} bytes in loops {nest.loops[: MAX_LOOPS + 1]}")

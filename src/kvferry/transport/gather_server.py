@@ -3,8 +3,8 @@
     asked ─room─▶ gathered ─Done─▶ free
       └─no room─▶ waiting ─room─▶ ...          gathered ─silent for too long─▶ word raised ─▶ free
 
-The answer to a reader names the word of its allocation. The server raises that word before it gives the
-memory to another reader. It never calls NIXL, because the area is registered already.
+The reply to a reader names the word of its allocation. The server raises that word before it gives the memory
+to another reader. It never calls NIXL, because the area is registered already.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 logger = logging.getLogger(__name__)
 
 ALLOCATION_SECONDS = 60.0
-"""Time for a reader to read what was gathered for it."""
+"""Time for a reader to read gathered cells."""
 
 WAIT_SECONDS = 5.0
-"""Time that a request waits for staging memory; its reader does not wait much longer."""
+"""Maximum time that a request waits for staging memory. Readers time out soon after it."""
 
 MAX_READERS = 1024
 MAX_WAITING = 4096
 MAX_WAITING_OF_READER = 1024
 MAX_WAITING_BYTES = 64 << 20
-"""Limit for the block ids of all waiting requests."""
+"""Limit on the bytes of block ids of all waiting requests."""
 
 MAX_CELLS_OF_ALL_READERS = 1 << 22
-"""Limit for the cells that all readers introduce; beyond it the oldest readers are forgotten."""
+"""Limit on the cells of all announced routes; beyond it the oldest readers are forgotten."""
 
 _POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
@@ -65,7 +65,7 @@ _SWEEP_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Reader:
-    """A reader that introduced itself: its routes with their copies, its allocations, its number of cells."""
+    """A reader: its announced routes with their copies, its allocations, its number of cells."""
 
     routes: list[tuple[GatherRoute, StagingCopies]]
     lots: dict[int, _HeldAllocation] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class _Waiting:
 
 
 class GatherServer:
-    """Answers requests to gather until closed.
+    """Gathers cells for readers until closed.
 
     Attributes:
         port: the port it listens on.
@@ -108,7 +108,7 @@ class GatherServer:
 
         Args:
             host: address to bind, on any free port.
-            geometry: this worker's rank, whose blocks are gathered.
+            geometry: geometry of this worker, whose blocks are gathered.
             area: the outgoing staging area.
             words: the worker's lease words; those from `first_word` on belong to the area, one per unit.
             first_word: index of the area's first word.
@@ -151,7 +151,7 @@ class GatherServer:
         self._listener.close()
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Take a step, and log what it raises: the thread goes on for other readers."""
+        """Take a step; log any exception, so that the thread continues for other readers."""
         try:
             step()
         except KVFerryError as error:
@@ -183,7 +183,7 @@ class GatherServer:
             self._free_all(oldest)
 
     def _crowded(self) -> bool:
-        """Return whether readers or their cells exceed a limit."""
+        """Return whether the number of readers or of their cells exceeds a limit."""
         cells = sum(reader.cells for reader in self._readers.values())
         return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
 

@@ -3,8 +3,9 @@
     (unknown) ─start→ LOOKING ─ranks arrive→ KNOWN
                          └─refused, silent or malformed→ REFUSED ─after a while→ (unknown)
 
-Addresses come with requests, so anyone can make them up. Few are asked at a time, and while many are, silent
-ones are given up early: one that answers is met all the same. What is remembered is bounded too.
+Requests name addresses, so a client can make the engine contact any number of them. The number of concurrent
+handshakes is therefore limited, and while there are many, silent peers time out early. The number of
+remembered peers is limited too.
 
 The engine's thread uses `status`, `start` and `forget`; the thread that has the sockets uses the rest.
 """
@@ -37,22 +38,22 @@ from kvferry.transport.messages import (
 logger = logging.getLogger(__name__)
 
 REFUSAL_SECONDS = 10.0
-"""How long a refusal stands before the peer is asked again."""
+"""Time for which a refused peer is not asked again."""
 
 REFRESH_SECONDS = 2.0
-"""How long a peer is not asked again because of tickets of another run. An engine restarts no faster."""
+"""Minimum time between handshakes that are caused by tickets of another incarnation."""
 
 MAX_HANDSHAKES = 64
-"""Handshakes at a time."""
+"""Maximum number of concurrent handshakes."""
 
 HURRY_HANDSHAKES = 32
-"""Handshakes at a time from which on silent peers are given up early."""
+"""Number of concurrent handshakes from which silent peers time out early."""
 
 HURRY_SECONDS = 0.5
-"""How long a silent peer is waited for then."""
+"""The early timeout of a silent peer."""
 
 MAX_REMEMBERED = 1024
-"""Refusals that are remembered, and peers that are known; the oldest are forgotten."""
+"""Maximum number of remembered refusals, and of known peers; the oldest are forgotten."""
 
 _REASON_CHARACTERS = 2000
 
@@ -98,13 +99,13 @@ class Handshakes:
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without peers.
+        """Create the registry without peers.
 
         Args:
-            facts: who we are.
-            check: returns a peer's ranks as they are to be used; raises Incompatible for ranks from which we
-                cannot read.
-            patience_seconds: when a silent peer is given up.
+            facts: facts about this engine.
+            check: returns a peer's ranks with addresses to dial; raises Incompatible for ranks that this
+                engine cannot read.
+            patience_seconds: time for a peer to answer.
             clock: seconds.
         """
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
@@ -120,11 +121,11 @@ class Handshakes:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
-        """Return what is known of the peer at `address`, of this incarnation; None if it must be asked.
+        """Return the status of the peer at `address`; None if a handshake is needed.
 
-        A peer known by another incarnation may have been restarted: it is asked anew, unless that was done
-        just now. If the answer is the same, it is the grant that is of another run, and the caller sees that
-        from the facts.
+        A peer known by another incarnation than `incarnation` may have been restarted, so a handshake is
+        needed unless one has just been done. If the peer reports the same incarnation again, the grant is
+        stale; the caller can tell from the facts.
         """
         answer = self._answers.get(address)
         if isinstance(answer, Unusable) and self._refusal_is_over(address):
@@ -138,17 +139,17 @@ class Handshakes:
 
     @property
     def is_full(self) -> bool:
-        """True while too many handshakes are under way to begin another."""
+        """True while the maximum number of handshakes is under way."""
         return len(self._looking) >= MAX_HANDSHAKES
 
     def start(self, address: Address) -> Pending:
-        """Note that the peer is about to be asked."""
+        """Record that a handshake is about to start."""
         self._looking[address] = None
         answer = self._answers[address] = Pending()
         return answer
 
     def forget(self, address: Address) -> None:
-        """Ask this peer anew next time."""
+        """Forget what is known of a peer, so that its next use starts a handshake."""
         self._looking.pop(address, None)
         self._answers.pop(address, None)
 
@@ -156,16 +157,16 @@ class Handshakes:
 
     @property
     def deadlines(self) -> list[float]:
-        """Deadlines of the handshakes under way, by the clock."""
+        """Deadlines of the handshakes under way, in seconds of the clock."""
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address) -> Hello:
-        """Return the first message to a peer; its time begins now."""
+        """Return the first message to a peer and start its timeout."""
         self._running[address] = _Handshake(self._clock())
         return Hello(PROTOCOL, self._facts)
 
     def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
-        """Take a peer's answer; return the next message to it, if any."""
+        """Process a peer's reply; return the next message to it, if any."""
         handshake = self._running.get(address)
         if handshake is None:
             return None  # nothing was asked, or it came too late
@@ -198,7 +199,7 @@ class Handshakes:
         return refused
 
     def refuse_silent(self) -> None:
-        """Refuse peers whose time is over."""
+        """Refuse peers whose deadline has passed."""
         now = self._clock()
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
@@ -214,17 +215,17 @@ class Handshakes:
         return isinstance(self._answers.get(address), Unusable)
 
     def _patience(self, handshake: _Handshake) -> float:
-        """Return how long an answer is waited for; less while many are, if the peer has said nothing yet."""
+        """Return the timeout for a reply: shorter for a silent peer while many handshakes are under way."""
         if handshake.facts is None and len(self._running) > HURRY_HANDSHAKES:
             return min(HURRY_SECONDS, self._patience_seconds)
         return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
-        """Return whether nothing is known of a peer and nothing was asked."""
+        """Return whether a peer is unknown and no handshake with it is under way."""
         return self._answers.get(address) is None and address not in self._running
 
     def forget_refusals(self) -> None:
-        """Forget refusals that no longer stand."""
+        """Forget refusals that have expired."""
         for address in [one for one in self._refused_at if self._refusal_is_over(one)]:
             del self._refused_at[address]
             if self.is_refused(address):
@@ -266,7 +267,7 @@ class Handshakes:
 
 
 def _put(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Note the time at an address; forget the oldest of too many, and return its address."""
+    """Record the time for an address. If there are too many, forget the oldest and return its address."""
     times.pop(address, None)
     times[address] = now
     if len(times) <= MAX_REMEMBERED:

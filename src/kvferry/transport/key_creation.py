@@ -1,7 +1,7 @@
-"""Making secrets: the machine's key, and files for ``secret_file``.
+"""Create secrets: the machine's key, and files for ``secret_file``.
 
-The machine's key is written to a file of another name and linked into place, so two engines that start at
-once use the same one, and nobody reads half of it.
+The machine's key is written to a temporary file and hard-linked into place, so two engines that start at once
+use the same key, and no reader sees a partial file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError
 from kvferry.transport.security import SECRET_BYTES
 
 KEY_NAME = "key"
-"""Of the machine's key in its directory."""
+"""File name of the machine's key in its directory."""
 
 REMEDY = "set secret_file to a file with the engines' secret (kvferry keygen FILE makes one)"
 
@@ -29,7 +29,7 @@ def new_secret() -> str:
 
 
 def write_secret(path: Path) -> None:
-    """Write a random secret to a file that does not exist yet, for its owner alone.
+    """Write a random secret to a new file that only its owner can read.
 
     Raises:
         ConfigError: it exists, or cannot be written.
@@ -48,11 +48,11 @@ def write_secret(path: Path) -> None:
 
 @contextmanager
 def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
-    """Open the directory of the machine's key, which is this user's alone.
+    """Open the directory of the machine's key, which only this user may access.
 
     Raises:
-        ConfigError: it cannot be made or opened, belongs to another user, or others may enter it.
-        FileNotFoundError: it does not exist, and is not to be made.
+        ConfigError: it cannot be created or opened, belongs to another user, or is open to others.
+        FileNotFoundError: it does not exist and `make` is false.
     """
     try:
         if make:
@@ -77,14 +77,14 @@ def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
 
 
 def make_key(folder: Path, directory: int) -> None:
-    """Make the machine's key, unless another engine was faster.
+    """Create the machine's key, unless another engine has just created it.
 
     Args:
         folder: names the directory in errors.
         directory: descriptor of the directory.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     name = f".{KEY_NAME}-{secrets.token_hex(8)}"
     try:

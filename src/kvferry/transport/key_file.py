@@ -1,10 +1,10 @@
 """The file with the secret that engines share.
 
-``secret_file`` names it. Without that setting, a user's engines on a machine share the machine's key: a file
-in the user's state directory, made by the first engine that needs it.
+The setting ``secret_file`` names it. Without that setting, all engines of a user on a machine share the
+machine's key: a file in the user's state directory that the first engine creates.
 
-Nothing that another user could have planted is used as the machine's key: the directory and the file must
-belong to this user, be closed to others, and be no symbolic links.
+The machine's key is never taken from a file that another user could have planted: the directory and the file
+must belong to this user, be closed to others, and not be symbolic links.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class KeyLocation:
     """The file of an engine's secret.
 
     Attributes:
-        path: of the file.
-        configured: it is the ``secret_file`` of the configuration; else the machine's key.
+        path: path of the file.
+        configured: True for the ``secret_file`` of the configuration, False for the machine's key.
     """
 
     path: Path
     configured: bool
 
     def __str__(self) -> str:
-        """Name it as error messages do."""
+        """Return its name for error messages."""
         return f"secret_file {self.path}" if self.configured else f"this machine's key {self.path}"
 
 
 def key_location(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> KeyLocation:
-    """Return where the secret is; the file may not exist yet.
+    """Return the location of the secret; the file may not exist yet.
 
     Raises:
-        ConfigError: no secret_file is set, and this user has no state directory.
+        ConfigError: no secret_file is set, and the user has no state directory.
     """
     if secret_file is not None:
         return KeyLocation(Path(secret_file), configured=True)
@@ -65,10 +65,10 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
 
 
 def read_keys(secret_file: str | None) -> Keys:
-    """Return the key pair of `secret_file`, or of the machine's key, which is made if there is none.
+    """Return the key pair of `secret_file`, or of the machine's key, which is created if needed.
 
     Raises:
-        ConfigError: the file cannot be read or made, others can read it, or it holds no secret.
+        ConfigError: the file cannot be read or created, others can read it, or it holds no secret.
     """
     place = key_location(secret_file)
     if place.configured:
@@ -80,7 +80,7 @@ def read_keys(secret_file: str | None) -> Keys:
 
 
 def existing_keys(secret_file: str | None) -> Keys | None:
-    """Return what `read_keys` does, but make nothing: None if the machine has no key yet.
+    """Return the key pair like `read_keys`, but create nothing: None if the machine has no key yet.
 
     Raises:
         ConfigError: see `read_keys`.
@@ -96,7 +96,7 @@ def existing_keys(secret_file: str | None) -> Keys | None:
 
 
 def _given_secret(place: KeyLocation) -> bytes:
-    """Read a ``secret_file``: a symbolic link is fine, and its group may read it, as Kubernetes mounts it."""
+    """Read a ``secret_file``. A symbolic link and group-readable files are allowed, as in Kubernetes."""
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -118,13 +118,13 @@ def _machine_secret(place: KeyLocation, directory: int) -> bytes:
 
 
 def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
-    """Return the secret in an open file, which is closed.
+    """Return the secret in an open file, and close it.
 
     Args:
         descriptor: the open file.
-        place: names it in errors.
-        closed_to: permission bits that it must not have.
-        owners: users that it may belong to.
+        place: its location, for error messages.
+        closed_to: permission bits that the file must not have.
+        owners: ids of the users that may own the file.
     """
     try:
         found = os.fstat(descriptor)

@@ -1,16 +1,17 @@
 """A lane: one thread with one agent that reads from peers.
 
-The engine's thread gives it orders and takes results, and never waits for it. A post may take as long as its
-READ, planning a long prompt takes milliseconds, and preparing a peer takes more. All of that happens here.
+The engine's thread submits orders and takes results, and never waits for a lane. A post may take as long as
+its READ, planning a long prompt takes milliseconds, and preparing a peer takes longer. The lane's thread does
+all three.
 
     ordered ─plan, post─▶ DATA ─all done─▶ WORDS ─equal─▶ ready
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-Direct entries are one READ per rank of the peer. Packed cells move segment by segment (`packed_read`).
+The direct entries of a rank of the peer are one READ. Packed cells move segment by segment (`packed_read`).
 
-Every order gets exactly one result, when nothing of it is in flight any more. Until then its memory belongs
-to the transfer.
+Every order has exactly one result, delivered when none of its READs is in flight. Until then nothing else may
+use its memory.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from kvferry.transport.staging import StagingArea
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS = 4096
-"""Limit of segments, over all reads, whose words are being read."""
+"""Maximum number of segments, over all reads, whose words are being read."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
-"""Seconds between polls while something is in flight; some transports make progress only when polled."""
+"""Seconds between polls while a READ is in flight; some transports make progress only when polled."""
 
 _LONGEST_WAIT = 1e-3
 """Seconds until the next poll for orders while a source gathers."""
@@ -55,20 +56,20 @@ class MakeAgent(Protocol):
     """A function that makes an agent, with the arguments of `Agent`."""
 
     def __call__(self, name: str, *, progress: bool) -> Agent:
-        """Start an agent."""
+        """Return a started agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The result of an order that has nothing in flight any more.
+    """The result of an order, whose READs have all ended.
 
     Attributes:
         key: the order's key.
-        failure: None if the bytes have arrived and can be trusted, else why not.
-        plan: the plan of the read; None if there was none.
+        failure: None if all bytes arrived and the lease words were unchanged; else the reason.
+        plan: the plan of the read; None if planning failed.
         transfer_seconds: from the first post to the last byte.
         check_seconds: time to read the lease words.
-        peer_lost: the peer is gone or has been restarted, so other orders will fail too.
+        peer_lost: True if the peer is gone or has been restarted, so that other orders will fail too.
     """
 
     key: str
@@ -81,7 +82,7 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class _Connect:
-    """An order to prepare a peer, or to forget it if `cards` is None."""
+    """A command to prepare a peer, or to remove it if `cards` is None."""
 
     peer: str
     cards: tuple[RankCard, ...] | None
@@ -105,7 +106,7 @@ class _Read:
 
 
 class Lane:
-    """A thread that carries out read orders. The methods up to `join` are for the engine's thread."""
+    """A thread that executes read orders. The methods up to `join` are for the engine's thread."""
 
     def __init__(
         self,
@@ -117,16 +118,16 @@ class Lane:
         validator: MetadataValidator,
         in_flight: int,
     ) -> None:
-        """Start the thread; `wait_ready` says when it can read.
+        """Start the thread; `wait_ready` blocks until it can read.
 
         Args:
             name: the agent's name, unique among all engines' ranks.
-            geometry: our rank.
+            geometry: geometry of this worker.
             landing: staging memory that images are read into; shared by all lanes.
-            settings: strategies, costs.
+            settings: strategies and costs.
             make_agent: called in the thread.
-            validator: says whether a peer's metadata may be loaded.
-            in_flight: how many reads may be in flight; more wait their turn.
+            validator: decides whether a peer's metadata may be loaded.
+            in_flight: maximum number of reads in flight; more are queued.
         """
         self._settings, self._geometry, self._images = settings, geometry, landing
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_CHUNKS, np.uint64)
@@ -147,7 +148,7 @@ class Lane:
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Return when the agent runs and memory is registered.
+        """Block until the agent runs and memory is registered.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -159,12 +160,12 @@ class Lane:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Queue the connection of a peer; orders for it may follow at once."""
+        """Queue a command to connect a peer; orders for it may be submitted at once."""
         self._asked.append(_Connect(peer, tuple(cards)))
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Queue the removal of a peer once nothing of it is in flight; later orders for it fail."""
+        """Queue a command to remove a peer after its reads have ended; later orders for it fail."""
         self._asked.append(_Connect(peer, None))
         self._wake.set()
 
@@ -174,14 +175,14 @@ class Lane:
         self._wake.set()
 
     def results(self) -> list[ReadResult]:
-        """Take the results that have come in since the last call."""
+        """Return the results since the last call."""
         taken = []
         while self._results:
             taken.append(self._results.popleft())
         return taken
 
     def stop(self) -> None:
-        """Ask the thread to end once nothing is in flight."""
+        """Tell the thread to end after its READs have ended."""
         self._stop = True
         self._wake.set()
 
@@ -229,7 +230,7 @@ class Lane:
         self._shut(agent)
 
     def _take_asked(self, agent: Agent) -> bool:
-        """Carry out queued commands in order; return False if there were none."""
+        """Execute queued commands in order; return False if there were none."""
         busy = self._links.process_verdicts()
         if busy:
             self._asked.extendleft(reversed(self._held))
@@ -258,7 +259,7 @@ class Lane:
         )
 
     def _start(self, agent: Agent, order: ReadOrder) -> None:
-        """Begin an order; hold it while its peer is ASKED."""
+        """Begin an order; queue it while its peer is ASKED."""
         peer = self._links.get(order.peer)
         if peer is None:
             self._held.append(order)
@@ -308,7 +309,7 @@ class Lane:
             read.failure, read.peer_lost = f"the transport refused the read: {error}", True
 
     def _pause(self, nap: float) -> None:
-        """Sleep, but wake when a source that was asked to gather answers."""
+        """Sleep, but wake when a gather server replies."""
         clients = [
             rank.source.client.socket
             for read in self._reads

@@ -2,15 +2,14 @@
 
 A lease has a slot. Every worker of the producer keeps one 8-byte word per slot in registered memory: the
 worker's incarnation in the high half, the slot's generation in the low half. A `LeaseWord` names the slot and
-the generation that it has now. Taking a lease writes nothing, so it is good from the moment it is granted;
-ending it makes every worker raise the generation *before* it says that the blocks may be given back. A
-consumer reads the word in a second READ posted after its data is there: if it is still the lease's, no block
-had been given back when the data was read.
+the generation that it has now. Granting a lease writes nothing, so it is valid at once. When a lease ends,
+every worker raises the generation *before* the blocks are freed. A consumer reads the word in a second READ,
+posted after its data has arrived. If the word is unchanged, no block had been freed when the data was read.
 
     FREE ─grant→ HELD ─release or expiry→ ENDING ─all workers have raised the word→ FREE
 
-A lease is *claimed* by the first sign of life of its consumer. Nobody may ever claim it: its request can be
-refused, or its client can leave, before a consumer hears of it.
+A lease is *claimed* when its consumer redeems the ticket. It may stay unclaimed, because the request can be
+refused, or the client can disconnect, before a consumer receives the offer.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _GENERATIONS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class LeaseWord:
-    """The word that a lease has on every worker: what a consumer needs to check it.
+    """The value of a lease's word on every worker, which a consumer compares after a READ.
 
     Attributes:
-        slot: index of the lease word on every worker.
+        slot: index of the word on every worker.
         generation: low half of every worker's word while the lease holds.
-        incarnation: which run of the producer granted it.
+        incarnation: the producer's incarnation that granted it.
     """
 
     slot: int
@@ -52,7 +51,7 @@ def new_incarnation() -> int:
 
 
 class LeaseWords:
-    """A worker's words, as an array that is registered with the transport.
+    """A worker's lease words: an array that is registered with the transport.
 
     Attributes:
         incarnation: high half of every word.
@@ -65,7 +64,7 @@ class LeaseWords:
 
     @property
     def address(self) -> int:
-        """Address of slot 0."""
+        """Address of the word of slot 0."""
         return int(self.array.ctypes.data)
 
     def add(self, count: int) -> int:
@@ -75,7 +74,7 @@ class LeaseWords:
         return first
 
     def void(self) -> None:
-        """Invalidate all present and future leases: no incarnation is 0."""
+        """Invalidate all present and future leases: set the incarnation to 0, which no lease has."""
         self.array[:] = 0
 
     def end(self, slots: Iterable[int]) -> None:
@@ -94,7 +93,7 @@ class _HeldLease:
 
 
 class LeaseBook:
-    """The producer's scheduler's account of its leases; it alone decides when one ends.
+    """The leases of a producer, in its scheduler. Only the book decides when a lease ends.
 
     Not thread-safe: only the engine's thread calls it. Events of other threads come through a queue.
     """
@@ -110,7 +109,7 @@ class LeaseBook:
         self._ending: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Leases held or ending."""
+        """Return the number of leases held or ending."""
         return len(self._held) + len(self._ending)
 
     @property
@@ -119,7 +118,7 @@ class LeaseBook:
         return list(self._held)
 
     def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
-        """Take a lease for the blocks of request `name`; for this book's `seconds` unless said otherwise.
+        """Grant a lease for the blocks of request `name`, for `seconds` or the book's default.
 
         Raises:
             TransferError: all slots are in use; the blocks are then not offered.
@@ -134,10 +133,10 @@ class LeaseBook:
         return LeaseWord(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:
-        """Mark leases as claimed and give them their full time again. Unknown names are ignored.
+        """Mark leases as claimed and restart their full duration. Unknown names are ignored.
 
         Returns:
-            The names that are known.
+            Names of the leases that were extended.
         """
         known = [name for name in names if name in self._held]
         for name in known:
@@ -146,7 +145,7 @@ class LeaseBook:
         return known
 
     def unclaimed(self, seconds: float) -> list[str]:
-        """Return the leases that nobody has claimed for so many seconds, the oldest first."""
+        """Return the leases that have been unclaimed for at least `seconds`, oldest first."""
         latest = self._clock() - seconds
         return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
 
@@ -154,7 +153,7 @@ class LeaseBook:
         """End leases that are held.
 
         Returns:
-            Request to slot of those that now end; all workers must raise these words.
+            Slots by request of the leases that now end; all workers must raise these words.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         self._ending.update(ending)

@@ -15,7 +15,7 @@ from kvferry.transport.connection_limit import ConnectionLimiter
 from kvferry.transport.endpoint import zmq_endpoint
 
 _QUEUED = 64
-"""Messages of a peer that may wait (more are held back), and answers to it (more are dropped)."""
+"""Maximum queued messages of a peer (more are held back) and replies to it (more are dropped)."""
 
 
 class Listener:
@@ -35,7 +35,7 @@ class Listener:
         most_connections: int | None = None,
         peers: AllowedPeers = ANY_PEER,
     ) -> None:
-        """Bind.
+        """Create and bind the socket.
 
         Args:
             channel: name of the channel in error messages.
@@ -81,7 +81,7 @@ class Listener:
         """Return a sender and its message.
 
         Raises:
-            ProtocolError: it has sent more or less than one message.
+            ProtocolError: the sender sent more or less than one frame.
         """
         frames = self._socket.recv_multipart()
         if len(frames) != 2:
@@ -89,7 +89,7 @@ class Listener:
         return frames[0], frames[1]
 
     def send(self, to: bytes, message: bytes) -> None:
-        """Send an answer; it is dropped if the sender has disconnected."""
+        """Send a reply; it is dropped if the recipient has disconnected."""
         self._socket.send_multipart([to, message])
 
     def close(self) -> None:

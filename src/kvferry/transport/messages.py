@@ -3,19 +3,19 @@
     consumer                         producer
     Hello(facts)          ──────▶    compares facts
                           ◀──────    Accepted(facts) | Refused(differences)
-    AskRanks(facts)       ──────▶    compares them again: it may be the first word of a peer
+    AskRanks(facts)       ──────▶    compares facts again, because it keeps no state of peers
                           ◀──────    Ranks(geometry, transport metadata, lease words of every rank)
     Redeem(ticket)        ──────▶    compares the prompt     (`transport.redeem`)
                           ◀──────    Redeemed(block tables, lease word) | NotRedeemed(reason)
     Heartbeat(tickets)    ──────▶    extends their leases    (no answer)
     Release(tickets)      ──────▶    ends this consumer's claims                (no answer)
-    AskTurn(keys)         ──────▶    looks among earlier turns whose blocks it keeps
-                          ◀──────    Turns(those that share most)
+    AskTurn(keys)         ──────▶    looks the keys up in the earlier turns that it keeps
+                          ◀──────    Turns(those that share most chunks)
 
-Compatibility comes first: a peer that cannot be used never sees transport metadata, and learns of every
-difference, not the first. A ticket may be redeemed before the handshake has ended: its answer is of no use
-without the rest. Facts are compared by name; a fact that only one side states does not reject. A
-fact may be a group of settings by name: there, a setting that only one side has is a difference too.
+Compatibility is checked first: a peer that cannot be used never gets transport metadata, and is told every
+difference. A ticket may be redeemed before the handshake has ended, because the grant is useless without the
+rest. Facts are compared by name. A fact that only one side has is no difference. A fact may be a group of
+settings by name, in which a setting that only one side has is a difference.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvferry.transport.redeem import Grant, Incarnation, NotRedeemed, Redeem, Re
 
 PROTOCOL = 6
 MAX_REQUEST_BYTES = 4 << 20
-"""Longest message that a producer's listener accepts, before authentication too."""
+"""Maximum bytes of a message to a producer, before authentication too."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_TICKETS = 4096
-"""In one message; a consumer with more sends several."""
+"""Maximum number of tickets in one message; a consumer with more sends several."""
 MAX_RANKS = 256
 MAX_AGENT_BYTES = 4 << 20
 MAX_DIFFERENCES = 64
@@ -46,7 +46,7 @@ MAX_KEYS = 65_536
 MAX_TURNS = 4
 MAX_FACTS = 8192
 MAX_NAMED = 12
-"""Settings of one group that a comparison names; of more it says how many."""
+"""Maximum number of settings of a group that a comparison names; it counts the others."""
 
 # A list is prepared of as many words as a peer says it has, and addresses are computed with as int64.
 _Words = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
@@ -65,10 +65,10 @@ _Protocol = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 EngineId: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
 Fact: TypeAlias = _Text | Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MAX_FACTS)]
-"""What an engine says of one thing: a text, or settings by name."""
+"""A fact about an engine: a text, or a group of settings by name."""
 
 Host: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.:%-]{1,255}\Z")]
-"""Names and addresses, IPv6 with a zone included; nothing else is ever connected to."""
+"""A host that can be dialled: a name, or an address, with an optional IPv6 zone."""
 
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
@@ -78,10 +78,10 @@ class Facts(msgspec.Struct, frozen=True):
 
     Attributes:
         engine_id: the engine's id.
-        incarnation: which run of it.
-        software: versions, for logs; never a reason to refuse.
-        must_agree: what would make the bytes wrong if it differed, by name.
-        keeps_turns: where it can be asked for earlier turns; None if it keeps none.
+        incarnation: random number of this run of the engine.
+        software: versions, for logs only.
+        must_agree: facts that decide what the bytes mean, by name; a difference refuses the peer.
+        keeps_turns: address at which it answers queries for earlier turns; None if it keeps none.
     """
 
     engine_id: EngineId
@@ -111,7 +111,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
-    """Asks for what is needed to read; states the facts again: the producer keeps no account of peers."""
+    """Asks for the ranks. Repeats the facts, because the producer keeps no state of peers."""
 
     protocol: _Protocol
     facts: Facts
@@ -121,9 +121,9 @@ class Outgoing(msgspec.Struct, frozen=True):
     """The gather channel of a worker.
 
     Attributes:
-        host, port: of its gather channel.
-        address, bytes: of the area that images are read from.
-        words: how many of the worker's words, the last ones, belong to the area.
+        host, port: address of the gather channel.
+        address, bytes: address and size of the area that packed cells are read from.
+        words: number of the worker's words that belong to the area; they are its last ones.
     """
 
     host: Host
@@ -137,11 +137,11 @@ class RankCard(msgspec.Struct, frozen=True):
     """One worker of the producer.
 
     Attributes:
-        geometry: where its pages lie.
+        geometry: its geometry, with the addresses of its pages.
         agent: its transport metadata.
-        words_address, words: its words: address of the first, how many; leases' come first.
+        words_address, words: address of its first word, number of words; those of leases come first.
         incarnation: the high half of its words.
-        outgoing: where it gathers, None if it does not.
+        outgoing: its gather channel; None if it does not gather.
     """
 
     geometry: RankGeometry
@@ -164,7 +164,7 @@ class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Extends the leases of tickets that the consumer has claimed."""
+    """Extends the leases that the consumer has claimed with these tickets."""
 
     consumer: Incarnation
     tickets: Tickets
@@ -181,9 +181,9 @@ class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
     """Asks for an earlier turn that begins as a prompt does.
 
     Attributes:
-        number: comes back with the answer.
+        number: number of the query, echoed in the reply.
         chunk_tokens: tokens of a chunk.
-        keys: of the prompt's whole chunks, from the first on.
+        keys: keys of the prompt's whole chunks, from the first on.
     """
 
     number: Annotated[int, msgspec.Meta(ge=0)]
@@ -192,17 +192,17 @@ class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
 
 
 class KeptTurn(msgspec.Struct, frozen=True):
-    """Blocks of a finished request that its engine keeps for a while.
+    """A finished request whose blocks its engine keeps for a while.
 
     Attributes:
-        engine_id, incarnation: the engine, and which run of it.
-        ticket: the name of its lease.
-        grant: what a reader needs of it.
-        tokens: that the blocks hold.
-        least: the shortest prefix that can be continued from: windows reach no farther back, and recurrent
-            state is that after all tokens.
-        chunks: how many chunks it shares with what was asked.
-        after: tokens that follow these.
+        engine_id, incarnation: the engine that keeps it.
+        ticket: the ticket of its lease.
+        grant: the grant for a reader.
+        tokens: number of tokens in the blocks.
+        least: length of the shortest prefix that a reader can continue from. Sliding windows limit it, and
+            recurrent state exists only after all tokens.
+        chunks: number of chunks that it shares with the query.
+        after: tokens that follow these chunks.
     """
 
     engine_id: EngineId
@@ -215,12 +215,12 @@ class KeptTurn(msgspec.Struct, frozen=True):
     after: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)]
 
     def found(self, chunks: int, after: list[int]) -> KeptTurn:
-        """Return a copy that shares `chunks` chunks with a question, followed by the tokens `after`."""
+        """Return a copy for a query that shares `chunks` chunks, followed by the tokens `after`."""
         return msgspec.structs.replace(self, chunks=chunks, after=after)
 
 
 class Turns(msgspec.Struct, frozen=True, tag="turns"):
-    """The turns found for question `number`, if any: all share the same chunks, and differ after them."""
+    """The turns found for query `number`. All share the same chunks and differ in the tokens after them."""
 
     number: int
     kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MAX_TURNS)]
@@ -229,7 +229,7 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
 Request: TypeAlias = Hello | AskRanks | Redeem | Heartbeat | Release | AskTurn
 Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | NotRedeemed | Turns
 Numbered: TypeAlias = Redeemed | NotRedeemed | Turns
-"""Answers to questions that have a number; the others belong to a handshake."""
+"""Replies to requests that have a number; the other replies belong to a handshake."""
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
@@ -254,7 +254,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a producer's answer and check its ranks.
+    """Decode a producer's reply and check its ranks.
 
     Raises:
         ProtocolError: it cannot be decoded, or its ranks are out of bounds or contradict each other.
@@ -267,7 +267,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def decode_numbered(data: bytes) -> Numbered | None:
-    """Decode an answer that carries the number of its question; return None for anything else."""
+    """Decode a reply that has the number of its request; return None for other messages."""
     try:
         answer: Numbered = _numbered.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -276,7 +276,7 @@ def decode_numbered(data: bytes) -> Numbered | None:
 
 
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
-    """Return one sentence per fact that both state and that differs; of a group of settings, one per setting.
+    """Return one sentence per differing fact that both sides have, or per differing setting of a group.
 
     >>> theirs = {"dtype": "float16", "rope": {"theta": "1"}}
     >>> compare_facts(theirs, {"dtype": "float32", "rope": {"theta": "2"}})
@@ -293,7 +293,7 @@ def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[
 
 
 def make_refusal(differences: Sequence[str]) -> Refused:
-    """Return a refusal that names these differences; of very many, or very long ones, a part."""
+    """Return a refusal with these differences, shortened if they exceed the limits of a message."""
     said = [shown(text, MAX_SENTENCE) for text in differences[: MAX_DIFFERENCES - 1]]
     if more := len(differences) - len(said):
         said.append(f"{more} more differences")

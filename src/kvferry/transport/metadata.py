@@ -1,8 +1,8 @@
 """A peer's transport metadata, checked before NIXL reads it.
 
-NIXL and UCX believe what they load: a memory kind that does not exist, or a key cut short, makes them read
-past their own arrays. So the frame is parsed here, by the format of NIXL 1.5 (``nixlSerDes``,
-``loadRemoteMD``) and of UCX's packed keys (``ucp_rkey_packed_copy``):
+NIXL and UCX do not validate metadata: an invalid memory kind, or a truncated key, makes them read past their
+own arrays. So the frame is parsed here, in the format of NIXL 1.5 (``nixlSerDes``, ``loadRemoteMD``) and of
+UCX's packed keys (``ucp_rkey_packed_copy``):
 
     nixlSerDes| Agent name  Conns n  (t backend  c address)*  MemSection
     nixlSecElms n  (bknd backend  nixlDList nixlSDList  t kind  n count  row*)*
@@ -26,7 +26,7 @@ MAX_NAME_BYTES = 4096
 MAX_ADDRESS_BYTES = 1 << 14
 BACKEND = b"UCX"
 KINDS = ("DRAM", "VRAM")
-"""Memory kinds by NIXL's number; it has others, in which no cache lies."""
+"""Memory kinds by NIXL's number. NIXL has others, which no KV cache uses."""
 
 _START, _END = b"nixlSerDes|", b"|"
 _LENGTH_BYTES = 8
@@ -41,7 +41,7 @@ _MOST_ADDRESS = 1 << 63
 
 _AFTER_ADDRESS = bytes(1 << 16)
 _AFTER_KEY = b"\xff" * 16
-"""Bytes put behind addresses and keys, which UCX reads without a length: they end there, not in our heap."""
+"""Bytes appended to addresses and keys. UCX parses these without a length and stops at these bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Metadata:
     """Parsed transport metadata of another agent.
 
     Attributes:
-        name: of the agent.
-        regions: memory that it has registered.
-        sealed: the same metadata, to be loaded: each address and key is followed by bytes that end it.
+        name: name of the agent.
+        regions: the registered memory.
+        sealed: the metadata to load, in which `_AFTER_KEY` follows each address and key.
     """
 
     name: str
@@ -127,7 +127,7 @@ def _section(items: _ItemReader) -> Iterator[Region]:
 
 
 def _check_key(key: bytes) -> None:
-    """Check that a packed key names a memory type and holds the parts that its map announces."""
+    """Check that a packed key has a known memory type and all parts that its bit map lists."""
     if len(key) < _KEY_HEAD or key[_KEY_HEAD - 1] >= _MEMORY_TYPES:
         raise ProtocolError("transport metadata holds a key of no memory type that UCX knows")
     at = _KEY_HEAD
@@ -138,10 +138,10 @@ def _check_key(key: bytes) -> None:
 
 
 class _ItemReader:
-    """Reads the items one after the other.
+    """Reads the items of a frame in order.
 
     Attributes:
-        sealed: the items so far, those read by `followed` with their endings.
+        sealed: the items so far; those read by `followed` have their ending appended.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -151,7 +151,7 @@ class _ItemReader:
         self.sealed = bytearray(_START)
 
     def followed(self, tag: bytes, most: int, ending: bytes) -> bytes:
-        """Read an item; in `sealed` it ends with `ending`."""
+        """Read an item and append `ending` to it in `sealed`."""
         start = self._at + len(tag) + _LENGTH_BYTES
         head = self._data[self._at : start]
         length = int.from_bytes(head[len(tag) :], "little")
@@ -169,7 +169,7 @@ class _ItemReader:
         return found
 
     def exactly(self, tag: bytes, wanted: bytes) -> None:
-        """Read an item that can be only one thing."""
+        """Read an item that must equal `wanted`."""
         if (found := self.followed(tag, MAX_NAME_BYTES, b"")) != wanted:
             raise ProtocolError(f"transport metadata names {found[:64]!r}, expected {wanted!r}")
 
@@ -191,6 +191,6 @@ class _ItemReader:
             raise ProtocolError("transport metadata gives a name that is no text") from error
 
     def end(self) -> None:
-        """Check that nothing is left."""
+        """Check that no items are left."""
         if self._at != len(self._data):
             raise ProtocolError(f"transport metadata goes on for {len(self._data) - self._at} bytes too many")

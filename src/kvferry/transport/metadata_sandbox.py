@@ -1,11 +1,11 @@
 """A child process that tries a peer's transport metadata before this process loads it.
 
-NIXL and UCX end the process on metadata that they cannot use: an assertion, or memory past an array. The
-child loads it as a lane would, reads a few bytes of each registered region and one lease word, and
-forgets the peer. A child that dies, hangs or fails is replaced.
+NIXL and UCX crash on invalid metadata, with an assertion or an access past an array. The child loads it as a
+lane would, reads a few bytes of each registered region and one lease word, and forgets the peer. A child that
+dies, hangs or fails is replaced.
 
-The child is this Python started anew, so it shares no memory with the engine. It sees no GPU: it would
-otherwise take GPU memory of its own, so keys of GPU memory are loaded and not used.
+The child is a new Python process, so it shares no memory with the engine. It sees no GPU, because it would
+otherwise take GPU memory. It loads keys of GPU memory and does not use them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kvferry.transport.network_devices import ucx_environment
 from kvferry.transport.nixl_agent import nixl_package
 
 START_SECONDS = 60.0
-"""How long the child may take until it is ready: other processes may take the cores."""
+"""Time for the child to become ready; long, because other processes may use the cores."""
 
 MAX_READS = 1024
-"""Most regions that the child reads from."""
+"""Maximum number of regions that the child reads from."""
 
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -55,7 +55,7 @@ _POLL_SECONDS = 2e-4
 
 
 class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request to try one worker's metadata.
+    """A request to the child: try one worker's metadata.
 
     Attributes:
         agent: transport metadata.
@@ -69,13 +69,13 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetadataSandbox:
-    """One child. A single thread starts it and asks; the child ends with that thread."""
+    """One child process. A single thread starts and uses it; the child ends with that thread."""
 
     def __init__(self, host: str) -> None:
-        """Start the child, which uses the network devices of `host`; it gets ready meanwhile.
+        """Start the child, which uses the network devices of `host`; return before it is ready.
 
         Raises:
-            OSError: there is no room for another process.
+            OSError: the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
@@ -91,7 +91,7 @@ class MetadataSandbox:
         self._ready = False
 
     def wait_ready(self) -> str:
-        """Wait for the child to be ready; return why it is not, empty if it is."""
+        """Wait for the child to be ready; return the error, empty if there is none."""
         try:
             if not self._ready and self._connection.poll(START_SECONDS):
                 self._ready = bool(self._connection.recv_bytes())
@@ -104,9 +104,9 @@ class MetadataSandbox:
         return "" if self._ready else late
 
     def run_trial(self, card: RankCard, seconds: float) -> str:
-        """Have the metadata of a worker tried; return why it cannot be used, empty if it can.
+        """Try the metadata of a worker in the child; return why it cannot be used, empty if it can.
 
-        After any reason the child may be damaged: `kill` it.
+        If the result is not empty, the child may be damaged: `kill` it.
         """
         try:
             self._connection.send_bytes(encode_trial(card))
@@ -131,12 +131,12 @@ class MetadataSandbox:
 
 
 def encode_trial(card: RankCard) -> bytes:
-    """Return the request to try a worker's metadata: everything that the verdict depends on."""
+    """Return the encoded request to try a worker's metadata: everything that the result depends on."""
     return msgspec.msgpack.encode(_TrialRequest(card.agent, card.words_address, card.incarnation))
 
 
 def _python_path() -> str:
-    """Return where the child finds modules: first this package, wherever this process has it from."""
+    """Return the child's PYTHONPATH, which begins with the location of this package."""
     here = str(Path(kvferry.__file__).parents[1])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -174,7 +174,7 @@ def _try(
 
 
 def main(arguments: list[str]) -> None:
-    """Be the child: answer until the channel closes."""
+    """Run the child: answer requests until the channel closes."""
     die_with_parent()
     if os.getppid() != int(arguments[1]):
         return

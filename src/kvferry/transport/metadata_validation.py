@@ -1,9 +1,9 @@
 """Validate peers' transport metadata: it is used only after a child process has survived it.
 
-    asked ─checked, tried in the child─▶ PASSED | REFUSED (in one sentence)
+    asked ─checked, tried in the child─▶ PASSED | REFUSED (with the reason)
 
-One thread per worker does this for all lanes, so no lane waits. What has passed is remembered by its digest;
-a refusal is forgotten soon, since a peer may only have been out of reach.
+One thread per worker does this for all lanes, so no lane waits. Metadata that passed is remembered by its
+digest. A refusal is forgotten soon, because the peer may only have been unreachable.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from kvferry.transport.metadata_sandbox import MetadataSandbox, encode_trial
 logger = logging.getLogger(__name__)
 
 TRY_SECONDS = 10.0
-"""Seconds that all ranks of a peer may take in the child."""
+"""Seconds for trying all ranks of a peer in the child."""
 
 REFUSED_SECONDS = 1.0
-"""Seconds that a refusal stands: long enough for all lanes to see it."""
+"""Seconds that a refusal is remembered: long enough for all lanes to see it."""
 
 MAX_PASSED = 65_536
 
 MAX_TRIALS = 64
-"""Trials of one child: peers keep a connection to it for each, until it ends."""
+"""Maximum number of trials in one child. For each, a peer keeps a connection until the child ends."""
 
 
 @dataclass(slots=True)
 class ValidationResult:
-    """The result of a check, once it is there.
+    """The result of a check, set by the validator's thread.
 
     Attributes:
-        reason: why the peer is refused, empty if it has passed; None until then.
+        reason: why the peer is refused, empty if it has passed; None while the check runs.
     """
 
     reason: str | None = None
@@ -54,10 +54,10 @@ class MetadataValidator(Protocol):
         """Ask about all ranks of a peer; `wake` is called from another thread once the verdict is there."""
 
     def warm_up(self) -> None:
-        """Get ready for the first question."""
+        """Prepare for the first check."""
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop checking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class SandboxValidator:
     def __init__(
         self, start: Callable[[], MetadataSandbox], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start the thread; the child is started when it is first needed, or with `warm_up`.
+        """Start the thread. The child starts with the first check, or with `warm_up`.
 
         Args:
             start: starts a child.
@@ -99,7 +99,10 @@ class SandboxValidator:
         self._asked.put(_ValidationRequest((), ValidationResult(), _nobody))
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the child and the thread; a child that is at work is left to end with the thread."""
+        """End the child and the thread.
+
+        If the child is busy for longer than `patience_seconds`, both end later.
+        """
         self._asked.put(None)
         self._thread.join(patience_seconds)
 
@@ -128,7 +131,7 @@ class SandboxValidator:
         return next(filter(None, (self._passes(card, deadline) for card in cards)), "")
 
     def _passes(self, card: RankCard, deadline: float) -> str:
-        """Try one worker's metadata unless that was done; return why it cannot be used."""
+        """Try one worker's metadata unless it has passed before; return why it cannot be used."""
         digest, now = _digest(card), self._clock()
         self._refused = {key: refused for key, refused in self._refused.items() if now < refused[1]}
         if digest in self._passed:
@@ -152,7 +155,7 @@ class SandboxValidator:
         return reason
 
     def _unready(self) -> str:
-        """Wait for a child that can be asked; return why there is none."""
+        """Wait for a child that is ready; return the error, empty if there is none."""
         if self._sandbox is None:
             self._replace()
         if self._sandbox is None:
@@ -162,7 +165,7 @@ class SandboxValidator:
         return reason
 
     def _replace(self) -> None:
-        """Start a child; the last one may have been damaged."""
+        """Start a new child in place of one that may be damaged."""
         if self._sandbox is not None:
             self._sandbox.kill()
             self._sandbox = None
@@ -177,9 +180,9 @@ class SandboxValidator:
 
 
 def _nobody() -> None:
-    """Do nothing: nobody waits for this question."""
+    """Do nothing, because no lane waits for this check."""
 
 
 def _digest(card: RankCard) -> bytes:
-    """Name what the child is asked; `check_metadata` compares the rest of a card with it each time."""
+    """Return the digest of what the child tries. `check_metadata` compares the rest of a card every time."""
     return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

@@ -1,9 +1,9 @@
 """Network devices that NIXL may listen on.
 
-UCX opens a TCP port on every network device that it uses. It does not ask who connects, and random bytes end
-the process. So it is kept to the device of the address that the operator chose for peers. Where that is
-loopback, nobody outside the machine can reach it. RDMA devices have no such port and stay in use beyond
-loopback; shared memory is no network device.
+UCX opens a TCP port on every network device that it uses. It does not authenticate clients, and random bytes
+crash the process. So UCX is restricted to the device of the address that the operator chose for peers. If
+that is loopback, UCX cannot be reached from outside the machine. RDMA devices have no such port and stay in
+use beyond loopback; shared memory is no network device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def devices_for(host: str) -> tuple[str, ...]:
 
 
 def is_local_address(host: str) -> bool:
-    """Return whether an address or a name is this machine's."""
+    """Return whether an address or a name belongs to this machine."""
     return is_loopback(host) or bool(_with_address(host))
 
 
@@ -66,7 +66,7 @@ def restrict_ucx_to(host: str) -> Iterator[None]:
 
 
 def ucx_environment(host: str) -> dict[str, str]:
-    """Return what to set in the environment of a process so that UCX keeps to the devices of `host`."""
+    """Return the environment variables that restrict UCX to the devices of `host`."""
     devices = devices_for(host)
     return {VARIABLE: ",".join(devices)} if devices and VARIABLE not in os.environ else {}
 
@@ -85,7 +85,7 @@ def _loopbacks() -> tuple[str, ...]:
 
 
 def _with_address(host: str) -> tuple[str, ...]:
-    """Return the devices that have one of the addresses that `host` stands for."""
+    """Return the devices that have one of the addresses of `host`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,8 +1,8 @@
-"""What NIXL and UCX need of this process's surroundings, to say what is missing where they do not start.
+"""Requirements of NIXL and UCX on the machine, to explain why an agent does not start.
 
-UCX keeps the queues of each agent in ``/dev/shm`` and writes them full as it makes them, so a lack of room is
-an error at that moment and no signal later. With little room there it does without. A limit of files' sizes
-holds for these queues too, and UCX's own messages do not name it.
+UCX keeps the queues of each agent in ``/dev/shm`` and fills them when it creates them, so a lack of room is
+an error at once and not a signal later. If there is little room, UCX does without. A limit on file sizes
+applies to these queues too, and UCX's own messages do not mention it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LIMITS = {
     resource.RLIMIT_NOFILE: (256, "{} files may be open (ulimit -n 65535)"),
     resource.RLIMIT_AS: (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
 }
-"""By limit: what should be allowed at least, and what to say and do if less is."""
+"""By resource limit: the least value, and the messages (problem, remedy) if it is lower."""
 
 
 def missing_requirements(
     stat: Callable[[str], Any] = os.statvfs, limits: Mapping[int, int] | None = None
 ) -> Iterator[str]:
-    """Yield what may keep an agent from starting, each with what to do about it.
+    """Yield what may keep an agent from starting, each with the remedy.
 
     Args:
-        stat: looks at a file system.
+        stat: function like `os.statvfs`.
         limits: limits of the process, negative for none; by default its own.
     """
     try:

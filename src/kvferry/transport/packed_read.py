@@ -4,9 +4,9 @@
     over-read                     READING ─done──────────────────────────▶ scattered  over
     any         ─refused, silent, no room─▶ the same cells go direct:  READING ─done─▶ over
 
-A *segment* is some cells that move together. It holds an allocation of the source's outgoing area from ASKED
-to CHECKING, and one of this worker's landing area from READING until it is scattered. A segment in READING or
-CHECKING keeps both, because NIXL cannot cancel a READ.
+A *segment* is a run of cells that move together. It holds an allocation of the source's outgoing area from
+ASKED to CHECKING, and one of this worker's landing area from READING until it is scattered. A segment in
+READING or CHECKING keeps both, because NIXL cannot cancel a READ.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 from kvferry.transport.staging import Allocation, StagingArea
 
 AHEAD = 4
-"""Segments of one route that move at a time."""
+"""Maximum number of segments of one route in progress."""
 
 ASK_SECONDS = 5.0
-"""Time for the source to gather a segment; then its cells go direct."""
+"""Timeout for the source to gather a segment; after it the cells go direct."""
 
 SILENT_SECONDS = 30.0
-"""Pause before a source that took longer is asked again; any answer from it ends the pause."""
+"""Pause before a source that timed out is asked again; any reply from it ends the pause."""
 
 ROOM_SECONDS = 5.0
-"""Time that a segment waits for landing memory, which READs that hang may hold; then it goes direct."""
+"""Maximum wait of a segment for landing memory, which late READs may hold; then its cells go direct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class PackedRead:
 
     Attributes:
         failure: why the read has failed; None if it has not.
-        peer_lost: the transport failed, so the source may be gone.
+        peer_lost: True if the transport failed, so the source may be gone.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class PackedRead:
         return any(chunk.handle is not None for chunk in self._chunks)
 
     def advance(self) -> bool:
-        """Take every step that is possible now; return whether there was one."""
+        """Take every step that is possible now; return whether any was."""
         moved = self._ask_ahead()
         for chunk in list(self._chunks):
             # As far as it gets, before another is looked at: what it frees, the source can use meanwhile.
@@ -235,12 +235,12 @@ class PackedRead:
         return True
 
     def _is_sound(self, chunk: _Segment, answer: Gathered) -> bool:
-        """Return whether an answer names images and a word inside the outgoing area."""
+        """Return whether a reply names images and a word inside the outgoing area."""
         inside = answer.position + len(chunk.cells) <= self._way.src.blocks
         return inside and answer.word in self._lists.area_words
 
     def _go_direct(self, chunk: _Segment, reason: str) -> None:
-        """Read the cells of a segment run by run instead, one descriptor each."""
+        """Read the cells of a segment directly instead, with one descriptor per run."""
         if self._route.direct is None:
             self._fail(chunk, f"cells that can only move packed were not packed: {reason}")
             return
@@ -279,7 +279,7 @@ class PackedRead:
         self._start(chunk)
 
     def _check(self, chunk: _Segment, gathered: Gathered) -> None:
-        """Read the word of the source's allocation, after the images have arrived."""
+        """Read the word of the source's allocation, now that the images have arrived."""
         expected = self._word(gathered)
         self._bench.words[chunk.word] = ~np.uint64(expected)
         here, there = np.array([chunk.word], np.int32), np.array([gathered.word], np.int32)
@@ -318,12 +318,12 @@ class PackedRead:
         self._over(chunk)
 
     def _over(self, chunk: _Segment) -> None:
-        """Remove a segment that has nothing in flight."""
+        """Remove a segment, whose READs have ended."""
         self._chunks.remove(chunk)
         self._give_back(chunk)
 
     def _give_back(self, chunk: _Segment) -> None:
-        """Free all memory that a segment holds, here and at the source."""
+        """Free all memory that a segment holds, on both sides."""
         if chunk.number and self._client is not None:
             self._client.done(chunk.number)
         if chunk.lot is not None:

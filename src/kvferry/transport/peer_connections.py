@@ -3,7 +3,7 @@
     ASKED ─passed─▶ UP ─the transport fails─▶ DOWN ─an order after a pause─▶ ASKED
       └─refused, or no connection can be made─▶ DOWN, for a longer pause each time
 
-ASKED: another process tries the peer's transport metadata (`transport.metadata_validation`).
+In state ASKED, another process tries the peer's transport metadata (`transport.metadata_validation`).
 
 A connection that a read still uses is closed when the read is over. Until then the lane makes no other
 connection to that peer, because the transport knows each peer by one name.
@@ -29,12 +29,12 @@ MakePeer = Callable[[tuple[RankCard, ...]], ConnectedPeer]
 
 @dataclass(slots=True)
 class _PeerConnection:
-    """One peer.
+    """A peer and the state of its connection.
 
     Attributes:
         cards: the cards of its ranks.
         peer: the connection; None unless UP.
-        verdict: what is said of its metadata, while ASKED.
+        verdict: result of the check of its metadata, while ASKED.
         reason: why it is DOWN.
         failures: number of failures in a row.
         retry_at: seconds of the clock before which it is not connected again.
@@ -58,11 +58,11 @@ class PeerConnections:
         in_use: Callable[[], Collection[ConnectedPeer]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without connections.
+        """Create it without connections.
 
         Args:
-            make: prepares a peer with these ranks, or raises.
-            vet: asks whether the metadata of these ranks may be loaded.
+            make: connects a peer with these ranks, or raises.
+            vet: starts a check whether the metadata of these ranks may be loaded.
             in_use: returns the connections that reads use.
             clock: seconds.
         """
@@ -85,7 +85,10 @@ class PeerConnections:
             self._leaving.append((name, link.peer))
 
     def get(self, name: str) -> ConnectedPeer | str | None:
-        """Return the peer, asked about again after its pause; the reason why it is DOWN; or None if ASKED."""
+        """Return the connected peer, the reason why it is DOWN, or None while ASKED.
+
+        Retry a peer after its pause.
+        """
         link = self._links.get(name)
         if link is None:
             return f"peer {name} is not connected"
@@ -97,12 +100,12 @@ class PeerConnections:
         return link.reason if link.peer is None else link.peer
 
     def process_verdicts(self) -> bool:
-        """Connect the peers that have passed; return whether any peer was ASKED and no longer is."""
+        """Connect the peers that have passed; return whether any peer left state ASKED."""
         settled = [self._settle(name, link) for name, link in self._links.items()]
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
-        """Take a connection down whose transport failed; it is not used again."""
+        """Mark a connection whose transport failed as DOWN; it is not used again."""
         for name, link in self._links.items():
             if link.peer is peer:
                 link.peer = None
@@ -110,13 +113,13 @@ class PeerConnections:
                 self._down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
-        """Note a read that succeeded."""
+        """Record a read that succeeded."""
         for link in self._links.values():
             if link.peer is peer:
                 link.failures = 0
 
     def close_unused(self) -> None:
-        """Close connections that were taken down and that no read uses any more."""
+        """Close connections that are DOWN and that no read uses any more."""
         in_use = self._in_use()
         for entry in [entry for entry in self._leaving if entry[1] not in in_use]:
             self._leaving.remove(entry)
@@ -156,6 +159,6 @@ class PeerConnections:
 
 
 def log_unexpected(error: Exception) -> None:
-    """Log an error that kvferry did not raise on purpose, with its traceback."""
+    """Log an unexpected error with its traceback."""
     if not isinstance(error, KVFerryError):
         logger.error("lane: unexpected error, please report it: %s", error, exc_info=error)

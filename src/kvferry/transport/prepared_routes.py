@@ -1,6 +1,6 @@
 """Prepared transfer methods of a peer's routes: descriptor lists of both sides, copies that unpack images.
 
-They are made when a peer connects. A read adds its blocks, and positions in the staging areas.
+They are prepared when a peer connects. A read supplies block ids and positions in the staging areas.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.staging import StagingArea, image_capacity
 
 MAX_DESCRIPTORS = 1 << 26
-"""Entries of one prepared list: indices are int32, and NIXL keeps some tens of bytes for each."""
+"""Maximum entries of a prepared list: indices are int32, and NIXL keeps tens of bytes per entry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DescriptorRows:
-    """Rows of one side. Each row has an entry per cell and block, or per image.
+    """Descriptor rows of one side. Each row has an entry per cell and block, or per image.
 
     Attributes:
         parts: addresses and lengths of rows, int64 of shape (n,), with the offsets of a block's cells.
@@ -58,17 +58,17 @@ class _DescriptorRows:
 
     @property
     def rows(self) -> int:
-        """Rows of a cell."""
+        """Number of rows of a cell."""
         return sum(len(address) for address, _, _ in self.parts)
 
     @property
     def cells(self) -> int:
-        """Cells of a block."""
+        """Number of cells of a block."""
         return len(self.parts[0][2])
 
     @property
     def entries(self) -> int:
-        """Entries of all rows."""
+        """Number of entries of all rows."""
         return self.rows * self.cells * self.count
 
 
@@ -76,7 +76,7 @@ _Prepared: TypeAlias = tuple[TransferMethod, _DescriptorRows, _DescriptorRows]
 
 
 class DescriptorList:
-    """Entries of one side, row by row, for a prepared list."""
+    """Builder of a prepared list: the entries of one side, row by row."""
 
     def __init__(self) -> None:
         self._tables = [np.empty((0, 4), np.int64)]
@@ -108,14 +108,14 @@ class DescriptorList:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMethod:
-    """One transfer method, prepared.
+    """A prepared transfer method.
 
     Attributes:
         way: the method.
-        rows: rows of a cell.
+        rows: number of rows of a cell.
         src, dst: entries in the list of each side.
-        gather: number of the route among those introduced to the source; -1 if nothing is gathered.
-        scatter: loops from images to blocks; None if nothing is scattered.
+        gather: index of the route among those announced to the source; -1 if the source does not gather.
+        scatter: copies from images to blocks; None if images are read into place.
     """
 
     way: TransferMethod
@@ -131,7 +131,7 @@ class PreparedMethod:
         return self.way.image.stride if self.way.image else 0
 
     def chunk_cells(self, cells: int) -> int:
-        """Return how many cells make a segment, so that several segments fit in either staging area."""
+        """Return the number of cells per segment, such that several segments fit in either staging area."""
         areas = [self.src.blocks] if self.gather >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
         size = segment_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_SEGMENT_BYTES
@@ -139,7 +139,7 @@ class PreparedMethod:
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
-        """Return the entries of a segment whose images begin at these positions of the staging areas."""
+        """Return the indices of a segment whose images begin at these positions of the staging areas."""
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
         dst: Int64s | Int32s = cells.dst_block
@@ -159,7 +159,7 @@ class PreparedRoute:
     Attributes:
         route: the route.
         methods: its methods; the first is direct if that is possible.
-        clearing: loops over all bytes that the route writes in a block.
+        clearing: copies that zero all bytes that the route writes in a block.
     """
 
     route: Route
@@ -172,12 +172,12 @@ class PreparedRoute:
         return next((p for p in self.methods if p.way.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> DescriptorIndices:
-        """Return the entries of the direct method."""
+        """Return the indices of the direct method."""
         assert self.direct is not None  # noqa: S101 - callers have chosen it
         return self.direct.indices(cells, 0, 0)
 
     def src_cell(self, cells: Cells) -> int:
-        """Return the place of the first of some cells in its source block."""
+        """Return the index of the first cell within its source block."""
         return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
@@ -185,7 +185,7 @@ class PreparedRoute:
         return self.methods[choose_method([prepared.way for prepared in self.methods], cells, costs, pinned)]
 
     def counts(self, cells: Cells, chosen: PreparedMethod) -> TransferCounts:
-        """Count bytes and descriptors of cells that move by a method."""
+        """Return the bytes and descriptors of cells that move by a method."""
         if chosen.way.image is None:
             return count_transfer(self.route, cells)
         count, longest = len(cells), chosen.way.image.longest
@@ -199,8 +199,8 @@ class RoutePreparation:
     """Prepares all routes from one rank of a peer.
 
     Attributes:
-        src, dst: the lists.
-        gathers: routes to introduce to the rank.
+        src, dst: the descriptor lists of both sides.
+        gathers: routes to announce to the rank.
         routes: in the template's order.
     """
 
@@ -240,7 +240,7 @@ class RoutePreparation:
         return self._card.outgoing is not None and way.image.stride <= room and few
 
     def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Drop the methods with most entries until the lists have room for the rest."""
+        """Drop the methods with the most entries until the rest fits in the lists."""
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
             for side, so_far in enumerate((self.src, self.dst))
@@ -250,7 +250,7 @@ class RoutePreparation:
         return found
 
     def _rows(self, route: Route, way: TransferMethod) -> tuple[_DescriptorRows, _DescriptorRows]:
-        """Return the rows of a method in either list."""
+        """Return the source and destination rows of a method."""
         image = way.image
         pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
         if image is None:
@@ -306,7 +306,7 @@ class RoutePreparation:
 
 
 def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
-    """Return loops over all bytes that a route writes in a block."""
+    """Return copies that zero all bytes that a route writes in a block."""
     written = [
         PoolCopies(cell_copy.dst_at, tuple(nest.at(-nest.src, 0) for nest in cell_copy.nests))
         for cell_copy in route.cell_copies
@@ -315,7 +315,7 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
 
 
 def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
-    """Return (group, loops) over all bytes that the layers of a rank hold in a block."""
+    """Return (group, copies) that zero all bytes that the layers of a rank hold in a block."""
     space = AddressSpace(rank.regions)
     (itself,) = build_templates([rank], rank)
     return tuple((route.dst_group, _clearing(route, space)) for route in itself.routes)

@@ -1,4 +1,4 @@
-"""Values of a read: the order, a lane's share of it, the plan."""
+"""Values of a read: the order, a lane's share of the order, the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of an order that lane `number` of `lanes` reads; none is smaller than `least_bytes`.
+    """The share of an order that lane `number` of `lanes` reads; no share is smaller than `least_bytes`.
 
     Every cell is in exactly one share, and all cells of a destination block are in the same one. So the lane
     that reads into a block also clears it.
@@ -34,7 +34,8 @@ class Share:
         Args:
             cells: all cells of the route.
             cell_bytes: bytes of one cell.
-            route: number of the route, so that few large cells of several routes go to lanes in turn.
+            route: index of the route, which rotates the lanes, so that few large cells of several routes use
+                all lanes.
         """
         size = len(cells) * cell_bytes
         parts = min(self.lanes, size // self.least_bytes)
@@ -47,7 +48,7 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of the first cell of a part, moved to a block boundary."""
+    """Return the index of the first cell of a share, moved to a block boundary."""
     at = len(blocks) * part // parts
     while 0 < at < len(blocks) and blocks[at] == blocks[at - 1]:
         at += 1
@@ -68,7 +69,7 @@ class ReadOrder:
         src_tables, dst_tables: block ids by position per group of each side, int64 arrays.
         lease: the word of the producer's lease.
         strategy: the only strategy to use; None for that of the settings.
-        share: the part that this lane reads.
+        share: the share that this lane reads.
     """
 
     key: str
@@ -83,7 +84,7 @@ class ReadOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackedCells:
-    """Cells of one route that travel packed."""
+    """Cells of one route that are transferred packed."""
 
     route: PreparedRoute
     way: PreparedMethod
@@ -96,7 +97,7 @@ class RankRead:
 
     Attributes:
         source: the rank.
-        direct: entries that go direct; None if there are none.
+        direct: descriptors to read directly; None if there are none.
         packed: all other cells.
     """
 
@@ -111,9 +112,9 @@ class ReadPlan:
 
     Attributes:
         ranks: one entry per rank of the peer that supplies anything.
-        clears: (loops, blocks) to zero before the read, because it fills them in part or not at all.
-        bytes_by_group: useful bytes per group of ours.
-        strategy_by_group: strategies per group of ours, joined by "+"; empty if nothing moves.
+        clears: (copies, blocks) to zero before the read, because it fills them in part or not at all.
+        bytes_by_group: useful bytes per group of this engine.
+        strategy_by_group: strategies per group of this engine, joined by "+"; empty if nothing moves.
         tally: totals.
         seconds: duration of planning.
     """
@@ -126,20 +127,20 @@ class ReadPlan:
     seconds: float
 
     def clear(self) -> None:
-        """Zero the bytes that the blocks' last owner left where nothing is read."""
+        """Zero the stale bytes in those parts of the blocks that the read does not write."""
         for loops, blocks in self.clears:
             loops.clear(blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """One rank of the peer, prepared.
+    """A prepared rank of the peer.
 
     Attributes:
-        agent: the transport's name for it.
-        routes: the routes from it, with all their ways.
+        agent: its name in the NIXL agent.
+        routes: the routes from it, with all their methods.
         lists: the prepared lists.
-        client: asks it to gather; None if no way gathers.
+        client: client of its gather channel; None if no method gathers.
         leases: number of its lease words.
     """
 
@@ -151,7 +152,7 @@ class SourceRank:
 
     @property
     def incarnation(self) -> int:
-        """The high half of its words."""
+        """High half of its words."""
         return self.lists.incarnation
 
 

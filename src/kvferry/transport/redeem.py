@@ -1,11 +1,11 @@
-"""A ticket is redeemed: its 128 random bits and the digests of a prompt become block tables and a lease.
+"""Messages that exchange a ticket and a prompt's digests for block tables and a lease.
 
     consumer                                  producer
     Redeem(ticket, digests of its prompt) ──▶ looks the ticket up, and compares its own digests
                                           ◀── Redeemed(grant) | NotRedeemed(reason)
 
-The ticket is all that passes through users. Without a prompt of the same content it is worth nothing, and
-what it is exchanged for never leaves the channel between the two engines.
+A ticket is 128 random bits, and all that passes through clients. It is useless without a prompt of the same
+content, and the grant never leaves the channel between the two engines.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_ADAPTER = 4096
 MAX_REASON = 2048
 MAX_GROUPS = 1024
 MAX_BLOCKS = 1 << 22
-"""Of all block tables of a grant. The engine's thread lists them, so a peer must not make that long."""
+"""Maximum number of blocks in a grant, because the engine's thread builds lists of them."""
 
 Ticket: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
-"""The name of a lease on the wire: random, so knowing one is having been given it."""
+"""The name of a lease on the wire: random bits, which cannot be guessed."""
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-"""Which run of an engine."""
+"""Random number of one run of an engine."""
 
 _ID: Final = np.dtype("<u4")
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -46,13 +46,13 @@ def new_ticket() -> bytes:
 
 
 class PromptContent(msgspec.Struct, frozen=True):
-    """Digests of all that the KV of the beginning of a prompt was computed from.
+    """Digests of all inputs from which the KV of a prompt's prefix was computed.
 
     Attributes:
-        tokens: of the token ids.
-        items: of images, videos and audio with their positions; empty without any.
+        tokens: digest of the token ids.
+        items: digest of images, videos and audio with their positions; empty without any.
         adapter: the LoRA adapter's name by content; empty without one.
-        salt: of the cache salt, which keeps tenants apart; empty without one.
+        salt: digest of the cache salt, which separates tenants; empty without one.
     """
 
     tokens: _Digest
@@ -88,10 +88,10 @@ class PromptContent(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """What a pull reads from: blocks that a producer keeps, and the word that says whether it still does.
+    """Permission to read: the blocks that a producer keeps, and the lease word that protects them.
 
     Attributes:
-        slot, generation: of the lease word.
+        slot, generation: the lease word.
         tables: `block_ids` as bytes, since thousands of numbers in a list take longer to read than to send.
     """
 
@@ -100,7 +100,7 @@ class Grant(msgspec.Struct, frozen=True):
     tables: Annotated[list[bytes], msgspec.Meta(max_length=MAX_GROUPS)]
 
     def __post_init__(self) -> None:
-        """Raise ValueError for tables that are cut short or too long."""
+        """Raise ValueError for tables that are truncated or too long."""
         if any(len(table) % _ID.itemsize for table in self.tables):
             raise ValueError(f"block ids take {_ID.itemsize} bytes each")
         if (blocks := sum(map(len, self.tables)) // _ID.itemsize) > MAX_BLOCKS:
@@ -120,19 +120,19 @@ class Grant(msgspec.Struct, frozen=True):
         return tuple(np.frombuffer(table, _ID).tolist() for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the lease word, in that run of the producer."""
+        """Return the lease word, given the producer's incarnation."""
         return LeaseWord(self.slot, self.generation, incarnation)
 
 
 class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
-    """Asks for the blocks of a ticket.
+    """Asks for the grant of a ticket.
 
     Attributes:
-        number: comes back with the answer.
-        consumer: which run of which engine asks; its incarnation.
+        number: number of the request, echoed in the reply.
+        consumer: incarnation of the consumer.
         ticket: 128 bits.
-        tokens: number of tokens that the ticket came with.
-        content: digests of the consumer's own prompt, of so many tokens.
+        tokens: number of tokens in the offer.
+        content: digests of the first `tokens` tokens of the consumer's own prompt.
     """
 
     number: Number
@@ -143,12 +143,12 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
-    """The consumer has claimed the lease, and may read until it releases it.
+    """Reply: the consumer has claimed the lease, and may read until it releases it.
 
     Attributes:
         number: of the question.
         incarnation: which run of the producer answers.
-        grant: where the blocks are.
+        grant: the blocks and the lease word.
     """
 
     number: Number
@@ -157,12 +157,12 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
 
 
 class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
-    """Nothing is granted, and nothing has changed.
+    """Reply: nothing is granted, and nothing has changed.
 
     Attributes:
         number: of the question.
         incarnation: which run of the producer answers.
-        reason: a sentence.
+        reason: the reason, as a sentence.
     """
 
     number: Number

@@ -1,8 +1,8 @@
-"""The consumer's redemptions: what was asked of which producer, and its answers.
+"""The consumer's redemptions: the requests to producers, and their replies.
 
 begin ─▶ asked ─Redeemed─▶ granted
 ├─NotRedeemed, or silent until its deadline─▶ refused
-└─resent on a new connection to the same producer, which answers the same once more
+└─resent on a new connection to the same producer, which gives the same reply again
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class _PendingRedemption:
     """A ticket that is being redeemed.
 
     Attributes:
-        address: of the producer.
-        message: what it was asked.
-        deadline: by the clock.
-        answer: what it has answered.
+        address: address of the producer.
+        message: the request.
+        deadline: seconds of the clock.
+        answer: its reply; None if there is none yet.
     """
 
     address: Address
@@ -37,16 +37,19 @@ class _PendingRedemption:
 
 
 class Redemptions:
-    """Redemptions by number. The engine's thread opens, polls and ends them; the channel's takes answers."""
+    """Redemptions by number.
+
+    The engine's thread opens, polls and ends them; the channel's thread adds replies.
+    """
 
     def __init__(
         self, consumer: int, patience_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin without any.
+        """Create it without redemptions.
 
         Args:
             consumer: this engine's incarnation.
-            patience_seconds: when a producer that does not answer is given up.
+            patience_seconds: time for a producer to reply.
             clock: seconds.
         """
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
@@ -57,7 +60,7 @@ class Redemptions:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
-        """Return what to send; its number names the redemption until it is ended."""
+        """Return the request to send; its number identifies the redemption until it is ended."""
         message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
         self._asked[message.number] = _PendingRedemption(
             address, message, self._clock() + self._patience_seconds
@@ -65,7 +68,7 @@ class Redemptions:
         return message
 
     def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the answer; Pending if there is none yet, not even after a wait of so many seconds."""
+        """Return the reply; Pending if there is none after at most `wait_seconds`."""
         asked = self._asked[number]
         if asked.answer is None and wait_seconds > 0:
             with self._heard:
@@ -79,21 +82,21 @@ class Redemptions:
         return Pending()
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the address of the producer if it has not answered; None if it has."""
+        """Return the address of the producer if it has not replied; None if it has."""
         asked = self._asked[number]
         return asked.address if asked.answer is None else None
 
     def end(self, number: int) -> bool:
-        """Forget a redemption; return False if the producer has refused, so that it keeps nothing for us.
+        """Forget a redemption; return False if the producer has refused, so that it holds no lease.
 
-        What is answered from now on is dropped.
+        Later replies to it are dropped.
         """
         return not isinstance(self._asked.pop(number).answer, NotRedeemed)
 
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
-        """Take an answer; return the ticket if it was redeemed and the redemption is still open."""
+        """Process a reply; return the ticket if it was redeemed and the redemption is still open."""
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or asked.answer is not None:
             return None
@@ -103,7 +106,7 @@ class Redemptions:
         return asked.message.ticket if isinstance(answer, Redeemed) else None
 
     def unanswered(self, address: Address) -> list[Redeem]:
-        """Return what to ask on a new connection, where each has its full time again."""
+        """Return the requests to resend on a new connection, and restart their timeouts."""
         found = [one for one in list(self._asked.values()) if one.address == address and one.answer is None]
         for one in found:
             one.deadline = self._clock() + self._patience_seconds

@@ -3,9 +3,9 @@
     (unknown) ─asked→ under way ─addresses→ FRESH ─30 s→ asked again, while the old addresses serve
                           └─none, or 5 s without an answer→ FAILED ─10 s→ (unknown)
 
-`resolve` and `is_allowed` never wait, because the system's resolver may take tens of seconds: they may answer
-that an address is not known yet. Only names that the configuration lists are resolved. The engine dials the
-address that it checked, so a name cannot stand for another address when it is used.
+`resolve` and `is_allowed` never block, because the system's resolver may take tens of seconds: they may
+return that an address is not known yet. Only names that the configuration lists are resolved. The engine
+dials the address that it checked, so a name cannot stand for another address when it is used.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ STALE_SECONDS = 300.0
 PATIENCE_SECONDS = 5.0
 RETRY_SECONDS = 10.0
 NEW_SECONDS = 2.0
-"""Seconds after which names are looked up again for a client of an unknown address: it may be new there."""
+"""Seconds after which names are looked up again if a client's address is unknown."""
 
 THREADS = 4
 
 
 class AddressNotAllowed(KVFerryError):
-    """A host that is not dialled; why, in words."""
+    """Raised for a host that must not be dialled; the message is the reason."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Name:
     Attributes:
         addresses: found at `found_at`.
         asked_at: when the resolver was asked, None if it has answered.
-        failed_at, failure: of the last answer without addresses.
+        failed_at, failure: time and error of the last answer without addresses.
     """
 
     addresses: tuple[IP, ...] = ()
@@ -70,10 +70,10 @@ class PeerResolver:
         resolve: Callable[[str], Sequence[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is resolved yet.
+        """Create it without resolving any name.
 
         Args:
-            peers: who may be a peer.
+            peers: machines that may be peers.
             on_answer: called in a thread when the resolver has answered.
             resolve: returns addresses of a name, or raises OSError; by default the system's resolver.
             clock: seconds.
@@ -86,7 +86,7 @@ class PeerResolver:
         self._threads = 0
 
     def resolve(self, host: str) -> str | None:
-        """Return the address to dial for a host, None while it is being resolved.
+        """Return the address to dial for a host; None while it is being resolved.
 
         Raises:
             AddressNotAllowed: it may not be dialled, or has no address.
@@ -111,7 +111,7 @@ class PeerResolver:
             return None if any(map(self._is_pending, self._names.values())) else False
 
     def close(self) -> None:
-        """Tell nobody of answers that are still to come."""
+        """Stop calling `on_answer`."""
         with self._lock:
             self._on_answer = lambda: None
 
@@ -152,7 +152,7 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Have a name resolved if its addresses are older than this, and it did not fail just now."""
+        """Start resolving a name if its addresses are older than `seconds` and it has not failed recently."""
         now = self._clock()
         tried = now - entry.failed_at < min(seconds, RETRY_SECONDS)
         if entry.asked_at is not None or now - entry.found_at < seconds or tried:

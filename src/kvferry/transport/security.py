@@ -1,8 +1,8 @@
 """CURVE keys of the control and gather channels, which are always encrypted and authenticated.
 
 All engines that may exchange KV share one secret. Each derives the same CURVE key pair from it, and a
-listener lets in only a client that proves to hold that pair. Transport metadata lets its reader read an
-engine's memory, so there is no channel without keys.
+listener admits only clients that prove to hold that pair. Transport metadata lets its reader read an engine's
+memory, so there is no channel without keys.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zmq.utils import z85
 from kvferry.errors import ConfigError
 
 SECRET_BYTES = 32
-"""Bytes of a secret that kvferry makes."""
+"""Bytes of a secret that kvferry creates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A CURVE key pair, z85."""
+    """A CURVE key pair, encoded as Z85."""
 
     public: bytes
     secret: bytes
 
     @property
     def fingerprint(self) -> str:
-        """Eight hex digits to compare keys by; they help nobody to find the key."""
+        """Eight hex digits for comparing keys, from which the key cannot be derived."""
         return hashlib.blake2b(self.public, digest_size=4, person=b"kvferry-finger").hexdigest()
 
 
@@ -51,17 +51,17 @@ def derive_keys(secret: bytes) -> Keys:
 
 
 def random_keys() -> Keys:
-    """Return a key pair that nobody else has."""
+    """Return a random key pair."""
     return derive_keys(secrets.token_bytes(SECRET_BYTES))
 
 
 def secure_server(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Set a socket up as the side that accepts connections."""
+    """Configure a socket to accept authenticated connections."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = keys.secret, keys.public, True
 
 
 def secure_client(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Set a socket up as the side that connects."""
+    """Configure a socket to connect with this key pair."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
         keys.secret, keys.public, keys.public,
     )  # fmt: skip

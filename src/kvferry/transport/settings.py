@@ -22,7 +22,7 @@ class TransferSettings:
         keys: CURVE keys of the gather channel; by default random ones.
         peers: machines that may connect to the gather channel.
         lanes: number of threads that read, at least 1.
-        lane_bytes: one lane reads all of a route with fewer bytes.
+        lane_bytes: least bytes of a route that are split over lanes.
     """
 
     strategy: Strategy | None = None

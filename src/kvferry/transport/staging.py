@@ -26,8 +26,7 @@ class Allocation:
 
     Attributes:
         unit, units: index of the first unit, number of units.
-        position: index of the first image, counted from the start of the area in steps of the stride that was
-            allocated for.
+        position: index of the first image, counted from the start of the area in steps of the image stride.
     """
 
     unit: int
@@ -36,7 +35,7 @@ class Allocation:
 
 
 class StagingArea:
-    """Staging memory of one direction. Thread-safe.
+    """Staging memory for one direction. Thread-safe.
 
     Attributes:
         region: the memory to register with the transport.
@@ -83,7 +82,7 @@ class StagingArea:
         return Allocation(unit, units, -(-unit * UNIT_BYTES // stride))
 
     def free(self, allocation: Allocation) -> None:
-        """Free an allocation. Nothing may read or write it any more."""
+        """Free an allocation. No READ or copy may use it any more."""
         with self._lock:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 

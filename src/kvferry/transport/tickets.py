@@ -1,13 +1,13 @@
-"""The producer's tickets: who may redeem them, and who has.
+"""The producer's tickets, and the consumers that have redeemed them.
 
 The engine's thread publishes a ticket when it grants the lease, and withdraws it when the lease ends, before
-a word is raised. The thread of the control channel redeems, and passes on who claims and who releases.
+a word is raised. The thread of the control channel redeems tickets, and reports claims and releases.
 
     OPEN ─redeemed─▶ CLAIMED by one or more consumers ─all of them have released it─▶ ENDED
     from any state: withdrawn, because its time is up or the cache was reset ────────┘
 
-A redemption that fails changes nothing, and only a consumer that has redeemed a ticket may release it. So a
-stolen ticket alone ends nobody's lease.
+A failed redemption changes nothing, and only a consumer that has redeemed a ticket may release it. So a
+stolen ticket alone cannot end a lease.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNKNOWN: Final = (
 )
 RELEASED: Final = "this engine has redeemed the ticket before, and released it"
 MOST_CONSUMERS: Final = 256
-"""Runs of engines that may redeem one ticket; anyone with the key can make runs up."""
+"""Maximum number of consumers of one ticket, because a client with the key can invent consumers."""
 
 CROWDED: Final = f"{MOST_CONSUMERS} engines have redeemed the ticket, and no more may"
 
@@ -36,8 +36,8 @@ class _OpenTicket:
 
     Attributes:
         lease: the lease's name in this engine.
-        tokens, content: the prompt it is for.
-        grant: what it is exchanged for.
+        tokens, content: number of tokens and digests of the prompt.
+        grant: the grant that it is exchanged for.
         claimed: consumers that have redeemed it and not released it.
         released: consumers that have released it.
     """
@@ -50,7 +50,7 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return why it is not exchanged; None if it is."""
+        """Return why the request is refused; None if it is granted."""
         if asked.tokens != self.tokens:
             return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
@@ -62,17 +62,17 @@ class _OpenTicket:
 
 
 class TicketBook:
-    """All tickets of an engine's run whose leases are held. Any thread may call it."""
+    """The tickets of an engine whose leases are held. Thread-safe."""
 
     def __init__(self, incarnation: int) -> None:
-        """Begin without any; `incarnation` of the engine's run is part of every answer."""
+        """Create an empty book; the engine's `incarnation` is part of every reply."""
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._open: dict[bytes, _OpenTicket] = {}
         self._tickets: dict[str, bytes] = {}  # by lease, until the lease is withdrawn
 
     def __len__(self) -> int:
-        """Tickets that can be redeemed."""
+        """Return the number of tickets that can be redeemed."""
         return len(self._open)
 
     # -- the engine's thread ------------------------------------------------------------------------------
@@ -81,10 +81,10 @@ class TicketBook:
         """Make a ticket redeemable.
 
         Args:
-            ticket: random.
+            ticket: random bits.
             lease: the lease's name in this engine.
-            tokens, content: the prompt whose beginning the blocks hold.
-            grant: what the ticket is exchanged for.
+            tokens, content: number of tokens and digests of the prompt prefix that the blocks hold.
+            grant: the grant that the ticket is exchanged for.
         """
         with self._lock:
             self._open[ticket] = _OpenTicket(lease, tokens, content, grant)
@@ -99,9 +99,9 @@ class TicketBook:
     # -- the thread of the control channel ----------------------------------------------------------------
 
     def redeem(self, asked: Redeem) -> Redeemed | NotRedeemed:
-        """Exchange a ticket for its grant, and note who has claimed it.
+        """Exchange a ticket for its grant, and record the consumer's claim.
 
-        A consumer whose claim stands gets the same answer again: the first may have been lost.
+        A consumer that has claimed it gets the same reply again, because the first may have been lost.
         """
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:
@@ -112,13 +112,13 @@ class TicketBook:
             return Redeemed(asked.number, self._incarnation, found.grant)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """Return the leases of those of these tickets that the consumer has claimed."""
+        """Return the leases of the tickets that the consumer has claimed; other tickets are ignored."""
         with self._lock:
             found = [self._open[ticket] for ticket in dict.fromkeys(tickets) if ticket in self._open]
             return [one.lease for one in found if consumer in one.claimed]
 
     def release(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """End a consumer's claims; return the leases that end with them, which nobody else has claimed."""
+        """End a consumer's claims; return the leases that no other consumer has claimed, which end."""
         with self._lock:
             return [lease for ticket in tickets if (lease := self._released(consumer, ticket)) is not None]
 

@@ -1,7 +1,7 @@
 """The transfers of a worker: lanes that read from peers, and the memory that peers read.
 
-Each order is split over the lanes. Every lane plans and reads its own share, so descriptors are posted, and
-images scattered, on several cores. An order gets exactly one result, when no lane has anything of it in
+Each order is split over the lanes. Every lane plans and reads its own share, so several cores post
+descriptors and scatter images. An order has exactly one result, delivered when no lane has a READ of it in
 flight.
 """
 
@@ -34,7 +34,9 @@ MAX_IN_FLIGHT = 256
 
 
 class Transfers:
-    """Reads from peers and serves their reads. For the engine's thread; no call waits for a transfer.
+    """Reads from peers and serves their reads.
+
+    Only the engine's thread uses it; no call blocks on a transfer.
 
     Attributes:
         words: this worker's lease words.
@@ -51,16 +53,16 @@ class Transfers:
         in_flight: int = MAX_IN_FLIGHT,
         validator: MetadataValidator | None = None,
     ) -> None:
-        """Start the lanes, register the memory; returns when that is done.
+        """Start the lanes and register the memory; return when both are done.
 
         Args:
-            name: of the agent that is read from, unique among all engines' ranks.
-            geometry: our rank.
-            words: our lease words; words for what is gathered are added to them.
+            name: name of the agent that peers read from, unique among all engines' ranks.
+            geometry: geometry of this worker.
+            words: this worker's lease words; words for the staging area are added to them.
             settings: strategies, costs, staging memory, lanes.
-            make_agent: called for the agent that is read from, and in every lane for the one that reads.
-            in_flight: how many reads a lane may have in flight; more wait their turn.
-            validator: says whether a peer's metadata may be loaded; by default a child process tries it.
+            make_agent: creates the agent that peers read from, and the reading agent of each lane.
+            in_flight: maximum number of reads that a lane has in flight; more are queued.
+            validator: decides whether a peer's metadata may be loaded; by default a child process tries it.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -102,24 +104,24 @@ class Transfers:
         self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Prepare a peer; orders for it may follow at once."""
+        """Connect a peer; orders for it may be submitted at once."""
         for lane in self._lanes:
             lane.connect(peer, cards)
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer, once nothing of it is in flight; later orders for it fail."""
+        """Remove a peer after its reads have ended; later orders for it fail."""
         for lane in self._lanes:
             lane.disconnect(peer)
 
     def submit(self, order: ReadOrder) -> None:
-        """Queue an order on all lanes; the lane that gets the first share changes with every order."""
+        """Queue an order on all lanes. The first share goes to another lane with every order."""
         turn, lanes = next(self._turns), len(self._lanes)
         self._parts[order.key] = []
         for number, lane in enumerate(self._lanes):
             lane.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
 
     def results(self) -> list[ReadResult]:
-        """Take the results of orders that have come to an end since the last call."""
+        """Return the results of orders that have ended since the last call."""
         done = []
         for result in itertools.chain.from_iterable(lane.results() for lane in self._lanes):
             parts = self._parts[result.key]
@@ -129,7 +131,10 @@ class Transfers:
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the lanes once nothing is in flight, or leave them behind if that takes too long."""
+        """End the lanes after their READs have ended.
+
+        Leave them running if that takes longer than `patience_seconds`.
+        """
         for lane in self._lanes:
             lane.stop()
         ended = [lane.join(patience_seconds) for lane in self._lanes]

@@ -1,13 +1,13 @@
-"""Earlier turns of conversations: how an engine finds, by content, a peer that still has the blocks of one.
+"""Earlier turns of conversations: find, by content, a peer that still has the blocks of one.
 
     the peer has finished a request and keeps its blocks ──▶ TurnIndex
     AskTurn(keys of a prompt's chunks)  ──▶  the turns that share most of them
                                         ◀──  Turns(of each a grant, the tokens after the last key)
 
-A turn is found by the keys of its chunks (`keys.chunk`), which say all that decides what blocks hold: tokens,
-what stands in place of tokens, adapter, tenant. Where it departs from the prompt inside a chunk, the tokens
-themselves are compared. Nobody answers for the engine's thread, so an answer may be out of date when it
-comes; the lease word says so to whoever reads.
+A turn is found by the keys of its chunks (`keys.chunk`), which digest everything that decides what blocks
+hold: tokens, multi-modal items, adapter, tenant. If the turn and the prompt differ inside a chunk, their
+tokens are compared. The channel's thread replies without asking the engine's thread, so a reply may be out of
+date. The reader detects that from the lease word.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvferry.transport.handshake import Address
 from kvferry.transport.messages import MAX_TURNS, AskTurn, KeptTurn, Turns
 
 ASK_SECONDS = 0.25
-"""When peers that have not said what they keep are waited for no more."""
+"""Timeout of a query."""
 
 SILENT_SECONDS = 10.0
-"""How long a peer that has not is left alone; twice as long each time that it has not again."""
+"""Pause before a peer that timed out is asked again; it doubles with every consecutive timeout."""
 
 MAX_SILENT_SECONDS = 320.0
-"""How long at most."""
+"""Longest pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class TurnContent:
 
     Attributes:
         chunk_tokens: tokens of a chunk.
-        keys: of all whole chunks.
-        tokens: token ids, or what has been looked at of them.
-        items: positions at which something stands in place of tokens, ascending.
+        keys: keys of all whole chunks.
+        tokens: token ids, or the prefix of them that is known.
+        items: positions of multi-modal items, ascending.
     """
 
     chunk_tokens: int
@@ -78,14 +78,14 @@ def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
 
 
 class TurnIndex:
-    """Index of kept turns by chunk key. One thread changes it, another looks turns up."""
+    """Index of kept turns by chunk key. One thread changes it while another looks turns up."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, tuple[TurnContent, KeptTurn, str]] = {}
         self._by_key: dict[tuple[int, bytes], dict[bytes, None]] = {}
 
     def __len__(self) -> int:
-        """Turns that can be found."""
+        """Return the number of turns that can be found."""
         return len(self._turns)
 
     def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
@@ -109,7 +109,7 @@ class TurnIndex:
         return [found[2] for found in known if found is not None]
 
     def find(self, question: AskTurn) -> Turns:
-        """Find the turns that share most chunks from the first on; of many, the latest."""
+        """Find the turns that share the most chunks from the first on; of many, the latest."""
         for last in range(len(question.keys) - 1, -1, -1):
             tickets = list(self._by_key.get((last, question.keys[last]), ()))
             turns = [turn for ticket in reversed(tickets) if (turn := self._turns.get(ticket)) is not None]
@@ -125,12 +125,12 @@ class TurnIndex:
 
 @dataclass(slots=True)
 class _TurnQuery:
-    """A question to several peers.
+    """A query to several peers.
 
     Attributes:
-        waiting: who has not answered yet, and which run of it was asked.
-        began: when.
-        answers: what others have said.
+        waiting: peers that have not replied yet, with the incarnations that were asked.
+        began: time of the query, seconds of the clock.
+        answers: the replies of the others.
     """
 
     waiting: dict[Address, int]
@@ -140,12 +140,12 @@ class _TurnQuery:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """The pause of a peer that did not answer in time.
+    """The pause of a peer that did not reply in time.
 
     Attributes:
-        run: which run of it.
-        until: when it is asked again.
-        seconds: how long it is left alone.
+        run: incarnation of the peer.
+        until: end of the pause, seconds of the clock.
+        seconds: length of the pause.
     """
 
     run: int
@@ -154,21 +154,21 @@ class _Silence:
 
 
 class TurnQueries:
-    """Questions for turns, and their answers. The engine's thread asks; the channel's thread takes answers.
+    """Queries for turns and their replies. The engine's thread asks; the channel's thread adds replies.
 
-    Who is silent costs every prompt `ASK_SECONDS`, so it is left alone, and longer each time. One that has
-    gone for good is hardly asked any more; another run of it, or one that is named by a ticket, is at once.
+    A silent peer delays every prompt by `ASK_SECONDS`, so it is not asked for a while, and longer after every
+    timeout. A new incarnation of the peer, or a ticket that names it, ends the pause.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Nothing was asked yet; `clock` in seconds."""
+        """Create it without queries; `clock` is in seconds."""
         self._clock = clock
         self._open: dict[int, _TurnQuery] = {}
         self._silent: dict[Address, _Silence] = {}
         self._numbers = count()
 
     def begin(self, peers: Mapping[Address, int]) -> tuple[int, list[Address]]:
-        """Open a question; return its number and the peers to ask, without those that were silent lately."""
+        """Open a query; return its number and the peers to ask, without those that are in a pause."""
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
             self._silent.pop(gone, None)
@@ -177,12 +177,12 @@ class TurnQueries:
         return number, list(asked)
 
     def note_ticket(self, address: Address) -> None:
-        """Ask a peer again, because a ticket of it has arrived."""
+        """End a peer's pause, because one of its tickets has arrived."""
         if (silence := self._silent.get(address)) is not None:
             self._silent[address] = replace(silence, until=self._clock())
 
     def handle_reply(self, address: Address, turns: Turns) -> None:
-        """Take an answer; drop it if nothing waits for it."""
+        """Add a reply; drop it if no query waits for it."""
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:
             question.answers += [(address, kept) for kept in turns.kept]
@@ -192,7 +192,7 @@ class TurnQueries:
             self._silent[address] = _Silence(silence.run, self._clock() + SILENT_SECONDS)
 
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return all answers and end the question; None while a peer may still answer in time."""
+        """Return all replies and end the query; None while a peer may still reply in time."""
         question, now = self._open[number], self._clock()
         if question.waiting and now < question.began + ASK_SECONDS:
             return None
@@ -202,7 +202,7 @@ class TurnQueries:
         return question.answers
 
     def drop(self, number: int) -> None:
-        """Drop a question."""
+        """Drop a query."""
         self._open.pop(number, None)
 
     def _is_left_alone(self, address: Address, run: int, now: float) -> bool:
@@ -210,7 +210,7 @@ class TurnQueries:
         return silence is not None and silence.run == run and now < silence.until
 
     def _silence(self, address: Address, run: int, asked: float, now: float) -> _Silence:
-        """Return the pause of a peer that has not answered, twice as long as its last one."""
+        """Return the pause of a peer that has not replied, twice as long as its last one."""
         before = self._silent.get(address)
         if before is None or before.run != run:
             return _Silence(run, now + SILENT_SECONDS)
