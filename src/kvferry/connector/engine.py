@@ -233,9 +233,14 @@ class CacheGroup:
         return [block_ids[(tokens - 1) // self.state_block_tokens if self.state_block_tokens else 0]]
 
 
+def _no_sample(request_id: str) -> None:
+    """Return None: the engine does not split a request into samples."""
+    del request_id
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts of an engine that the connector decides by.
+    """Facts of an engine that the connector decides by. Defaults fit an engine without that feature.
 
     Attributes:
         engine_id: its name.
@@ -260,12 +265,12 @@ class EngineFacts:
     steps_in_flight: int
     tokens_in_flight: int
     step_tokens: int
-    draft_lookahead: int
-    speculates: bool
-    names_prompts_only: bool
-    has_rings: bool
-    port_offset: int
-    parent_of: Callable[[str], str | None]
+    draft_lookahead: int = 0
+    speculates: bool = False
+    names_prompts_only: bool = False
+    has_rings: bool = False
+    port_offset: int = 0
+    parent_of: Callable[[str], str | None] = _no_sample
 
     @property
     def has_state(self) -> bool:

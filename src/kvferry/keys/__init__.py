@@ -2,6 +2,7 @@
 
 - `chunk`: the key of a chunk, over all tokens up to its end and everything else that decides its content.
 - `namespace`: the scope of keys, from all facts on model and format that make bytes of another run wrong.
+- `settings_text`: settings of a model as flat text, by which engines compare them.
 - `prompt`: one digest of a whole prompt, by which two engines agree on a handover.
 """
 

@@ -23,7 +23,7 @@ from hashlib import blake2b
 from typing import Any
 
 from kvferry.engines.vllm.compat.models import SHARED_LAYERS, built_models
-from kvferry.engines.vllm.settings_text import settings_of, text_of
+from kvferry.keys.settings_text import settings_of, text_of
 
 _POSITIONS = (1, 2, 63)
 """Sampled rows of a rotary table; 0 says little, and small ones have the least error of rounding."""

@@ -14,7 +14,7 @@ from typing import Any
 from kvferry.engines.vllm.checkpoints import weights
 from kvferry.engines.vllm.compat.drafts import keeps_draft_layers
 from kvferry.engines.vllm.compat.models import draft_layer_names
-from kvferry.engines.vllm.settings_text import settings_of
+from kvferry.keys.settings_text import settings_of
 
 _THE_MODELS_OWN = "the model's own"
 

@@ -14,17 +14,17 @@ from dataclasses import asdict, is_dataclass
 from functools import reduce
 from typing import Any
 
+from kvferry.connector.agreement import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
 from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.checkpoints import uncertain, weights
 from kvferry.engines.vllm.compat.dtypes import cache_dtype, state_dtypes
 from kvferry.engines.vllm.compat.multimodal import processor_settings
 from kvferry.engines.vllm.drafts import draft_weights
-from kvferry.engines.vllm.settings_text import settings_of, text_of
 from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format.chunk import VERSION
+from kvferry.keys.settings_text import settings_of, text_of
 from kvferry.transport.messages import Fact, Facts
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
     """
     model = vllm_config.model_config
     facts: dict[str, Fact] = {
-        "weights": weights(vllm_config, model, vllm_config.load_config),
-        "model dtype": str(model.dtype).removeprefix("torch."),
-        "KV cache dtype": cache_dtype(vllm_config),
+        WEIGHTS: weights(vllm_config, model, vllm_config.load_config),
+        MODEL_DTYPE: str(model.dtype).removeprefix("torch."),
+        CACHE_DTYPE: cache_dtype(vllm_config),
         "quantization": str(model.quantization or "none"),
     }
     if states := state_dtypes(kv_cache_config):
@@ -123,8 +123,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
         ConfigError: the weights are uncertain, or scales of the cache are computed at run time; says why.
     """
     model = vllm_config.model_config
-    facts = dict(must_agree)
-    whose, dtype, kv_dtype = (str(facts.pop(name)) for name in ("weights", "model dtype", "KV cache dtype"))
+    whose = str(must_agree[WEIGHTS])
     for name, found in (("weights", whose), ("weights of the draft model", draft_weights(vllm_config))):
         if uncertain(found):
             raise ConfigError(
@@ -136,15 +135,8 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
             "tiers: scales of the quantised cache are computed at run time (calculate_kv_scales) and differ "
             "from run to run; use a checkpoint that has them"
         )
-    return Namespace.of(
-        weights=whose,
-        model=facts,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        scales={},
-        form=(f"chunk file, version {VERSION}", *canonical.describe()),
-        name=str(model.served_model_name or model.model),
-    )
+    name = str(model.served_model_name or model.model)
+    return namespace_of_facts(must_agree, canonical, name)
 
 
 def _processor(model: Any) -> dict[str, str] | None:
