@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 
 from benchmarks.layout import measure as layout, report as layout_report
 from benchmarks.layout.cells import METHODS
@@ -23,7 +22,7 @@ from kvferry.bench import calibrate_report, transfer_report
 from kvferry.bench.calibrate import CalibrationJob, calibrate
 from kvferry.bench.movers import KVFerryMover
 from kvferry.bench.transfer import TransferJob, measure
-from kvferry.cli.bench import register
+from kvferry.cli.bench import app
 from kvferry.errors import TransferError
 from kvferry.measuring.machine import machine_facts
 from kvferry.measuring.producer_process import ProducerProcess
@@ -166,9 +165,7 @@ def test_encryption_is_measured_beside_the_same_talk_without() -> None:
 
 def test_costs_are_fitted_and_nothing_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    app = typer.Typer()
-    register(app)
-    app(["bench", "calibrate", "--dry-run", "--json", "--repeats", "7"], standalone_mode=False)
+    app(["calibrate", "--dry-run", "--json", "--repeats", "7"], standalone_mode=False)
     said = json.loads(capsys.readouterr().out)
     assert said["written"] is None
     assert all(seconds > 0 for name, seconds in said["costs"].items() if name.endswith("byte_seconds"))
@@ -193,11 +190,8 @@ def test_costs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
 
 
 _RUN = """
-import typer
-from kvferry.cli.bench import register
+from kvferry.cli.bench import app
 if __name__ == "__main__":
-    app = typer.Typer()
-    register(app)
     app()
 """
 
@@ -206,7 +200,7 @@ if __name__ == "__main__":
 def test_both_processes_end_together(number: int, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(_RUN)
-    command = [sys.executable, str(script), "bench", "transfer", "--layers", "2", "--repeats", "100000"]
+    command = [sys.executable, str(script), "transfer", "--layers", "2", "--repeats", "100000"]
     running = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

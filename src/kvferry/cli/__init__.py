@@ -1,1 +1,1 @@
-"""The commands. Each module has a `register` that adds its commands to the application."""
+"""The commands: a module each, whose functions `main` makes commands of one application."""

@@ -16,16 +16,12 @@ from kvferry.errors import ConfigError
 _MAX_DEPTH = 256
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    bench = typer.Typer(
-        help="Measure how fast this machine moves and keeps KV.", no_args_is_help=True, callback=check_output
-    )
-    for command in (transfer, tiers, calibrate):
-        bench.command()(command)
-    app.add_typer(bench, name="bench")
+app = typer.Typer(
+    help="Measure how fast this machine moves and keeps KV.", no_args_is_help=True, callback=check_output
+)
 
 
+@app.command()
 def transfer(
     geometry: Annotated[
         str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
@@ -86,43 +82,7 @@ def transfer(
         transfer_report.show(measured, Console(highlight=False))
 
 
-def calibrate(
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; by default where kvferry looks for it.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, write nothing.")] = False,
-    repeats: Annotated[int, typer.Option(min=7, help="Rounds; each measures every size once.")] = 9,
-    transports: Annotated[
-        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Measure this machine's costs, and keep them for the planner.
-
-    The planner chooses between strategies by what reading, copying and asking cost. This command writes the
-    costs to a file, which kvferry reads wherever it plans transfers. Without the file it uses built-in costs.
-    """
-    from datetime import UTC, datetime
-
-    from rich.console import Console
-
-    from kvferry.bench import calibrate_report
-    from kvferry.bench.calibrate import CalibrationJob, calibrate as measure
-    from kvferry.measuring.machine import machine_facts
-    from kvferry.transport.costs_file import default_costs_path, write_costs
-
-    with progress_line() as progress:
-        found = measure(CalibrationJob(repeats=repeats, transports=transports), progress)
-    path = None if dry_run else out or default_costs_path()
-    facts = calibrate_report.facts(machine_facts(), found)
-    if path is not None:
-        write_costs(path, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)
-    if as_json:
-        print(json.dumps(calibrate_report.as_json(found, facts, path)))
-    else:
-        calibrate_report.show(found, path, Console(highlight=False))
-
-
+@app.command()
 def tiers(
     geometry: Annotated[
         str, typer.Option(help="Model whose chunks to store and load, as `kvferry plan` takes it.")
@@ -171,6 +131,44 @@ def tiers(
         print(json.dumps(tiers_report.as_json(measured)))
     else:
         tiers_report.show(measured, Console(highlight=False))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; by default where kvferry looks for it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, write nothing.")] = False,
+    repeats: Annotated[int, typer.Option(min=7, help="Rounds; each measures every size once.")] = 9,
+    transports: Annotated[
+        str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure this machine's costs, and keep them for the planner.
+
+    The planner chooses between strategies by what reading, copying and asking cost. This command writes the
+    costs to a file, which kvferry reads wherever it plans transfers. Without the file it uses built-in costs.
+    """
+    from datetime import UTC, datetime
+
+    from rich.console import Console
+
+    from kvferry.bench import calibrate_report
+    from kvferry.bench.calibrate import CalibrationJob, calibrate as measure
+    from kvferry.measuring.machine import machine_facts
+    from kvferry.transport.costs_file import default_costs_path, write_costs
+
+    with progress_line() as progress:
+        found = measure(CalibrationJob(repeats=repeats, transports=transports), progress)
+    path = None if dry_run else out or default_costs_path()
+    facts = calibrate_report.facts(machine_facts(), found)
+    if path is not None:
+        write_costs(path, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)
+    if as_json:
+        print(json.dumps(calibrate_report.as_json(found, facts, path)))
+    else:
+        calibrate_report.show(found, path, Console(highlight=False))
 
 
 def _parse_depths(text: str) -> tuple[int, ...]:

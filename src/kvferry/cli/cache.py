@@ -35,19 +35,10 @@ _Options = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds since 1970.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    cache = typer.Typer(
-        help="Inspect and clean a KV cache on disk or in object storage.", no_args_is_help=True
-    )
-    cache.command()(ls)
-    cache.command()(stat)
-    cache.command()(verify)
-    cache.command()(gc)
-    cache.command()(clear)
-    app.add_typer(cache, name="cache")
+app = typer.Typer(help="Inspect and clean a KV cache on disk or in object storage.", no_args_is_help=True)
 
 
+@app.command()
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """List the namespaces: model, size and last use."""
     from kvferry.tiers.survey import namespace_usage
@@ -75,6 +66,7 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
         print("No namespaces: no engine has stored chunks here.")
 
 
+@app.command()
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """Show how much the cache holds, and its capacity."""
     from kvferry.tiers.survey import cache_totals
@@ -98,6 +90,7 @@ def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None
             print(f"{name:<14} {value}")
 
 
+@app.command()
 def verify(
     where: _Where,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Move bad files to quarantine.")] = False,
@@ -125,6 +118,7 @@ def verify(
         raise typer.Exit(_BAD)
 
 
+@app.command()
 def gc(
     where: _Where,
     capacity: Annotated[
@@ -152,6 +146,7 @@ def gc(
     print(f"{format_bytes(done.charged)} in use, evicted to {format_bytes(done.capacity)}")
 
 
+@app.command()
 def clear(
     where: _Where,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,

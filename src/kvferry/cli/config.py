@@ -2,20 +2,83 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 
-from kvferry.cli.config_options import with_settings
 from kvferry.serving.role import Role
 
+SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
+    "host": (str, "ADDRESS", "Address to listen on; node for the address of each rank's machine."),
+    "port": (int, "PORT", "Port of the control channel; by default any free one."),
+    "advertise_host": (str, "ADDRESS", "Address to advertise to peers; by default --host."),
+    "secret_file": (str, "FILE", "File with the secret that engines share; by default this machine's key."),
+    "peers": (
+        list[str],
+        "PEER",
+        (
+            "Host name, address or network of other engines; repeatable; by default this machine if --host is "
+            "loopback, else all."
+        ),
+    ),
+    "lease_seconds": (float, "SECONDS", "Time that blocks are kept for a consumer without heartbeats."),
+    "load_timeout_seconds": (float, "SECONDS", "Timeout of a load."),
+    "handshake_seconds": (float, "SECONDS", "Timeout of the handshake with a peer."),
+    "attempts": (int, "COUNT", "Number of loads to try before the prompt is computed."),
+    "transfer_log": (str, "FILE", "File that gets one JSON line per finished load."),
+    "layout": (str, "NAME", "Memory layout: auto, engine, or a name such as BLHNC."),
+    "strategy": (str, "NAME", "Transfer strategy: auto, direct, over-read or staged."),
+    "staging_mib": (int, "MIB", "Staging memory per worker and direction; 0 for none."),
+    "lanes": (int, "COUNT", "Number of reading threads per worker."),
+    "costs": (str, "FILE", "File that `kvferry bench calibrate` wrote."),
+    "tiers": (str, "JSON", 'Tiers that keep chunks: default, or JSON: [{"type": "host"}, ...].'),
+    "transfer": (
+        bool,
+        None,
+        "Exchange KV with other engines; by default without tiers, or with role prefill or decode.",
+    ),
+    "chunk_tokens": (int, "COUNT", "Tokens per chunk in the tiers."),
+    "snapshot_tokens": (int, "COUNT", "Tokens between kept windows and state snapshots."),
+    "source_policy": (str, "NAME", "Policy for choosing a source: weight, cost or first."),
+    "load_weight": (float, "WEIGHT", "Weight of tokens that peers offer (source policy weight)."),
+    "patience_seconds": (float, "SECONDS", "Time that a request waits for a source that is still looking."),
+    "turn_seconds": (
+        float,
+        "SECONDS",
+        "Time that blocks are kept for a conversation's next turn; 0 for none.",
+    ),
+    "turn_share": (float, "SHARE", "Largest share of the block pool to keep for next turns."),
+    "explain_requests": (int, "COUNT", "Number of requests to remember for kvferry explain; 0 for none."),
+}
+"""Key of `ConnectorConfig` to type, placeholder and help of its option, in the order of the help."""
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("config")(config)
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option per setting, after its first parameter, in place of ``**settings``.
+
+    Mutates the signature of `command`, from which Typer makes the options.
+    """
+    first, *others = (
+        one
+        for one in inspect.signature(command, eval_str=True).parameters.values()
+        if one.kind is not inspect.Parameter.VAR_KEYWORD
+    )
+    options = (
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, typer.Option(metavar=metavar, help=text)],
+        )
+        for name, (kind, metavar, text) in SETTINGS.items()
+    )
+    command.__signature__ = inspect.Signature([first, *options, *others])  # type: ignore[attr-defined]
+    return command
 
 
-@with_settings
+@_with_settings
 def config(
     role: Annotated[Role, typer.Option(help="Role of the engine.")] = Role.BOTH,
     *,

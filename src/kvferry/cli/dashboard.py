@@ -13,11 +13,6 @@ from kvferry.cli.options import write_file
 from kvferry.errors import ConfigError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("dashboard")(dashboard)
-
-
 def dashboard(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for the files; created if it does not exist.")

@@ -21,11 +21,6 @@ _FAILED = 1
 _INTERRUPTED = 130
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("demo")(demo)
-
-
 def demo(
     model: Annotated[
         str | None,

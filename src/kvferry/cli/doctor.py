@@ -14,11 +14,6 @@ from kvferry.cli.output import check_output
 _BAD = 1
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor")(doctor)
-
-
 def doctor(
     urls: Annotated[
         list[str] | None,

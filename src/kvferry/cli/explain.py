@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 _MOST_STORIES = 16
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("explain")(explain)
-
-
 def explain(
     request_id: Annotated[
         str | None,

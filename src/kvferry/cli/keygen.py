@@ -7,11 +7,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("keygen")(keygen)
-
-
 def keygen(
     file: Annotated[str, typer.Argument(metavar="FILE", help="File to create; - for standard output.")],
 ) -> None:

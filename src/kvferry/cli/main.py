@@ -7,21 +7,18 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli import (
-    bench,
-    cache,
-    config,
-    dashboard,
-    demo,
-    doctor,
-    explain,
-    keygen,
-    plan,
-    router,
-    serve,
-    top,
-)
+from kvferry.cli import bench, cache
+from kvferry.cli.config import config
+from kvferry.cli.dashboard import dashboard
+from kvferry.cli.demo import demo
+from kvferry.cli.doctor import doctor
+from kvferry.cli.explain import explain
+from kvferry.cli.keygen import keygen
 from kvferry.cli.output import flushed_output, print_error
+from kvferry.cli.plan import plan
+from kvferry.cli.router import router
+from kvferry.cli.serve import serve
+from kvferry.cli.top import top
 from kvferry.errors import ConfigError, KVFerryError
 
 _FAILED = 1
@@ -36,8 +33,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _module in (serve, router, config, keygen, doctor, demo, plan, cache, explain, top, dashboard, bench):
-    _module.register(app)
+for _command in (serve, router, config, keygen, doctor, demo, plan, explain, top, dashboard):
+    app.command()(_command)
+app.add_typer(cache.app, name="cache")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_versions(asked: bool) -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from kvferry.cli import plan_options as opt
 from kvferry.cli.options import without_none, write_file
 from kvferry.errors import ConfigError
@@ -19,11 +17,6 @@ if TYPE_CHECKING:
     from kvferry.plan.kept import TierForecast
 
 _STEP_TOKENS, _PROMPT_TOKENS = 8192, 128 << 10
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plan")(plan)
 
 
 def plan(

@@ -11,11 +11,6 @@ import typer
 _MIB = 1 << 20
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("router")(router)
-
-
 def router(
     prefill: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="URL of a prefill engine; repeatable.")

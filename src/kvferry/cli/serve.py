@@ -13,11 +13,6 @@ import typer
 from kvferry.cli.output import check_output
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("serve")(serve)
-
-
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Path or id of a model that vLLM can load.")],
     vllm_args: Annotated[

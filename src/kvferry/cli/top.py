@@ -14,11 +14,6 @@ import typer
 _FAILED, _INTERRUPTED = 1, 130
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("top")(top)
-
-
 def top(
     urls: Annotated[
         list[str],

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import typer
 
-from kvferry.cli.bench import register
+from kvferry.cli.bench import app
 from kvferry.errors import ConfigError
 
 
 def _run(*arguments: str) -> None:
-    app = typer.Typer()
-    register(app)
-    app(["bench", *arguments], standalone_mode=False)
+    app([*arguments], standalone_mode=False)
 
 
 @pytest.mark.parametrize(

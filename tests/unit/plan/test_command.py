@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvferry.cli.plan import register
+from kvferry.cli.plan import plan
 from kvferry.errors import ConfigError, KVFerryError
 
 DENSE = {
@@ -22,8 +22,8 @@ DENSE = {
 
 def run(*arguments: str) -> None:
     app = typer.Typer()
-    register(app)
-    app(["plan", *arguments][1:], standalone_mode=False)
+    app.command()(plan)
+    app([*arguments], standalone_mode=False)
 
 
 def printed(capsys, *arguments: str) -> str:

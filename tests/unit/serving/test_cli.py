@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli.config_options import SETTINGS
+from kvferry.cli.config import SETTINGS
 from kvferry.cli.main import app
 from kvferry.connector.config import ConnectorConfig
 from kvferry.transport.key_file import read_keys
