@@ -104,7 +104,7 @@ def check(
     if given:
         return
     away = time_reads(start("^sm"))
-    subject = "READ past shared memory"
+    subject = "READ without shared memory"
     if isinstance(away, str):
         yield bad(subject, f"does not work: {away}", "check the network devices that UCX finds (ucx_info -d)")
         return
