@@ -1,18 +1,7 @@
 """Admission: choose the source that serves a request, follow its loads, and try the next bid after a failure.
 
-The life of each request that some source might serve, in a `_RequestState`:
-
-    OPEN ─admitted with blocks─▶ LOADING ─all workers ready─▶ SERVED
-      │                             └─failed or late─▶ (struck out) FAILED ─lets others pass─▶ OPEN ─▶ …
-      └─nothing to load─▶ SERVED ─preempted, admitted anew─▶ OPEN
-
-vLLM queues a request whose load failed before requests whose loads hold blocks, and keeps blocks reserved for
-the failed load. If it needed more blocks than are left, neither it nor the others would ever go on. So it
-stands aside once. If the next plan finds no room at once, the prompt is computed, for which vLLM reserves
-nothing. A load also waits if it would leave too little `headroom` for requests that wait, or if its source
-has no room. When the request's patience is over, the prompt is computed.
-
-Every request ends because a load brings it further or is not begun (`bids`).
+Each request that some source might serve goes through the phases drawn in `request_phases`. Every request
+ends because a load brings it further or is not begun (`bids`).
 
 Two sources may bring a prefix together (`load_plans`). The request then waits for two loads. When one fails
 on any worker, the other is dropped and its source is not blamed. The request goes on, and bytes in flight
@@ -30,7 +19,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
-from kvferry.connector.bids import Bidding
+from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.engine import Block, BlockIds, BlockPool, CacheGroup, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
@@ -39,39 +28,26 @@ from kvferry.connector.must_compute import must_compute
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
 from kvferry.connector.policies import Choice
-from kvferry.connector.request_phase import RequestPhase
+from kvferry.connector.request_phases import RequestPhase, RequestPhases, RequestState, Standing
 from kvferry.connector.source import Load, Source
 from kvferry.connector.stream import EventStream
-from kvferry.connector.waiting import Waiting
 from kvferry.planning.select import LoadSpan, max_writable_blocks, writable_blocks
 from kvferry.terminal import shown
 
 
-@dataclass(slots=True)
-class _RequestState:
+@dataclass(slots=True, kw_only=True)
+class _RequestState(RequestState[LoadPlan]):
     """One request.
 
     Attributes:
-        bidding: its bids and attempts.
         sources: those that might serve it.
-        phase: as drawn above.
-        taken: the plan last proposed to the engine, and the tokens that the engine had then.
         loads: the loads under way.
         broken: a load of this attempt has failed.
-        failed: the last attempt has failed.
-        waiting: time spent waiting for room, or for sources that were looking.
-        crowded: there was no room for `taken`.
     """
 
-    bidding: Bidding
     sources: tuple[Source, ...]
-    phase: RequestPhase = RequestPhase.OPEN
-    taken: tuple[LoadPlan, int] | None = None
     loads: list[Load] = field(default_factory=list)
     broken: bool = False
-    failed: bool = False
-    waiting: Waiting = field(default_factory=Waiting)
-    crowded: bool = False
 
 
 class Admission:
@@ -111,7 +87,8 @@ class Admission:
         """
         self.pins = pins
         self._groups = tuple(groups)
-        self._parts, self._headroom, self._pool = parts, headroom, pool
+        self._parts, self._pool = parts, pool
+        self._phases = RequestPhases(choice, headroom, time.monotonic)
         self._workers, self._attempts = workers, attempts
         self._sources, self._choice = tuple(sources), choice
         self._events = AdmissionEvents(events, choice.policy)
@@ -119,7 +96,6 @@ class Admission:
         self._known: dict[str, _RequestState] = {}
         self._loads: dict[str, tuple[Source, Load]] = {}
         self._given_up: dict[str, str] = {}
-        self._brought: dict[str, Bidding] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -132,22 +108,21 @@ class Admission:
         sources = tuple(source for source in self._sources if source.arrived(request, bidding))
         self._events.arrived(request, sources, [one for one in self._sources if one not in sources])
         if sources:
-            self._known[request.request_id] = _RequestState(bidding, sources)
+            self._known[request.request_id] = _RequestState(bidding=bidding, sources=sources)
 
     def matched(self, request: Request, have: int) -> int | None:
         """Return the tokens that can be loaded beyond `have`; None to be asked again later."""
         if self._parts.evict():
             return None  # some of what the engine has just found for this request may be among them
         known = self._known.get(request.request_id)
-        if known is None or known.phase is RequestPhase.LOADING:
+        standing = Standing.LOADING if known is None else self._phases.standing(known)
+        if known is None or standing is Standing.LOADING:
             return 0
-        if known.phase is RequestPhase.FAILED:
-            known.phase, known.failed = RequestPhase.OPEN, True
+        if standing is Standing.ASIDE:
             return None
-        if known.failed and known.taken is not None:
+        if standing is Standing.NO_ROOM:
             self._events.no_room(request.request_id, have)
             return 0
-        known.phase = RequestPhase.OPEN
         if (why := must_compute(request, have)) is not None:
             known.taken = None
             self._events.not_asked(request, known.sources, have, *why)
@@ -162,19 +137,18 @@ class Admission:
         if known is None or known.phase is not RequestPhase.OPEN:
             return
         self._parts.forget(request.request_id)  # of an admission before this one
-        known.failed = False
-        if external == 0 or known.taken is None:
-            if known.taken is not None and known.crowded:
-                self._events.no_room(request.request_id, known.taken[1])
-            known.taken = None
+        proposed = known.taken
+        taken = self._phases.admit(known, external)
+        if taken is None:
+            if proposed is not None and known.crowded:
+                self._events.no_room(request.request_id, proposed[1])
             self._settle(request.request_id, known)
             self._events.unserved(request)
             return
-        known.phase, known.broken = RequestPhase.LOADING, False
-        known.bidding.take()
-        self._headroom.loads(request.request_id, known.taken[1] + external, request.num_tokens)
-        self._begin(known, request, blocks, external)
-        known.taken = None
+        plan, have = taken
+        known.broken = False
+        self._phases.wait(known, request, have + external)
+        self._begin(known, request, blocks, plan.parts(have, external, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
         """Count the tokens that a request waits for, by the place most of each load comes from."""
@@ -185,8 +159,7 @@ class Admission:
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended. Its loads under way are late from now on."""
-        self._headroom.forget(request_id)
-        self._brought.pop(request_id, None)
+        self._phases.forget(request_id)
         known = self._known.pop(request_id, None)
         if known is None:
             self._events.finished(request_id)
@@ -202,9 +175,7 @@ class Admission:
 
     def scheduled(self, requests: Container[str]) -> None:
         """Note the requests that the coming step computes tokens of."""
-        self._headroom.go_on(requests)
-        for name in [name for name in self._brought if name in requests]:
-            self._brought.pop(name).computed()
+        self._phases.scheduled(requests)
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
@@ -252,12 +223,9 @@ class Admission:
             self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
         if known.loads:
             return
+        self._phases.ended(known, load.request_id, failed=known.broken)
         if known.broken:
-            known.phase = RequestPhase.FAILED
-            self._headroom.forget(load.request_id)
             return
-        known.bidding.succeeded()
-        self._brought[load.request_id] = known.bidding
         self._settle(load.request_id, known)
         self._events.settled(load.request_id, load.span.total, load.span.prompt)
 
@@ -272,29 +240,13 @@ class Admission:
 
     def _best(self, known: _RequestState, request: Request, have: int) -> int | None:
         """Take the best bid and return its tokens; None while the request waits for it, or for room."""
-        known.crowded = False
         plans = self._plans(known, request, have)
-        now = time.monotonic()
-        waited = known.waiting.until(now)
-        best = self._choice.of(
-            known.bidding.open((plan.bid for plan in plans), request.num_tokens - have),
-            request.num_tokens - have,
-            waited=waited,
-            before=None if known.taken is None else known.taken[0].bid,
-        )
+        best = self._phases.best(known, plans, request, have)
         bids = [(plan.last, plan.bid) for plan in plans]
-        self._events.asked(request, known.sources, known.bidding, have, bids, best)
-        if best is None:
-            return 0
-        if not best.looking:
-            known.taken = next(plan for plan in plans if plan.bid is best), have
-            known.crowded = not self._has_room(known.taken[0], request, have)
-            if not known.crowded:
-                return best.tokens
-            if waited >= self._choice.patience_seconds:
-                return 0
-        known.waiting.begin(now)
-        return None
+        self._events.asked(
+            request, known.sources, known.bidding, have, bids, None if best is None else best.bid
+        )
+        return self._phases.propose(known, best, have, lambda plan: self._has_room(plan, request, have))
 
     def _plans(self, known: _RequestState, request: Request, have: int) -> list[LoadPlan]:
         """Return the plans that may be taken."""
@@ -304,16 +256,19 @@ class Admission:
     def _has_room(self, plan: LoadPlan, request: Request, have: int) -> bool:
         """Return whether a plan's loads leave the blocks that others need, even if they are late."""
         tokens, total = request.num_tokens, have + plan.bid.tokens
-        return self._headroom.fits(request.request_id, total, tokens) and all(
+        return self._phases.headroom.fits(request.request_id, total, tokens) and all(
             source.room(bid, self._most_written(span))
             for source, bid, span in plan.parts(have, plan.bid.tokens, tokens)
         )
 
-    def _begin(self, known: _RequestState, request: Request, blocks: RequestBlocks, external: int) -> None:
-        """Begin the loads of the plan that was taken; `external` tokens of it are not here."""
-        assert known.taken is not None
-        plan, have = known.taken
-        parts = plan.parts(have, external, request.num_tokens)
+    def _begin(
+        self,
+        known: _RequestState,
+        request: Request,
+        blocks: RequestBlocks,
+        parts: Sequence[tuple[Source, Bid, LoadSpan]],
+    ) -> None:
+        """Begin a load of each part of a plan."""
         self._count += 1
         attempt = f"{shown(request.request_id)}#{self._count}"
         for number, (source, bid, span) in enumerate(parts):
@@ -354,7 +309,6 @@ class Admission:
         return not plan.bid.looking and self._parts.refuses(span, source.alignments(load))
 
     def _settle(self, request_id: str, known: _RequestState) -> None:
-        known.phase = RequestPhase.SERVED
         for source in known.sources:
             source.settled(request_id)
 

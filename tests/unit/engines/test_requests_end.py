@@ -169,7 +169,7 @@ class Serving(RuleBasedStateMachine):
         for _ in range(3):
             self.step(1)
         assert len(self.engine.connector.pins) == len(self.engine.connector.admission) == 0
-        assert not self.engine.connector.admission._brought, "attempts of a request that has ended"
+        assert not self.engine.connector.admission._phases._brought, "attempts of a request that has ended"
         prefill = self.engine.connector.producer
         assert (len(prefill._book), prefill._unclaimed._blocks, prefill._unclaimed._leaving) == (0, {}, {})
         assert self.engine.pool.get_num_free_blocks() == self.free

@@ -111,17 +111,17 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
         CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=64),
         CacheGroup(kind=GroupKind.SLIDING, attention_span=64, block_tokens=64),
     ]
-    ours.headroom = Headroom(groups, 256, pool)
+    ours.phases.headroom = Headroom(groups, 256, pool)
     for name in "ab":
         assert ours.matched(request(name), 0) == (640, True), "11 blocks, and 6 and 4 are needed for the rest"
-        ours.headroom.go_on({name})
+        ours.phases.headroom.go_on({name})
     ours.allocated(request("a"), blocks(1), 640)
     pool.get_num_free_blocks = lambda: 20
     assert ours.matched(request("b"), 0) == (None, False)
     clock.now += PATIENCE
     assert ours.matched(request("b"), 0) == (0, False), "it is computed"
     ours.heard({"a"}, {"a"}, set())
-    ours.headroom.go_on({"a"})
+    ours.phases.headroom.go_on({"a"})
     assert ours.matched(request("c"), 0) == (640, True), "nobody waits"
     ours.allocated(request("c"), blocks(1), 640)
     assert ours.matched(request("d"), 0) == (None, False)
@@ -189,7 +189,7 @@ def test_a_preempted_request_may_be_served_again() -> None:
         ours.allocated(request(), blocks(1), 300)
         ours.heard({"r"}, set(), set())
         assert ours.matched(request(), 0) == (0, False), "nothing was computed since"
-        ours.scheduled({"r"})
+        ours.phases.scheduled({"r"})
     assert children[0].allocated == [300] * 3
 
 

@@ -1,34 +1,43 @@
 """Choice of the child that loads a request: ask all, choose one, exclude a child after its load failed.
 
-Phases of a request, kept in its `_RequestState` (`admission` has the same phases for kvferry's own sources):
+Requests go through the phases of kvferry's own admission (`connector.request_phases`). A child that was not
+chosen gets the blocks with 0 tokens to load, as in vLLM's MultiConnector, and drops its state of the request.
 
-    OPEN ─admitted with blocks─▶ LOADING ─its child reports it─▶ SERVED
-      │                             └─as failed─▶ (struck out) FAILED ─lets others pass─▶ OPEN ─▶ …
-      └─nothing to load─▶ SERVED ─preempted, admitted anew─▶ OPEN
-
-A child that was not chosen gets the blocks with 0 tokens to load, as in vLLM's MultiConnector, and drops
-its state for the request. Children with synchronous loads report nothing. Their request is SERVED when
-it is admitted, and the child is struck out if it reports blocks that did not load.
-
-An asynchronous load waits if it would leave too little `headroom` for waiting requests.
+Children with synchronous loads report nothing. Their request waits for nothing: it is SERVED when it is
+admitted, and the child is struck out if it reports blocks that did not load. Such a load needs no headroom,
+because the step that loads goes on with the request.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connector.bids import Bid, Bidding, Part
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.policies import Choice
-from kvferry.connector.request_phase import RequestPhase
-from kvferry.connector.waiting import Waiting
+from kvferry.connector.request_phases import RequestPhase, RequestPhases, RequestState, Standing
 
 Count = tuple[str, str, str]
 """(metric, child, outcome or nothing) of something that is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The load of a prefix by one child.
+
+    Attributes:
+        place: index of the child.
+        bid: its bid.
+        waits: True if the load is asynchronous, between steps, and the child reports its end.
+    """
+
+    place: int
+    bid: Bid
+    waits: bool
 
 
 @dataclass(slots=True)
@@ -36,47 +45,29 @@ class _Load:
     """Load of a request by a child.
 
     Attributes:
-        place: index of the child.
-        bid: the bid that was taken.
-        waits: True if the child reports the end of the load.
+        plan: the plan that was taken.
         blocks: vLLM's blocks of the request.
         began: start of the load, in seconds of the clock.
         spoilt: True once the engine was told of blocks that did not load.
     """
 
-    place: int
-    bid: Bid
-    waits: bool
+    plan: _Plan
     blocks: Any
     began: float
     spoilt: bool = False
 
 
 @dataclass(slots=True)
-class _RequestState:
+class _RequestState(RequestState[_Plan]):
     """State of one request.
 
     Attributes:
-        bidding: its bids and attempts.
-        phase: its phase, as drawn in the module's diagram.
         answers: the children's last answers, in tokens; None for a child that is still looking.
-        had: tokens that the engine had at that time.
-        taken: index of the child that is to load, and its bid.
-        waits: True if the load is asynchronous, between steps.
         load: the load under way; a synchronous load stays until the request ends or is admitted anew.
-        failed: True if the last load failed.
-        waiting: time spent waiting for room, or for children that were looking.
     """
 
-    bidding: Bidding
-    phase: RequestPhase = RequestPhase.OPEN
     answers: tuple[int | None, ...] = ()
-    had: int = 0
-    taken: tuple[int, Bid] | None = None
-    waits: bool = False
     load: _Load | None = None
-    failed: bool = False
-    waiting: Waiting = field(default_factory=Waiting)
 
 
 @dataclass(slots=True)
@@ -102,7 +93,7 @@ class Choosing:
 
     Attributes:
         counts: counters per child.
-        headroom: blocks to leave for waiting requests; set once the engine has its blocks.
+        phases: moves requests from phase to phase. Its headroom is set once the engine has its blocks.
     """
 
     def __init__(
@@ -122,13 +113,12 @@ class Choosing:
             attempts: maximum loads of one request.
             clock: returns seconds.
         """
-        self.counts, self.headroom = Counts(), Headroom()
+        self.counts, self.phases = Counts(), RequestPhases(choice, Headroom(), clock)
         self._names, self._children = tuple(names), tuple(children)
         self._choice, self._attempts, self._clock = choice, attempts, clock
         self._known: dict[str, _RequestState] = {}
         self._loads: dict[str, _Load] = {}
         self._new: dict[str, int] = {}
-        self._brought: dict[str, Bidding] = {}
 
     def __len__(self) -> int:
         """Return the number of known requests plus the number of loads under way."""
@@ -141,54 +131,32 @@ class Choosing:
         """
         known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, have) for child in self._children]
-        known.answers, known.had = tuple(tokens for tokens, _ in answers), have
-        if known.phase is RequestPhase.LOADING:
-            return 0, False
-        if known.phase is RequestPhase.FAILED:
-            known.phase, known.failed = RequestPhase.OPEN, True
-            return None, False
-        if known.failed and known.taken is not None:
-            return 0, False  # it found no room: see `admission`
+        known.answers = tuple(tokens for tokens, _ in answers)
         if known.phase is RequestPhase.SERVED:
             self._settle(known)
-            known.phase = RequestPhase.OPEN
-        return self._best(known, request, have, [waits for _, waits in answers])
+        standing = self.phases.standing(known)
+        if standing is not Standing.ASK:
+            return (None if standing is Standing.ASIDE else 0), False
+        best = self.phases.best(known, self._plans(request.num_tokens - have, answers), request, have)
+        tokens = self.phases.propose(known, best, have, lambda plan: self._has_room(plan, request, have))
+        return tokens, best is not None and best.waits and bool(tokens)
 
-    def _best(
-        self, known: _RequestState, request: Any, have: int, waits: Sequence[bool]
-    ) -> tuple[int | None, bool]:
-        rest = request.num_tokens - have
-        bids = [
-            # One that is looking may come to all but the last token, which is always computed.
-            Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None)
-            for name, tokens in zip(self._names, known.answers, strict=True)
+    def _plans(self, rest: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
+        """Return a plan for each child, of the children's answers; the engine lacks `rest` tokens."""
+        return [
+            # A child that is looking may find all but the last token, which is always computed.
+            _Plan(
+                place,
+                Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None),
+                waits,
+            )
+            for place, (name, (tokens, waits)) in enumerate(zip(self._names, answers, strict=True))
         ]
-        now = self._clock()
-        waited = known.waiting.until(now)
-        best = self._choice.of(
-            known.bidding.open(bids, rest),
-            rest,
-            waited=waited,
-            before=None if known.taken is None else known.taken[1],
-        )
-        if best is None:
-            known.taken = None
-            return 0, False
-        if not best.looking:
-            place, total = self._names.index(best.source), have + best.tokens
-            known.taken, known.waits = (place, best), waits[place]
-            if not known.waits or self.headroom.fits(request.request_id, total, request.num_tokens):
-                return best.tokens, known.waits
-            if waited >= self._choice.patience_seconds:
-                return 0, False
-        known.waiting.begin(now)
-        return None, False
 
-    def scheduled(self, requests: Container[str]) -> None:
-        """Note the requests that the coming step computes tokens of."""
-        self.headroom.go_on(requests)
-        for name in [name for name in self._brought if name in requests]:
-            self._brought.pop(name).computed()
+    def _has_room(self, plan: _Plan, request: Any, have: int) -> bool:
+        """Return whether a load leaves the blocks that waiting requests need."""
+        total = have + plan.bid.tokens
+        return not plan.waits or self.phases.headroom.fits(request.request_id, total, request.num_tokens)
 
     def chosen(self, request_id: str) -> int | None:
         """Return the index of the child that is to load the request or is loading it; None without one."""
@@ -196,8 +164,8 @@ class Choosing:
         if known is None:
             return None
         if known.taken is not None:
-            return known.taken[0]
-        return None if known.load is None else known.load.place
+            return known.taken[0].place
+        return None if known.load is None else known.load.plan.place
 
     def allocated(self, request: Any, blocks: Any, external: int) -> int | None:
         """Hand the request's blocks to all children; the chosen child loads `external` tokens into them.
@@ -211,27 +179,23 @@ class Choosing:
             loader = self._admit(request, known, blocks, external)
         for place, child in enumerate(self._children):
             child.update_state_after_alloc(request, blocks, external if place == loader else 0)
-        return None if known is None or known.waits else loader
+        return None if known is None or known.phase is RequestPhase.LOADING else loader
 
     def _admit(self, request: Any, known: _RequestState, blocks: Any, external: int) -> int | None:
         """Begin the chosen load if there are tokens to load; return the index of its child, or None."""
-        taken, known.taken, known.failed = known.taken, None, False
-        self._count(known.answers, None if taken is None or not external else taken[0], external)
-        if taken is None or not external:
-            known.phase, known.load = RequestPhase.SERVED, None
+        taken = self.phases.admit(known, external)
+        self._count(known.answers, None if taken is None else taken[0].place, external)
+        if taken is None:
+            known.load = None
             return None
-        place, bid = taken
-        known.load = _Load(place, bid, known.waits, blocks, self._clock())
-        known.bidding.take()
-        if known.waits:
-            known.phase = RequestPhase.LOADING
+        plan, had = taken
+        known.load = _Load(plan, blocks, self._clock())
+        if plan.waits:
+            self.phases.wait(known, request, had + external)
             self._loads[request.request_id] = known.load
-            self._new[request.request_id] = place
-            self.headroom.loads(request.request_id, known.had + external, request.num_tokens)
-            self.counts.pending[self._names[place]] += 1
-        else:
-            known.phase = RequestPhase.SERVED
-        return place
+            self._new[request.request_id] = plan.place
+            self.counts.pending[self._names[plan.place]] += 1
+        return plan.place
 
     def _count(self, answers: Sequence[int | None], loader: int | None, tokens: int) -> None:
         more = self.counts.more
@@ -258,24 +222,18 @@ class Choosing:
             load = self._loads.pop(request_id, None)
             if load is None:
                 continue
-            name, good = self._names[load.place], request_id not in failed and not load.spoilt
+            name, good = load.plan.bid.source, request_id not in failed and not load.spoilt
             self.counts.pending[name] -= 1
             self.counts.more["loads", name, "ready" if good else "failed"] += 1
             if good:
-                self._choice.speeds.loaded(load.bid.parts, self._clock() - load.began)
+                self._choice.speeds.loaded(load.plan.bid.parts, self._clock() - load.began)
             known = self._known.get(request_id)
             if known is not None and known.load is load:
-                self._end(request_id, known, load, good=good)
-
-    def _end(self, request_id: str, known: _RequestState, load: _Load, *, good: bool) -> None:
-        if good:
-            known.bidding.succeeded()
-            self._brought[request_id] = known.bidding
-            known.phase, known.load = RequestPhase.SERVED, None
-        else:
-            known.bidding.strike(self._names[load.place], "its load failed")
-            known.phase = RequestPhase.FAILED
-            self.headroom.forget(request_id)
+                if good:
+                    known.load = None
+                else:
+                    known.bidding.strike(name, "its load failed")
+                self.phases.ended(known, request_id, failed=not good)
 
     def _look_for(self, spoilt: set[int]) -> None:
         """Strike out the children that were to load these blocks."""
@@ -284,12 +242,11 @@ class Choosing:
             if load is None or not any(spoilt.intersection(ids) for ids in load.blocks.get_block_ids()):
                 continue
             load.spoilt = True
-            known.bidding.strike(self._names[load.place], "blocks of its load failed")
+            known.bidding.strike(load.plan.bid.source, "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended in any way; an asynchronous load under way is still reported."""
-        self.headroom.forget(request_id)
-        self._brought.pop(request_id, None)
+        self.phases.forget(request_id)
         known = self._known.pop(request_id, None)
         if known is not None:
             self._settle(known)
@@ -297,9 +254,9 @@ class Choosing:
     def _settle(self, known: _RequestState) -> None:
         """End a synchronous load, which no child reports."""
         load, known.load = known.load, None
-        if load is not None and not load.waits:
+        if load is not None and not load.plan.waits:
             outcome = "failed" if load.spoilt else "ready"
-            self.counts.more["loads", self._names[load.place], outcome] += 1
+            self.counts.more["loads", load.plan.bid.source, outcome] += 1
             if not load.spoilt:
                 known.bidding.succeeded()
                 known.bidding.computed()  # in the step that loaded

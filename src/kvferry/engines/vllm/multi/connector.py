@@ -121,7 +121,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         groups = tuple(map(cache_group, self._kv_cache_config.kv_cache_groups))
-        self._choosing.headroom = Headroom.of(
+        self._choosing.phases.headroom = Headroom.of(
             groups, step_tokens(self._vllm_config), kv_cache_manager.block_pool
         )
         for child in self._connectors:
@@ -172,7 +172,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output.total_num_scheduled_tokens)
-        self._choosing.scheduled(scheduler_output.num_scheduled_tokens)
+        self._choosing.phases.scheduled(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         return MultiMeta(children, self._choosing.take_new(), self._endings.take_new())
 
