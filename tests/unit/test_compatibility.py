@@ -21,18 +21,19 @@ SAID = {
 }
 HEAD = """# What works with which models
 
-How each pair of a model family and a feature was proved. A footnote names the test.
+Reference: what works with which model family, and how that was proved. The numbers name the tests below the
+table.
 
-- *CPU engine*: real vLLM engines on a CPU move the KV of a tiny random checkpoint of the family, or keep
-  and load it. Bytes, state or answer are those of one engine alone, as the test says.
+- *CPU engine*: real vLLM engines on a CPU move, or store and load, the KV of a tiny random checkpoint of
+  the family. The test compares bytes, state or answers with those of a single engine.
 - *planned*: vLLM's own classes of the family, in full size, agree with kvferry's geometry, or the planner
-  gives every rank what it needs at TP 1 to 16. No test here runs an engine of the family for this cell.
-- *cache manager*: vLLM's own cache manager places blocks of the family's kinds of state, and kvferry offers
-  and loads the right ones. A played worker stands for the model.
-- *refused*: kvferry refuses it in a sentence that says why.
-- *not yet*: nothing here proves it. It may work.
+  gives every rank what it needs at TP 1 to 16. No test runs an engine of the family for this feature.
+- *cache manager*: vLLM's own cache manager allocates blocks for the family's kinds of state, and kvferry
+  offers and loads the right ones. A fake worker stands for the model.
+- *refused*: kvferry refuses it, and says why.
+- *not yet*: no test proves it. It may work.
 
-No cell was proved on a GPU.
+Nothing in this table was proved on a GPU.
 
 """
 
