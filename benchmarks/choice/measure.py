@@ -36,6 +36,7 @@ from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.measuring.machine import MachineFacts, machine_facts
 from kvferry.measuring.simulated import read_geometry
 from kvferry.measuring.spread import Spread
+from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
 
 POLICIES = ("weight", "first", "cost")
@@ -268,7 +269,7 @@ def _probe(
         store = ObjectTier(
             f"s3://{BUCKET}/probe", bench_namespace(bodies.group), options, timeout_seconds=_STORE_SECONDS
         )
-        with open_queue(store) as queue:
+        with open_queue(store, ObjectSettings.kind) as queue:
             store_all(queue, bodies, len(bodies), depth=8)
             moved = LoadMover(queue, bodies, into, len(bodies))
             # What a request costs besides its bytes, the line makes up for.

@@ -81,8 +81,6 @@ class LookUpResults:
 class IndexOnlyTier(StorageTier):
     """A tier that knows keys and has no chunks."""
 
-    name = "file"
-
     def __init__(self, keys: Iterable[bytes], table: KeyTable) -> None:
         self.keys = TierKeys(table)
         for key in keys:
@@ -134,7 +132,7 @@ def measure(
     in_host = [*keys["host"], *made[: len(made) // _HOST_SHARE]]
     table = KeyTable()
     behind = IndexOnlyTier([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]], table)
-    with open_queue(behind) as queue:
+    with open_queue(behind, "file") as queue:
         cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (Behind(queue),))
         progress(f"looking for prompts of {tokens:,} tokens")
         took = [

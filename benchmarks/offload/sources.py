@@ -47,11 +47,13 @@ from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.observe.traces import TraceBuffer
 from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.names import FILE, HOST, OBJECT, PEER, tier_name
+from kvferry.tiers.names import HOST, PEER, tier_name
+from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
 from kvferry.tiers.paths import chunk_path
 from kvferry.tiers.storage_tier import StorageTier
@@ -62,7 +64,7 @@ from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
 
-SLOW = (FILE, tier_name(FILE, 1), OBJECT)
+SLOW = (FileSettings.kind, tier_name(FileSettings.kind, 1), ObjectSettings.kind)
 """Names of the tiers behind host memory, the fastest first."""
 
 _HOST = "127.0.0.1"
@@ -131,14 +133,14 @@ class KnownChunks:
         for name, of in zip(SLOW, keys[1:], strict=True):
             root = folder / name
             root.mkdir()
-            if name == OBJECT:
+            if name == ObjectSettings.kind:
                 _touch(root, spaces.digest, of)
                 store: StorageTier = ObjectTier(root.as_uri(), spaces, table=table)
             else:
                 store = FileTier(root, spaces, table=table)
                 _touch(root, spaces.digest, of)
                 store.refresh()
-            queue = TierQueue(store, name=name)
+            queue = TierQueue(store, name)
             stack.callback(queue.close, _PATIENCE_SECONDS)
             self.behind.append(Behind(queue))
             if not store.contains(of).all():

@@ -27,6 +27,7 @@ from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.side import EngineSide
 from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -79,7 +80,9 @@ class PromptLoads:
         host = HostTier(
             ranks.arena.region.length, [self.chunk_bytes], EVICTION_POLICIES["lru"], store.keys.table
         )
-        self._cache = ChunkCache(host, ranks.arena.bytes_at, canonical.groups, [Behind(TierQueue(store))])
+        self._cache = ChunkCache(
+            host, ranks.arena.bytes_at, canonical.groups, [Behind(TierQueue(store, FileSettings.kind))]
+        )
         mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.name, (geometry,), CHUNK_TOKENS)))
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ def _without_threads() -> Iterator[None]:
 def queue_by_hand(tier: FakeTier, clock: Callable[[], float], **options: int) -> TierQueue:
     """A real queue whose operations end when a test says: `jobs_of` and `answer`."""
     with _without_threads():
-        return TierQueue(tier, clock=clock, **options)
+        return TierQueue(tier, tier.name, clock=clock, **options)
 
 
 def jobs_of(queue: TierQueue) -> list[tuple[str, bytes, memoryview]]:

@@ -27,6 +27,7 @@ from kvferry.bench.storage_chunks import (
 )
 from kvferry.bench.tier_cases import TierCase
 from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import Chunk
 
@@ -50,7 +51,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
     count = chunks_per_move(max(depths))
     bodies, into = (stack.enter_context(ChunkBodies(group, CHUNK_TOKENS, count)) for _ in range(2))
     size = Chunk(bytes(32), bodies.keys[0], (bodies.group,)).file_bytes
-    queue = stack.enter_context(open_queue(stack.enter_context(_fresh(folder, bodies))))
+    queue = stack.enter_context(open_queue(stack.enter_context(_fresh(folder, bodies)), FileSettings.kind))
     store_all(queue, bodies, count, depth=8)
     files = _files(folder, count, size)
     found = []
@@ -62,7 +63,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
         if has_fio():
             writes.append(FioWrites(folder, depth, number, size))
             reads.append(FioReads(depth, files[:number]))
-        stores = StoreMover(lambda: _fresh(folder, bodies), bodies, depth)
+        stores = StoreMover(FileSettings.kind, lambda: _fresh(folder, bodies), bodies, depth)
         loads = LoadMover(queue, bodies, into, depth)
         found.append(_case("store", depth, STORE_RATIO, stores, writes))
         found.append(_case("load", depth, LOAD_RATIO, loads, reads))
@@ -71,7 +72,12 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
 
 def _case(direction: str, depth: int, target: float, ours: Mover, limits: Sequence[Mover]) -> TierCase:
     return TierCase(
-        tier="file", direction=direction, depth=depth, target=target, ours=ours, limits=tuple(limits)
+        tier=FileSettings.kind,
+        direction=direction,
+        depth=depth,
+        target=target,
+        ours=ours,
+        limits=tuple(limits),
     )
 
 

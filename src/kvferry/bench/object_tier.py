@@ -33,6 +33,7 @@ from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Unavailable
+from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
 
 TARGET_RATIO = 0.8
@@ -88,7 +89,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
     bodies, into = (stack.enter_context(ChunkBodies(group, CHUNK_TOKENS, count)) for _ in range(2))
     size = Chunk(bytes(32), bodies.keys[0], (bodies.group,)).file_bytes
     kept = stack.enter_context(_fresh(url, bodies))
-    queue = stack.enter_context(open_queue(kept))
+    queue = stack.enter_context(open_queue(kept, ObjectSettings.kind))
     store_all(queue, bodies, count, depth=8)
     prefix = stack.enter_context(_removed(url, f"bench-{secrets.token_hex(8)}"))
     client, content = from_url(url), random_pages(size)
@@ -110,7 +111,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-objects"))
         some = names[: chunks_per_move(depth)]
-        stores = StoreMover(lambda: _fresh(url, bodies), bodies, depth)
+        stores = StoreMover(ObjectSettings.kind, lambda: _fresh(url, bodies), bodies, depth)
         loads = LoadMover(queue, bodies, into, depth)
         puts, gets = (RequestMover("obstore", pool, request, some, size) for request in (put, get))
         streams = RequestMover("obstore in pieces of 512 KiB", pool, stream, some, size)
@@ -123,7 +124,7 @@ def _case(
     direction: str, depth: int, ours: Mover, limit: Mover, controls: tuple[Mover, ...] = ()
 ) -> TierCase:
     return TierCase(
-        tier="object",
+        tier=ObjectSettings.kind,
         direction=direction,
         depth=depth,
         target=TARGET_RATIO,

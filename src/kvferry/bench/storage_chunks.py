@@ -84,9 +84,9 @@ def chunks_per_move(depth: int) -> int:
 
 
 @contextmanager
-def open_queue(tier: StorageTier) -> Iterator[TierQueue]:
+def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
     """Yield a queue over a tier, with as many threads as a connector has; close it afterwards."""
-    queue = TierQueue(tier)
+    queue = TierQueue(tier, name)
     try:
         yield queue
     finally:
@@ -117,21 +117,26 @@ class StoreMover:
     name = "kvferry"
 
     def __init__(
-        self, fresh: Callable[[], AbstractContextManager[StorageTier]], bodies: ChunkBodies, depth: int
+        self,
+        name: str,
+        fresh: Callable[[], AbstractContextManager[StorageTier]],
+        bodies: ChunkBodies,
+        depth: int,
     ) -> None:
         """Prepare a mover.
 
         Args:
+            name: name of the tier.
             fresh: opens an empty tier, and removes what was stored at the end.
             bodies: chunks to store.
             depth: chunks in flight at a time.
         """
-        self._fresh, self._bodies, self._depth = fresh, bodies, depth
+        self._name, self._fresh, self._bodies, self._depth = name, fresh, bodies, depth
         self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
 
     def move(self) -> float:
         """Store all chunks; return the seconds."""
-        with self._fresh() as tier, open_queue(tier) as queue:
+        with self._fresh() as tier, open_queue(tier, self._name) as queue:
             return store_all(queue, self._bodies, chunks_per_move(self._depth), self._depth)
 
 

@@ -66,20 +66,20 @@ class TierQueue:
     def __init__(
         self,
         tier: StorageTier,
+        name: str,
         readers: int = 8,
         writers: int = 4,
         clock: Callable[[], float] = time.monotonic,
-        name: str = "",
     ) -> None:
         """Start the threads.
 
         Args:
             tier: the tier, which the queue takes over and closes.
+            name: name of the tier, unique within an engine.
             readers, writers: number of threads for reads and for writes.
             clock: monotonic seconds.
-            name: name of the tier; the tier's own if empty.
         """
-        self.name = name or tier.name
+        self.name = name
         self.tier, self.around = tier, StoreUsage()
         self._clock, self._looking = clock, threading.Lock()
         self._reading, self._writing = _UnderWay(clock), _UnderWay(clock)

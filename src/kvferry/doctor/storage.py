@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvferry.connector.tier_config import FileSettings, HostSettings, ObjectSettings, Tiers
+from kvferry.connector.tier_config import Tiers
 from kvferry.doctor.finding import Finding, bad, from_error, note, ok
 from kvferry.doctor.limits import ProcessResult, run_check, run_python
 from kvferry.doctor.mounts import Mount, list_mounts, mount_of
@@ -18,10 +17,11 @@ from kvferry.doctor.probes import MODULE, parse_output
 from kvferry.errors import ConfigError
 from kvferry.memory.available import available_memory
 from kvferry.tiers.files.opening import DEFAULT_CAPACITY_DIVISOR
-from kvferry.tiers.objects.client import BucketClient
-from kvferry.tiers.objects.faults import Unavailable
+from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.paths import default_directory
 from kvferry.tiers.sizes import parse_size
+from kvferry.tiers.storage_settings import StorageSettings
 from kvferry.units import format_bytes
 
 _PATH_SECONDS = 10.0
@@ -44,12 +44,10 @@ def check(tiers: Tiers) -> Iterator[Finding]:
     """Check all tiers, the fastest first."""
     yield host(tiers.host)
     for number, one in enumerate(tiers.slow):
-        subject = f"tier {number + 1}, {'file' if isinstance(one, FileSettings) else 'object'}"
-        if isinstance(one, FileSettings):
-            yield from run_check(subject, 2 * _PATH_SECONDS, partial(file, subject, one))
-        else:
-            seconds = 4 * one.timeout_seconds
-            yield from run_check(subject, seconds, partial(object_storage, subject, one))
+        subject = f"tier {number + 1}, {one.kind}"
+        own_check = OWN_CHECKS.get(type(one))
+        seconds = 2 * _PATH_SECONDS if own_check else one.trial_seconds
+        yield from run_check(subject, seconds, partial(own_check or trial, subject, one))
     yield from run_check("tiers", 2 * _PATH_SECONDS, partial(duplicate_directories, tiers))
 
 
@@ -202,16 +200,14 @@ def _remedy(number: int) -> str:
     return _REMEDIES.get(number, "check its owner, mode and mount")
 
 
-def object_storage(subject: str, settings: ObjectSettings) -> list[Finding]:
-    """Check that objects can be listed, written and removed, with an object of a few bytes."""
-    name = f".kvferry-doctor.{secrets.token_hex(8)}"
+def trial(subject: str, settings: StorageSettings) -> list[Finding]:
+    """Check that something can be written to the storage and removed."""
     try:
-        bucket = BucketClient(settings.url, settings.options, settings.timeout_seconds)
-        next(iter(bucket.list()), None)
-        bucket.put(name, [b"kvferry doctor"])
-        bucket.remove([name])
+        result = settings.try_out()
     except ConfigError as error:
         return [from_error(subject, error)]
-    except Unavailable as error:
-        return [bad(subject, f"{settings.url}: {error}", error.fault.advice)]
-    return [ok(subject, f"{settings.url} can be listed, written to and cleared")]
+    return [bad(subject, result.found, result.advice) if result.advice else ok(subject, result.found)]
+
+
+OWN_CHECKS: Mapping[type[StorageSettings], Callable[[str, Any], Iterable[Finding]]] = {FileSettings: file}
+"""Checks of kinds of storage about which more can be said than whether a trial succeeds."""

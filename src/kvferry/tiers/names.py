@@ -5,16 +5,24 @@ The second and later tier of a kind carries its number: ``file.2``.
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 PEER = "peer"
 """Another engine, as a tier and as a source."""
 
-HOST, FILE, OBJECT = "host", "file", "object"
+HOST = "host"
 
 TIERS = "tiers"
 """The source that loads from an engine's own tiers."""
 
-TIER_KINDS = (PEER, HOST, FILE, OBJECT)
-"""Kinds of tiers, in the order in which they are shown."""
+
+class Medium(Enum):
+    """The medium that tokens were loaded from, for engines that count tokens by medium."""
+
+    PEER = auto()
+    HOST = auto()
+    DISK = auto()
+    NETWORK = auto()  # a store on other machines
 
 
 def tier_name(kind: str, before: int) -> str:

@@ -12,6 +12,16 @@ _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
+def check_capacity(where: str, capacity: int | str | None) -> None:
+    """Check a capacity of a tier; None stands for a default.
+
+    Raises:
+        ConfigError: it is not a size, or not above 0; `where` names the tier.
+    """
+    if capacity is not None and parse_size(capacity) <= 0:
+        raise ConfigError(f"{where}: capacity is {capacity!r}, it must be above 0")
+
+
 def parse_size(size: int | str) -> int:
     """Return a size in bytes.
 

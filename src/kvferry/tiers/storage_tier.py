@@ -42,12 +42,10 @@ class StorageTier(Protocol):
     first of each kind is logged with what to do about it.
 
     Attributes:
-        name: "file" or "object", as in metrics and messages.
         keys: keys of the chunks that this process knows to be in the tier. `refresh` adds chunks that other
             processes stored and removes those that they evicted. Until then `get` may miss a known chunk.
     """
 
-    name: str
     keys: TierKeys
 
     @property

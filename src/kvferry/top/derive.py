@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from kvferry.connector.events import MissReason
 from kvferry.observe.exposed_names import CONNECTOR
-from kvferry.tiers.names import PEER, TIER_KINDS, tier_kind
+from kvferry.tiers.names import PEER, tier_kind
+from kvferry.tiers.registry import TIER_KINDS
 from kvferry.top.figures import (
     ActivityCounts,
     ConnectorFigures,

@@ -68,7 +68,7 @@ def test_a_rank_that_got_other_bytes_is_noticed() -> None:
 
 def test_a_chunk_that_is_not_in_a_tier_ends_the_benchmark(tmp_path: Path) -> None:
     group = chunk_group(TINY)
-    with ChunkBodies(group, CHUNK_TOKENS, 8) as bodies, open_queue(open_store(tmp_path)) as queue:
+    with ChunkBodies(group, CHUNK_TOKENS, 8) as bodies, open_queue(open_store(tmp_path), "file") as queue:
         store_all(queue, bodies, 7, 2)
         with pytest.raises(TransferError, match="file tier: a chunk is absent, expected hit"):
             LoadMover(queue, bodies, bodies, 8).move()

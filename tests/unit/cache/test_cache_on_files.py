@@ -43,7 +43,7 @@ class Cache:
         self.memory = np.zeros(SLOTS * SIZE, np.uint8)
         self.host = HostTier(SLOTS * SIZE, [SIZE], EVICTION_POLICIES["lru"], table)
         self.store = FileTier(folder, NAMESPACE, capacity=1 << 24, table=table)
-        self.queue = TierQueue(self.store)
+        self.queue = TierQueue(self.store, "file")
         self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [Behind(self.queue)])
 
     def bytes_at(self, offset: int, size: int) -> memoryview:

@@ -22,7 +22,7 @@ def work(path: Path, what: str) -> dict[str, object]:
     """Give a queue reads or writes on a mount that hangs, and go on meanwhile."""
     tier_queue.STUCK_SECONDS, tier_queue.REFRESH_SECONDS = 0.3, 0.05
     store = open_store(path)
-    queue = TierQueue(store, readers=2, writers=2)
+    queue = TierQueue(store, "file", readers=2, writers=2)
     threads = threading.active_count()
     longest, stuck_after = 0.0, 0.0
     with counted():

@@ -45,7 +45,7 @@ def heard(queue, count):
 
 
 def test_chunks_go_to_files_and_come_back(tmp_path):
-    queue = TierQueue(open_store(tmp_path, capacity=1 << 20))
+    queue = TierQueue(open_store(tmp_path, capacity=1 << 20), "file")
     stored = [body(number) for number in range(6)]
     for number, one in enumerate(stored):
         queue.write(key(number), GROUP, one)
@@ -62,7 +62,7 @@ def test_chunks_go_to_files_and_come_back(tmp_path):
 
 
 def test_a_damaged_file_is_a_miss_and_known_no_more(tmp_path):
-    queue = TierQueue(open_store(tmp_path, capacity=1 << 20))
+    queue = TierQueue(open_store(tmp_path, capacity=1 << 20), "file")
     queue.write(KEY, GROUP, body(1))
     heard(queue, 1)
     path = file_of(tmp_path, 1)
@@ -159,7 +159,7 @@ def test_there_is_room_for_four_stores_a_thread():
 
 def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
     tier = Gate()
-    queue = TierQueue(tier, readers=1, writers=1)
+    queue = TierQueue(tier, "gate", readers=1, writers=1)
     queue.read(KEY, GROUP, memoryview(bytearray(1)))
     began = time.monotonic()
     queue.close(0.2)
@@ -172,7 +172,7 @@ def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
 
 def test_closing_writes_what_was_given_and_closes_the_tier():
     tier = FakeTier("file")
-    queue = TierQueue(tier, readers=1, writers=1)
+    queue = TierQueue(tier, "file", readers=1, writers=1)
     for number in range(9):
         queue.write(key(number), GROUP, memoryview(b"%d" % number))
     queue.close(5)
@@ -188,7 +188,7 @@ def test_what_prompts_used_is_noted_with_the_next_refresh_each_chunk_after_what_
             uses.append(keys)
 
     monkeypatch.setattr("kvferry.cache.tier_queue.REFRESH_SECONDS", 60)
-    queue = TierQueue(Noting("file"), readers=1, writers=1)
+    queue = TierQueue(Noting("file"), "file", readers=1, writers=1)
     queue.used([b"beginning", b"one", b"its end"])
     queue.used([b"other"])
     queue.used([b"beginning", b"two"])
@@ -201,7 +201,7 @@ def test_a_tier_that_cannot_note_what_was_used_goes_on(caplog):
         def mark_used(self, keys):
             raise OSError("the mount has gone")
 
-    queue = TierQueue(Failing("file"), readers=1, writers=1)
+    queue = TierQueue(Failing("file"), "file", readers=1, writers=1)
     queue.used([KEY])
     queue.close(5)
     assert "file tier: what was used" in caplog.text
@@ -217,7 +217,7 @@ def test_a_tier_is_refreshed_every_now_and_then_whatever_it_raises(monkeypatch, 
             raise OSError("the mount has gone")
 
     monkeypatch.setattr("kvferry.cache.tier_queue.REFRESH_SECONDS", 0.001)
-    queue = TierQueue(Failing("file"), readers=1, writers=1)
+    queue = TierQueue(Failing("file"), "file", readers=1, writers=1)
     for _ in range(3):
         assert refreshed.acquire(timeout=10)
     queue.close(5)

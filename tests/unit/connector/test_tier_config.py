@@ -4,13 +4,13 @@ import pytest
 
 from kvferry.connector.config import parse_config
 from kvferry.connector.tier_config import (
-    FileSettings,
-    HostSettings,
-    ObjectSettings,
     Tiers,
     read_tiers,
 )
 from kvferry.errors import ConfigError
+from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.host.settings import HostSettings
+from kvferry.tiers.objects.settings import ObjectSettings
 
 OBJECT = {"type": "object", "url": "s3://bucket/kv"}
 HOST, FILE = {"type": "host", "capacity": "1GiB"}, {"type": "file", "path": "/chunks"}
@@ -68,14 +68,14 @@ def test_without_host_memory_chunks_pass_a_little_of_it():
         ([{**FILE, "path": ""}], "tiers[0]: path is ''; name a directory, or leave it out for the default"),
         ([{**FILE, "path": "/a\0"}], "tiers[0]: path is '/a\\x00'; name a directory"),
         ([{**FILE, "path": "/a\ud800"}], "tiers[0]: path is '/a\\ud800'; name a directory"),
-        ([{**HOST, "capacity": 0}], "tiers: a capacity of 0; it must be above 0"),
-        ([{**FILE, "capacity": "0 GiB"}], "tiers: a capacity of '0 GiB'; it must be above 0"),
-        ([{**FILE, "capacity": -1}], "tiers: a capacity of -1; it must be above 0"),
+        ([{**HOST, "capacity": 0}], "tiers[0]: capacity is 0, it must be above 0"),
+        ([{**FILE, "capacity": "0 GiB"}], "tiers[0]: capacity is '0 GiB', it must be above 0"),
+        ([{**FILE, "capacity": -1}], "tiers[0]: capacity is -1, it must be above 0"),
         ([{**FILE, "capacity": "much"}], "a size of 'much'; write a number of bytes"),
         ([{"type": "object", "url": "s3://b", "timeout_seconds": 0}],
-         "tiers: timeout_seconds is 0.0, it must be above 0 and below an hour"),
+         "tiers[0]: timeout_seconds is 0.0, it must be above 0 and below an hour"),
         ([{"type": "object", "url": "s3://b", "timeout_seconds": 1e9}],
-         "tiers: timeout_seconds is 1000000000.0, it must be above 0 and below an hour"),
+         "tiers[0]: timeout_seconds is 1000000000.0, it must be above 0 and below an hour"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(given, says):

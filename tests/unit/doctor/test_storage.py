@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.tier_config import FileSettings, HostSettings, ObjectSettings, read_tiers
+from kvferry.connector.tier_config import read_tiers
 from kvferry.doctor import storage
 from kvferry.doctor.finding import State
 from kvferry.doctor.limits import ProcessResult
 from kvferry.doctor.mounts import Mount
+from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.host.settings import HostSettings
+from kvferry.tiers.objects.settings import ObjectSettings
 
 MARK = "kvferry doctor: "
 GIB = 1 << 30
@@ -163,7 +166,7 @@ def test_a_full_disk_is_bad(full: Path):
 
 
 def test_object_storage_is_written_to_and_left_as_it_was(tmp_path):
-    (found,) = storage.object_storage("object", ObjectSettings(f"file://{tmp_path}"))
+    (found,) = storage.trial("object", ObjectSettings(f"file://{tmp_path}"))
     assert found.state is State.OK
     assert list(tmp_path.iterdir()) == []
 
@@ -188,7 +191,7 @@ def test_object_storage_is_written_to_and_left_as_it_was(tmp_path):
     ],
 )
 def test_object_storage_that_cannot_be_used_is_bad(settings, said):
-    (found,) = storage.object_storage("object", settings)
+    (found,) = storage.trial("object", settings)
     assert found.state is State.BAD
     assert said in found.found
 

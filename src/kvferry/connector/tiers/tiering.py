@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
-from pathlib import Path
 from typing import TypeAlias
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.tier_queue import TierQueue
-from kvferry.cache.writing import Behind
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
@@ -19,7 +16,8 @@ from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.stream import EventStream
-from kvferry.connector.tier_config import FileSettings, SlowSettings, Tiers
+from kvferry.connector.tier_config import Tiers
+from kvferry.connector.tiers.opening import open_tiers
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.tiers.stats import TierEvents
@@ -27,7 +25,7 @@ from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.connector.worker.chunk_routes import check_storable
 from kvferry.connector.worker.orders import ArenaCard, MovedByAll
-from kvferry.errors import ConfigError, GeometryError, Incompatible, Unnameable
+from kvferry.errors import ConfigError, GeometryError, Incompatible
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.canonical.length import (
@@ -38,16 +36,11 @@ from kvferry.geometry.canonical.length import (
 )
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.files.opening import unusable_directory
-from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.host.arena import Arena, available_bytes
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.names import HOST, tier_name
-from kvferry.tiers.objects.tier import ObjectTier
-from kvferry.tiers.paths import default_directory, find_same_directory
+from kvferry.tiers.names import HOST
 from kvferry.tiers.sizes import parse_size
-from kvferry.tiers.storage_tier import StorageTier
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +100,7 @@ class Tiering:
             EVICTION_POLICIES[tiers.host.eviction_policy],
             table := KeyTable(),
         )
-        opened = _open_all(tiers.slow, lambda: namespace(canonical), table)
+        opened = open_tiers(tiers.slow, lambda: namespace(canonical), table)
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
@@ -256,55 +249,3 @@ def _snapshot_tokens(config: ConnectorConfig, canonical: CanonicalForm) -> int:
 def _host_bytes(tiers: Tiers) -> int:
     given = tiers.host.capacity
     return available_bytes() // _DEFAULT_SHARE if given is None else parse_size(given)
-
-
-def _open_all(
-    tiers: Iterable[SlowSettings], named: Callable[[], Namespace], table: KeyTable
-) -> list[tuple[Behind, float]]:
-    """Open storage tiers; return those that can be used with their weights, and log why others cannot."""
-    found: list[tuple[Behind, float]] = []
-    directories: list[str] = []
-    namespace = None
-    for settings in tiers:
-        try:
-            namespace = namespace or named()
-            tier = _open(settings, namespace, table, directories)
-            alike = sum(one.queue.tier.name == tier.name for one, _ in found)
-            behind = Behind(TierQueue(tier, name=tier_name(tier.name, alike)), settings.write == "back")
-            found.append((behind, settings.load_weight))
-        except (ConfigError, Unnameable) as error:
-            logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
-    return found
-
-
-def _open(
-    settings: SlowSettings, namespace: Namespace, table: KeyTable, directories: list[str]
-) -> StorageTier:
-    """Open a storage tier; adds a directory that it uses to `directories`."""
-    if isinstance(settings, FileSettings):
-        capacity = None if settings.capacity is None else parse_size(settings.capacity)
-        path = settings.path or _default_directory()
-        if twin := find_same_directory(path, directories):
-            raise ConfigError(
-                f"file tier: {path} and {twin}, which is a tier already, are one directory; name another, or "
-                "leave out one of the two"
-            )
-        directories.append(path)
-        return FileTier(path, namespace, capacity=capacity, durable=settings.durable, table=table)
-    return ObjectTier(
-        settings.url, namespace, settings.options, timeout_seconds=settings.timeout_seconds, table=table
-    )
-
-
-def _default_directory() -> str:
-    """Return the default directory, in the user's cache directory; make it for this user alone.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    path = default_directory()
-    try:
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise unusable_directory(path, error) from error
-    return path

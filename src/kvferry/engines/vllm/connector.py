@@ -14,12 +14,12 @@ from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
 from kvferry.engines.vllm.compat.connectors import current_config, register_connector
 from kvferry.engines.vllm.compat.contract import (
-    HITS,
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+    hit_source,
 )
 from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.process import leave_cores_to_others, share_logging
@@ -31,7 +31,7 @@ from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.worker import VLLMWorker
 from kvferry.errors import ConfigError
 from kvferry.private_file import check_umask
-from kvferry.tiers.names import tier_kind
+from kvferry.tiers.registry import medium_of
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -118,7 +118,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             return {}
         found = Counter[CacheHitSource]()
         for place, tokens in self.scheduler.half.admission.origins(request.request_id).items():
-            found[HITS[tier_kind(place)]] += tokens
+            found[hit_source(medium_of(place))] += tokens
         return found
 
     def has_pending_push_work(self) -> bool:

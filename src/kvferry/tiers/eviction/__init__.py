@@ -11,6 +11,6 @@ from kvferry.tiers.eviction.s3fifo import S3FIFO
 __all__ = ["EVICTION_POLICIES", "EvictionPolicy"]
 
 EVICTION_POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
-    {"arc": ARC, "lru": LRU, "s3fifo": S3FIFO}
+    {"lru": LRU, "arc": ARC, "s3fifo": S3FIFO}
 )
 """Policies by their name in a configuration; each is made with the capacity in bytes."""

@@ -41,7 +41,6 @@ from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.listed_keys import ListedKeys
 from kvferry.tiers.index.tier_keys import TierKeys
-from kvferry.tiers.names import FILE
 from kvferry.tiers.outcome import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.paths import chunk_path, key_of
 from kvferry.tiers.storage_tier import StorageTier, StoreUsage
@@ -82,8 +81,6 @@ class FileTier(StorageTier):
         ConfigError: the path is missing, cannot be written or has another version, or the capacity is more
             than the disk has.
     """
-
-    name = FILE
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ from kvferry.tiers.format.decode import read_header
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.listed_keys import ListedKeys
 from kvferry.tiers.index.tier_keys import TierKeys
-from kvferry.tiers.names import OBJECT
 from kvferry.tiers.objects.access import GuardedBucket
 from kvferry.tiers.objects.bucket_index import BucketIndex
 from kvferry.tiers.objects.client import BucketClient, OpenObject
@@ -72,8 +71,6 @@ class ObjectTier(StorageTier):
     Raises:
         ConfigError: the form of the URL is unknown, or an option is unknown or cannot be used.
     """
-
-    name = OBJECT
 
     def __init__(
         self,

@@ -7,37 +7,12 @@ import torch
 from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.tier_config import FileSettings
-from kvferry.connector.tiers.tiering import _canonical, _default_directory, _open
+from kvferry.connector.tiers.tiering import _canonical
 from kvferry.engines.vllm.compat import specs
 from kvferry.engines.vllm.info import cache_group
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
-from kvferry.tiers.index.key_table import KeyTable
 from support.engine_info import made_up
-
-
-def test_the_default_directory_is_made_for_the_user_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = _default_directory()
-    assert path == str(tmp_path / "cache" / "kvferry" / "chunks") == _default_directory()
-    assert (tmp_path / "cache" / "kvferry" / "chunks").stat().st_mode & 0o777 == 0o700
-
-
-def test_a_default_directory_that_cannot_be_made_costs_the_tier_not_the_engine(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    with pytest.raises(ConfigError, match="cannot use /dev/null/kvferry/chunks: Not a directory"):
-        _default_directory()
-
-
-def test_a_directory_under_a_second_name_is_not_opened_again(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        _open(FileSettings(str(tmp_path / "link")), None, KeyTable(), ["/tmp", str(tmp_path)])
-    assert str(caught.value) == (
-        f"file tier: {tmp_path}/link and {tmp_path}, which is a tier already, are one directory; "
-        "name another, or leave out one of the two"
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvferry.tiers.names import FILE, HOST, OBJECT, PEER
+from kvferry.tiers.names import Medium
 
 __all__ = [
-    "HITS",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
@@ -30,12 +29,18 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
+    "hit_source",
 ]
 
-HITS = {
-    PEER: CacheHitSource.P2P,
-    HOST: CacheHitSource.HOST,
-    FILE: CacheHitSource.DISK,
-    OBJECT: CacheHitSource.EXTERNAL_UNSPECIFIED,
-}
-"""How vLLM's own counters label tokens, by where they came from."""
+
+def hit_source(medium: Medium) -> CacheHitSource:
+    """Return how vLLM's own counters label tokens that were loaded from a medium."""
+    match medium:
+        case Medium.PEER:
+            return CacheHitSource.P2P
+        case Medium.HOST:
+            return CacheHitSource.HOST
+        case Medium.DISK:
+            return CacheHitSource.DISK
+        case Medium.NETWORK:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED

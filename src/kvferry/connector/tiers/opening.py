@@ -1,0 +1,43 @@
+"""Opening of the storage tiers of an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.cache.writing import Behind
+from kvferry.errors import ConfigError, Unnameable
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.names import tier_name
+from kvferry.tiers.storage_settings import StorageSettings
+
+logger = logging.getLogger(__name__)
+
+
+def open_tiers(
+    tiers: Sequence[StorageSettings], named: Callable[[], Namespace], table: KeyTable
+) -> list[tuple[Behind, float]]:
+    """Open storage tiers; return those that can be used with their weights, and log why others cannot.
+
+    Args:
+        tiers: settings of the tiers, the fastest first.
+        named: returns the namespace of the chunks.
+        table: key table that the tiers share.
+    """
+    found: list[tuple[Behind, float]] = []
+    kinds = Counter[str]()
+    namespace = None
+    for number, settings in enumerate(tiers):
+        try:
+            namespace = namespace or named()
+            tier = settings.open(namespace, table, tiers[:number])
+        except (ConfigError, Unnameable) as error:
+            logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
+            continue
+        queue = TierQueue(tier, tier_name(settings.kind, kinds[settings.kind]))
+        kinds[settings.kind] += 1
+        found.append((Behind(queue, settings.write == "back"), settings.load_weight))
+    return found

@@ -1,0 +1,84 @@
+"""The settings of the file tier."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from kvferry.errors import ConfigError
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.files.opening import unusable_directory
+from kvferry.tiers.files.tier import FileTier
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.names import Medium
+from kvferry.tiers.paths import default_directory, find_same_directory
+from kvferry.tiers.sizes import check_capacity, parse_size
+from kvferry.tiers.storage_settings import Location, StorageSettings
+
+
+class FileSettings(StorageSettings, frozen=True):
+    """Chunks in a directory, which several engines may share.
+
+    Attributes:
+        path: the directory, which must exist; by default one in the user's cache directory.
+        capacity: bytes of all its files, or a text such as ``50GiB``; by default the capacity that the
+            directory had before, or a tenth of the free space.
+        durable: flush every chunk to the disk before it counts as stored.
+    """
+
+    kind: ClassVar[str] = "file"
+    medium: ClassVar[Medium] = Medium.DISK
+
+    path: str | None = None
+    capacity: int | str | None = None
+    durable: bool = False
+
+    def check(self, where: str) -> None:
+        """Check the capacity, and whether a directory can have that name; see `StorageSettings.check`."""
+        check_capacity(where, self.capacity)
+        if self.path is None:
+            return
+        try:
+            usable = self.path and b"\0" not in os.fsencode(self.path)
+        except UnicodeEncodeError:
+            usable = False
+        if not usable:
+            raise ConfigError(
+                f"{where}: path is {self.path!r}; name a directory, or leave it out for the default one"
+            )
+
+    @property
+    def location(self) -> Location:
+        """The directory, by its absolute path."""
+        if self.path is None:
+            return Location("the default directory", ())
+        path = os.path.abspath(self.path)
+        return Location(path, (path,))
+
+    def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> FileTier:
+        """Open the directory; the default one is created. See `StorageSettings.open`."""
+        path = self.path or make_default_directory()
+        directories = [one.path or default_directory() for one in earlier if isinstance(one, FileSettings)]
+        if twin := find_same_directory(path, directories):
+            raise ConfigError(
+                f"file tier: {path} and {twin}, which is a tier already, are one directory; name another, or "
+                "leave out one of the two"
+            )
+        capacity = None if self.capacity is None else parse_size(self.capacity)
+        return FileTier(path, namespace, capacity=capacity, durable=self.durable, table=table)
+
+
+def make_default_directory() -> str:
+    """Return the default directory, in the user's cache directory; make it for this user alone.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    path = default_directory()
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable_directory(path, error) from error
+    return path

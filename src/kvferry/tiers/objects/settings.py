@@ -1,0 +1,78 @@
+"""The settings of the object tier."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.names import Medium
+from kvferry.tiers.storage_settings import Location, StorageSettings, TrialResult
+
+if TYPE_CHECKING:
+    from kvferry.tiers.objects.tier import ObjectTier
+
+
+class ObjectSettings(StorageSettings, frozen=True):
+    """Chunks in object storage, which several engines may share.
+
+    Attributes:
+        url: URL above all objects, such as ``s3://bucket/prefix``.
+        options: options of the store, by obstore's names; credentials come from the environment.
+        timeout_seconds: limit for storing or fetching one chunk.
+    """
+
+    kind: ClassVar[str] = "object"
+    medium: ClassVar[Medium] = Medium.NETWORK
+
+    url: str
+    options: dict[str, str] = msgspec.field(default_factory=dict)
+    timeout_seconds: float = 20.0
+
+    def check(self, where: str) -> None:
+        """Check the timeout; see `StorageSettings.check`."""
+        if not 0 < self.timeout_seconds < 3600:
+            raise ConfigError(
+                f"{where}: timeout_seconds is {self.timeout_seconds}, it must be above 0 and below an hour"
+            )
+
+    @property
+    def location(self) -> Location:
+        """The URL. With other options it is another location, such as that of another server."""
+        url = self.url.rstrip("/")
+        return Location(url, (url, *(f"{name}={value}" for name, value in sorted(self.options.items()))))
+
+    def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> ObjectTier:
+        """Connect to the store; see `StorageSettings.open`."""
+        # obstore is loaded only where object storage is used.
+        from kvferry.tiers.objects.tier import ObjectTier  # noqa: PLC0415
+
+        del earlier
+        return ObjectTier(
+            self.url, namespace, self.options, timeout_seconds=self.timeout_seconds, table=table
+        )
+
+    @property
+    def trial_seconds(self) -> float:
+        """The time of three requests, and some for connecting."""
+        return 4 * self.timeout_seconds
+
+    def try_out(self) -> TrialResult:
+        """List, write and remove an object of a few bytes; see `StorageSettings.try_out`."""
+        from kvferry.tiers.objects.client import BucketClient  # noqa: PLC0415
+        from kvferry.tiers.objects.faults import Unavailable  # noqa: PLC0415
+
+        name = f".kvferry-doctor.{secrets.token_hex(8)}"
+        try:
+            bucket = BucketClient(self.url, self.options, self.timeout_seconds)
+            next(iter(bucket.list()), None)
+            bucket.put(name, [b"kvferry doctor"])
+            bucket.remove([name])
+        except Unavailable as error:
+            return TrialResult(f"{self.url}: {error}", error.fault.advice)
+        return TrialResult(f"{self.url} can be listed, written to and cleared")
