@@ -3,15 +3,14 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "FerryMultiConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.multi.connector", ...}'
 
-This class only hands vLLM's hooks on to the children, and joins their answers. `choosing`, `completions` and
-`endings` hold all further logic.
+This class and its base only hand vLLM's hooks on to the children and join their answers: `worker_hooks` has
+those that vLLM calls on workers. `choosing`, `completions` and `endings` hold all further logic.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from kvferry.connector.headroom import Headroom
@@ -19,12 +18,10 @@ from kvferry.connector.policies import Choice, Cost, First, Policy, Weight
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.step_times import StepTimes
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
-from kvferry.engines.vllm.compat.connectors import as_current_config, class_of_transfer, register_connector
+from kvferry.engines.vllm.compat.connectors import class_of_transfer, register_connector
 from kvferry.engines.vllm.compat.contract import (
     CacheHitSource,
-    KVConnectorBase_V1,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 from kvferry.engines.vllm.compat.frees import defer_frees
@@ -39,13 +36,12 @@ from kvferry.engines.vllm.multi.children import (
     read_multi,
 )
 from kvferry.engines.vllm.multi.choosing import Choosing
-from kvferry.engines.vllm.multi.completions import Completions
 from kvferry.engines.vllm.multi.endings import Ending, Endings
-from kvferry.engines.vllm.multi.meta import MultiEvents, MultiHandshake, MultiMeta, MultiWorkerMeta
+from kvferry.engines.vllm.multi.meta import MultiMeta
 from kvferry.engines.vllm.multi.metrics import MultiMetrics
 from kvferry.engines.vllm.multi.settings import parse_multi
 from kvferry.engines.vllm.multi.stats import MultiStats, path_of
-from kvferry.errors import ConfigError
+from kvferry.engines.vllm.multi.worker_hooks import WorkerHooks
 
 logger = logging.getLogger(__name__)
 
@@ -57,24 +53,22 @@ NOT_FORWARDED = {
 """Members of vLLM's base class that are left as they are, and why."""
 
 
-class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
+class FerryMultiConnector(WorkerHooks, SupportsHMA):
     """Several connectors as one: an instance in the scheduler, and one per worker."""
 
     supports_sleep_mode: ClassVar[bool] = False
     """As of `KVFerryConnector`, which is one of the children."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Make the children.
+        """Check that the children go together, and make them.
 
         Raises:
             ConfigError: a setting cannot be used, or children do not go together; says why and what to do.
         """
-        super().__init__(vllm_config, role, kv_cache_config)
         share_logging()
         settings, of = read_multi(vllm_config), children_of(vllm_config)
         check(of, vllm_config)
-        self._of, self._names = of, tuple(child.name for child in of)
-        self._connectors = [child.cls(child.config, role, kv_cache_config) for child in of]
+        super().__init__(vllm_config, role, kv_cache_config, of)
         if role is KVConnectorRole.SCHEDULER:
             defer_frees(vllm_config)
             guard_arrivals()
@@ -88,7 +82,6 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         choice = Choice(policies[settings.source_policy](), self._speeds, settings.patience_seconds)
         self._choosing = Choosing(self._names, self._connectors, choice, settings.attempts)
         self._endings = Endings(self._names)
-        self._completions = Completions()
 
     @property
     def sub_connectors(self) -> list[Any]:
@@ -234,91 +227,6 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         answers = [child.reset_cache() for child in self._connectors]
         return all(answer is not False for answer in answers)
 
-    # -- worker half --------------------------------------------------------------------------------------
-
-    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        found = [(name, child.get_mem_pool_context()) for name, child in self._children()]
-        with_pool = [(name, context) for name, context in found if context is not None]
-        if len(with_pool) > 1:
-            raise ConfigError(
-                f"{' and '.join(name for name, _ in with_pool)} each want a memory pool of their own for the "
-                "KV cache, which is in one; configure it for one of them"
-            )
-        return with_pool[0][1] if with_pool else None
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        for child, of in zip(self._connectors, self._of, strict=True):
-            with as_current_config(of.config):
-                child.register_kv_caches(kv_caches)
-
-    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        for child in self._connectors:
-            child.set_host_xfer_buffer_ops(copy_operation)
-
-    def get_handshake_metadata(self) -> MultiHandshake | None:
-        cards = tuple(child.get_handshake_metadata() for child in self._connectors)
-        return None if all(card is None for card in cards) else MultiHandshake(cards)
-
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        assert isinstance(connector_metadata, MultiMeta)
-        super().bind_connector_metadata(connector_metadata)
-        self._completions.expect(connector_metadata.loads, connector_metadata.holders)
-        for child, meta in zip(self._connectors, connector_metadata.children, strict=True):
-            child.bind_connector_metadata(meta)
-
-    def clear_connector_metadata(self) -> None:
-        for child in self._connectors:
-            child.clear_connector_metadata()
-        super().clear_connector_metadata()
-
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        for child, meta in zip(self._connectors, kv_connector_metadata.children, strict=True):
-            child.handle_preemptions(meta)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for child in self._connectors:
-            child.start_load_kv(forward_context, **kwargs)
-
-    def finish_forward(self) -> None:
-        for child in self._connectors:
-            child.finish_forward()
-
-    def reset_capture_state(self) -> None:
-        for child in self._connectors:
-            child.reset_capture_state()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        for child in self._connectors:
-            child.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        for child in self._connectors:
-            child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-
-    def wait_for_save(self) -> None:
-        for child in self._connectors:
-            child.wait_for_save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._completions.join(
-            [child.get_transfer_results(finished_req_ids) for child in self._connectors]
-        )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set().union(*(child.get_block_ids_with_load_errors() for child in self._connectors))
-
-    def get_kv_connector_kv_cache_events(self) -> MultiEvents | None:
-        events = tuple(child.get_kv_connector_kv_cache_events() for child in self._connectors)
-        return None if all(of is None for of in events) else MultiEvents(events)
-
-    def build_connector_worker_meta(self) -> MultiWorkerMeta | None:
-        metas = tuple(child.build_connector_worker_meta() for child in self._connectors)
-        return None if all(meta is None for meta in metas) else MultiWorkerMeta(metas)
-
     # -- both ---------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> MultiStats | None:
@@ -356,9 +264,6 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
                 failed.append(error)
         if failed:
             raise failed[0]
-
-    def _children(self) -> Iterable[tuple[str, Any]]:
-        return zip(self._names, self._connectors, strict=True)
 
 
 def _of_child(metadata: dict[Any, Any], place: int) -> dict[Any, Any]:
