@@ -26,7 +26,6 @@ from kvferry.connector.headroom import Headroom
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.peers.transfer_log import TransferLog
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.pins import Pins
@@ -205,13 +204,11 @@ class AskingScheduler:
         server = stack.enter_context(closing(ControlServer(_HOST, 0, ProducerCard(theirs, (card,)), keys)))
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
         self._tickets, self._address, self._groups = server.tickets, (_HOST, server.port), ranks[0].groups
-        log = TransferLog(None, [group.label for group in canonical.groups], _BLOCK_TOKENS, 1.0)
         turns = TurnFinder(client, dict, TurnNames(adapters))  # nobody keeps any
         self._peers = peers = PeerSource(
             client,
             ranks=ranks,
             pins=pins,
-            log=log,
             refusals=refusals,
             timeout_seconds=30.0,
             most_held=1,

@@ -170,11 +170,7 @@ class AdmissionEvents:
                 failure=(whole.failure or "") if wanted else OTHER_PART if load.given_up else "",
                 seconds=now - load.began,
                 moved=() if failed else moved,
-                pages=whole.pages,
-                descriptors=whole.descriptors,
-                plan_seconds=whole.plan_seconds,
-                transfer_seconds=whole.transfer_seconds,
-                check_seconds=whole.check_seconds,
+                figures=whole.figures,
             )
         )
 

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from kvferry.connector.bids import Bid, Part
+from kvferry.connector.load_figures import NO_FIGURES, LoadFigures
 from kvferry.terminal import shown
 
 MAX_ID_CHARACTERS = 256
@@ -200,8 +201,7 @@ class LoadEnded:
         failure: text for people; empty if it did not fail.
         seconds: time since the load began.
         moved: bytes by group; empty for a failed load.
-        pages, descriptors: number of prepared descriptors, and of those left after merging neighbours.
-        plan_seconds, transfer_seconds, check_seconds: times of the slowest rank; 0 for tiers.
+        figures: amounts and times of a load from a peer, also of a failed one.
     """
 
     request_id: str
@@ -214,11 +214,7 @@ class LoadEnded:
     failure: str
     seconds: float
     moved: tuple[GroupBytes, ...] = ()
-    pages: int = 0
-    descriptors: int = 0
-    plan_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    check_seconds: float = 0.0
+    figures: LoadFigures = NO_FIGURES
 
 
 @dataclass(frozen=True, slots=True)

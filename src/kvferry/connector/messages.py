@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
+from kvferry.connector.load_figures import NO_FIGURES, LoadFigures
 from kvferry.connector.worker.orders import ChunkOrders, MovedByAll
 from kvferry.geometry import RankGeometry
 from kvferry.planning.select import LoadSpan
@@ -104,26 +105,14 @@ class Report:
     Attributes:
         failure: why it failed; None if it succeeded.
         late: it is reported at its deadline, and its memory is not free yet.
-        bytes_by_group: useful bytes per group.
-        pages: prepared descriptors.
-        descriptors: descriptors after merging.
-        run_bytes: the largest contiguous run.
-        plan_seconds, transfer_seconds, check_seconds: times of the slowest worker.
-        strategy_by_group: how the bytes of each group travelled; empty where none did.
         peer_lost: the failure means that the peer has gone, or was restarted.
+        figures: amounts and times.
     """
 
     failure: str | None
     late: bool = False
-    bytes_by_group: tuple[int, ...] = ()
-    pages: int = 0
-    descriptors: int = 0
-    run_bytes: int = 0
-    plan_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    check_seconds: float = 0.0
-    strategy_by_group: tuple[str, ...] = ()
     peer_lost: bool = False
+    figures: LoadFigures = NO_FIGURES
 
     @property
     def outcome(self) -> str:
@@ -132,29 +121,12 @@ class Report:
 
     def with_other(self, other: Report) -> Report:
         """Return two workers' reports of one load as one."""
-        longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
-        others = other.bytes_by_group or (0,) * len(longer)
         return Report(
             self.failure or other.failure,
             late=self.late or other.late,
-            bytes_by_group=tuple(a + b for a, b in zip(longer, others, strict=True)),
-            pages=self.pages + other.pages,
-            descriptors=self.descriptors + other.descriptors,
-            run_bytes=max(self.run_bytes, other.run_bytes),
-            plan_seconds=max(self.plan_seconds, other.plan_seconds),
-            transfer_seconds=max(self.transfer_seconds, other.transfer_seconds),
-            check_seconds=max(self.check_seconds, other.check_seconds),
-            strategy_by_group=_merged(self.strategy_by_group, other.strategy_by_group),
             peer_lost=self.peer_lost or other.peer_lost,
+            figures=self.figures.with_other(other.figures),
         )
-
-
-def _merged(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the strategies of two workers by group, each named once."""
-    if not ours or not theirs:
-        return ours or theirs
-    pairs = zip(ours, theirs, strict=True)
-    return tuple("+".join(dict.fromkeys(filter(None, (*a.split("+"), *b.split("+"))))) for a, b in pairs)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,10 +16,9 @@ from kvferry.connector.engine import Block, BlockIds, BlockPool, EngineFacts, Re
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.peers.compatible import check_readable, full_attention_block
+from kvferry.connector.peers.compatible import check_readable
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.peers.transfer_log import TransferLog
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.pins import Pins
@@ -175,13 +174,10 @@ class SchedulerHalf:
             config.handshake_seconds,
             config.lease_seconds / 4,
         )
-        geometries = [card.geometry for card in ranks]
-        labels = [group.label for group in geometries[0].groups]
         self._peers = PeerSource(
             self._client,
-            ranks=geometries,
+            ranks=[card.geometry for card in ranks],
             pins=pins,
-            log=TransferLog(config.transfer_log, labels, *full_attention_block(geometries)),
             refusals=self._refusals,
             timeout_seconds=config.load_timeout_seconds,
             most_held=int(config.late_blocks * self._engine.num_blocks),

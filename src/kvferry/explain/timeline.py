@@ -105,20 +105,21 @@ class _Timeline:
             kind = f" ({_words(event.miss)})" if event.miss else ""
             yield f"The load {what} after {took}{kind}: {event.failure}"
             return
+        figures = event.figures
         stages = (
-            ("planning", event.plan_seconds),
-            ("reading", event.transfer_seconds),
-            ("checking", event.check_seconds),
+            ("planning", figures.plan_seconds),
+            ("reading", figures.transfer_seconds),
+            ("checking", figures.check_seconds),
         )
         waiting = event.seconds - sum(seconds for _, seconds in stages)
-        said = [f"{format_seconds(seconds)} {name}" for name, seconds in stages if event.transfer_seconds]
+        said = [f"{format_seconds(seconds)} {name}" for name, seconds in stages if figures.transfer_seconds]
         said += [f"{format_seconds(max(0.0, waiting))} waiting"] if said else []
         yield f"Loaded in {took}{': ' if said else ''}{', '.join(said)}."
         for moved in event.moved:
             way = f", {moved.strategy}" if moved.strategy else ""
             yield f"{format_bytes(moved.size)} of {moved.group}{way}"
-        if event.pages:
-            yield f"{format_count(event.pages)} pages in {format_count(event.descriptors)} descriptors"
+        if figures.pages:
+            yield f"{format_count(figures.pages)} pages in {format_count(figures.descriptors)} descriptors"
 
     def _refused(self, event: events.SourceRefused) -> Iterator[str]:
         if event.source == TIERS:

@@ -144,6 +144,11 @@ class RankGeometry:
     groups: tuple[Group, ...]
     regions: tuple[Region, ...]
 
+    @property
+    def labels(self) -> list[str]:
+        """Return the labels of the groups after their numbers, for people."""
+        return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
+
     def check(self) -> None:
         """Raise GeometryError if the geometry is inconsistent.
 

@@ -142,12 +142,12 @@ class MetricsListener:
         counted.sample("load_seconds", event.source, of=(event.seconds,))
         for moved in event.moved:
             counted.count("load_bytes", event.source, moved.group, moved.strategy, by=moved.size)
-        if event.pages:
-            counted.count("transfer_pages", by=event.pages)
-            counted.count("transfer_descriptors", by=event.descriptors)
-            counted.sample("transfer_seconds", "plan", of=(event.plan_seconds,))
-            counted.sample("transfer_seconds", "read", of=(event.transfer_seconds,))
-            counted.sample("transfer_seconds", "check", of=(event.check_seconds,))
+        if (figures := event.figures).pages:
+            counted.count("transfer_pages", by=figures.pages)
+            counted.count("transfer_descriptors", by=figures.descriptors)
+            counted.sample("transfer_seconds", "plan", of=(figures.plan_seconds,))
+            counted.sample("transfer_seconds", "read", of=(figures.transfer_seconds,))
+            counted.sample("transfer_seconds", "check", of=(figures.check_seconds,))
 
     def _settled(self, event: events.Scheduled) -> None:
         request = self._requests.get(event.request_id)

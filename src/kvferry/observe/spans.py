@@ -112,13 +112,13 @@ class SpanListener:
             said[f"kvferry.tokens.{part.place}"] = part.tokens
         for moved in event.moved:
             said[f"kvferry.bytes.{moved.group}"] = moved.size
-        if event.pages:
+        if (figures := event.figures).pages:
             said |= {
-                "kvferry.pages": event.pages,
-                "kvferry.descriptors": event.descriptors,
-                "kvferry.plan_seconds": event.plan_seconds,
-                "kvferry.read_seconds": event.transfer_seconds,
-                "kvferry.check_seconds": event.check_seconds,
+                "kvferry.pages": figures.pages,
+                "kvferry.descriptors": figures.descriptors,
+                "kvferry.plan_seconds": figures.plan_seconds,
+                "kvferry.read_seconds": figures.transfer_seconds,
+                "kvferry.check_seconds": figures.check_seconds,
             }
         if event.miss is not None:
             said["error.type"] = str(event.miss)

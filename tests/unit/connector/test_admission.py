@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ from kvferry.connector.events import (
     SourcesAsked,
 )
 from kvferry.connector.headroom import Headroom
+from kvferry.connector.load_figures import LoadFigures
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
@@ -958,6 +959,24 @@ def test_what_becomes_of_a_request_is_told_in_order_and_counted_once():
         "queries tiers": 1, "misses tiers lost_bid ": 1, "load_bytes peer 0 full_attention copied": 100,
     }  # fmt: skip
     assert all(first.at <= then.at for first, then in pairwise(engine.told))
+
+
+@pytest.mark.parametrize("failure", [None, "gone"])
+def test_the_figures_of_all_workers_are_told_at_the_end_of_a_load(failure):
+    peer = Stand("peer", 16)
+    engine = Engine(peer)
+    engine.admit(engine.arrive())
+    figures = LoadFigures(
+        bytes_by_group=(640, 0), strategy_by_group=("direct", ""), pages=4, plan_seconds=0.1
+    )
+    for end in (failure, None):
+        report = Report(end, figures=figures)
+        engine.admission.take_reports(
+            StepReports(reports={peer.load.key: report}, reported={peer.load.key: 1})
+        )
+    (ended,) = (event for event in engine.told if isinstance(event, LoadEnded))
+    assert ended.figures == replace(figures, bytes_by_group=(1280, 0), pages=8)
+    assert bool(ended.moved) == (failure is None)
 
 
 def test_a_failure_is_told_with_what_is_struck_out_and_what_had_to_be_computed():

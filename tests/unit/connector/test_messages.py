@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.connector.load_figures import LoadFigures
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.worker.half import _report
 from kvferry.transport.lane import ReadResult
@@ -14,14 +15,20 @@ from kvferry.transport.transfers import _joined
 def report(bytes_by_group, pages, descriptors, run_bytes, plan, transfer, check):
     return Report(
         None,
-        bytes_by_group=bytes_by_group,
-        pages=pages,
-        descriptors=descriptors,
-        run_bytes=run_bytes,
-        plan_seconds=plan,
-        transfer_seconds=transfer,
-        check_seconds=check,
+        figures=LoadFigures(
+            bytes_by_group=bytes_by_group,
+            pages=pages,
+            descriptors=descriptors,
+            run_bytes=run_bytes,
+            plan_seconds=plan,
+            transfer_seconds=transfer,
+            check_seconds=check,
+        ),
     )
+
+
+def moved(*bytes_by_group):
+    return LoadFigures(bytes_by_group=bytes_by_group)
 
 
 def test_amounts_add_up_and_the_slowest_counts():
@@ -34,11 +41,11 @@ def test_amounts_add_up_and_the_slowest_counts():
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lost", [False, True])
 def test_one_failure_is_a_failure_of_all(late, lost):
-    good, bad = Report(None, bytes_by_group=(1, 2)), Report("it broke", late=late, peer_lost=lost)
+    good, bad = Report(None, figures=moved(1, 2)), Report("it broke", late=late, peer_lost=lost)
     for whole in (good.with_other(bad), bad.with_other(good)):
         assert whole.failure == "it broke"
         assert (whole.late, whole.peer_lost) == (late, lost)
-        assert whole.bytes_by_group == (1, 2)
+        assert whole.figures == moved(1, 2)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -57,17 +64,15 @@ def test_two_failures_without_bytes_are_one():
 
 
 def test_workers_that_speak_of_the_same_load_are_merged():
-    whole = StepReports(
-        reports={"a": Report(None, bytes_by_group=(1,))}, reported={"a": 1}, released={"a": 1}
-    )
+    whole = StepReports(reports={"a": Report(None, figures=moved(1))}, reported={"a": 1}, released={"a": 1})
     whole.add(
         StepReports(
-            reports={"a": Report("late", late=True, bytes_by_group=(2,)), "b": Report(None)},
+            reports={"a": Report("late", late=True, figures=moved(2)), "b": Report(None)},
             reported={"a": 1, "b": 1},
             released={"c": 1},
         )
     )
-    assert whole.reports == {"a": Report("late", late=True, bytes_by_group=(3,)), "b": Report(None)}
+    assert whole.reports == {"a": Report("late", late=True, figures=moved(3)), "b": Report(None)}
     assert whole.reported == {"a": 2, "b": 1}
     assert whole.released == {"a": 1, "c": 1}
 

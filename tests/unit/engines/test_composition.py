@@ -230,13 +230,12 @@ class Engine:
             30.0,
         )
         turns: set[str] = set()
-        pins, log = SimpleNamespace(late_blocks=lambda _: 0), SimpleNamespace(labels=())
+        pins = SimpleNamespace(late_blocks=lambda _: 0)
         client = Client(theirs, Redeemed(0, 11, Grant.of(3, 7, self._tables())))
         self.peer = PeerSource(
             client,
             ranks=[case.rank],
             pins=pins,
-            log=log,
             refusals=Refusals(),
             timeout_seconds=30.0,
             most_held=2,

@@ -48,15 +48,15 @@ def listen(monkeypatch):
     monkeypatch.setattr(scheduler, "must_agree", lambda *_: {})
     halves = []
 
-    def start(port, index=0):
+    def start(port, index=0, **settings):
         vllm_config = configured(f"engine_dp{index}", index)
         cache = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-        config = ConnectorConfig(port=port, explain_requests=0)
+        config = ConnectorConfig(port=port, explain_requests=0, **settings)
         half = scheduler.VLLMScheduler(vllm_config, cache, config)
         halves.append(half)
         rank = rank_of(kv_page())
         half.start((card(rank, config, RankCard(rank, b"", 0, 8, 1)),))
-        return half.half._server.port
+        return half.half._server and half.half._server.port
 
     yield start
     for half in halves:
@@ -89,3 +89,14 @@ def test_a_port_that_is_taken_is_said(listen):
     listen(port)
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
         listen(port)
+
+
+def test_loads_are_logged_only_if_a_file_is_named_and_engines_exchange_kv(listen, tmp_path):
+    log = tmp_path / "log"
+    listen(0)
+    listen(0, transfer_log=str(log), transfer=False)
+    assert not log.exists()
+    listen(0, transfer_log=str(log))
+    assert log.exists()
+    with pytest.raises(ConfigError, match="name a file that can be written"):
+        listen(0, transfer_log=str(tmp_path))

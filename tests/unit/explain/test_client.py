@@ -36,6 +36,7 @@ from kvferry.connector.events import (
     StoreBegan,
     ValuedBid,
 )
+from kvferry.connector.load_figures import LoadFigures
 from kvferry.errors import ConfigError, KVFerryError, ProtocolError
 from kvferry.explain import client
 from kvferry.explain.client import ask_engines
@@ -98,11 +99,16 @@ def everything(name: str, at: float) -> tuple[Event, ...]:
             failure="late",
             seconds=1.0,
             moved=(GroupBytes("full", "direct", 5),),
-            pages=3,
-            descriptors=2,
-            plan_seconds=0.1,
-            transfer_seconds=0.2,
-            check_seconds=0.3,
+            figures=LoadFigures(
+                bytes_by_group=(5, 0),
+                strategy_by_group=("direct", ""),
+                pages=3,
+                descriptors=2,
+                run_bytes=4,
+                plan_seconds=0.1,
+                transfer_seconds=0.2,
+                check_seconds=0.3,
+            ),
         ),
         SourceRefused(name, at, "peer", "late"),
         StoreBegan(name, at, f"store-{name}", "full", 2),

@@ -25,6 +25,7 @@ from kvferry.connector.events import (
     SourcesAsked,
     ValuedBid,
 )
+from kvferry.connector.load_figures import LoadFigures
 from kvferry.explain.summary import summary
 from kvferry.explain.timeline import timeline
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
@@ -86,11 +87,9 @@ LOADED = (
         failure="",
         seconds=0.5,
         moved=(GroupBytes("0 full", "direct", 1 << 20), GroupBytes("1 window", "staged", 4096)),
-        pages=120,
-        descriptors=6,
-        plan_seconds=0.1,
-        transfer_seconds=0.2,
-        check_seconds=0.05,
+        figures=LoadFigures(
+            pages=120, descriptors=6, plan_seconds=0.1, transfer_seconds=0.2, check_seconds=0.05
+        ),
     ),
     Scheduled("a", 10.8, 699, 700),
 )

@@ -31,6 +31,7 @@ from kvferry.connector.events import (
     TierChanged,
     ValuedBid,
 )
+from kvferry.connector.load_figures import LoadFigures
 from kvferry.observe.metrics import METRICS, MetricKind
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.observe.metrics_listener import MetricsListener
@@ -101,7 +102,10 @@ def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
         asked(bids=bids, chosen=bids[0], why=DecisionReason.BEST),
         began(),
-        ended(moved=(GroupBytes("0 full_attention", "direct", 640),), pages=4, descriptors=1),
+        ended(
+            moved=(GroupBytes("0 full_attention", "direct", 640),),
+            figures=LoadFigures(pages=4, descriptors=1),
+        ),
         Scheduled("a", 1.0, 80, PROMPT),
     ) == {
         "loads peer ready": 1,

@@ -20,6 +20,7 @@ from kvferry.connector.events import (
     StoreBegan,
     StoreEnded,
 )
+from kvferry.connector.load_figures import LoadFigures
 from kvferry.observe.spans import SpanListener, TraceSpan
 
 HEADERS = (("traceparent", "00-1-2-01"),)
@@ -97,11 +98,9 @@ def test_a_load_from_a_peer_says_which_and_what_took_how_long() -> None:
             failure="",
             seconds=1.0,
             moved=(),
-            pages=8,
-            descriptors=2,
-            plan_seconds=0.1,
-            transfer_seconds=0.5,
-            check_seconds=0.2,
+            figures=LoadFigures(
+                pages=8, descriptors=2, plan_seconds=0.1, transfer_seconds=0.5, check_seconds=0.2
+            ),
         ),
     )
     said = load.attributes

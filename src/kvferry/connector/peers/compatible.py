@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 
 from kvferry.errors import Incompatible
-from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.messages import RankCard
 
@@ -29,17 +28,3 @@ def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None
             "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
             "matters", len(absent), absent[0],
         )  # fmt: skip
-
-
-def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
-    """Return (tokens, bytes) of a block if all layers had the widest attention of the model."""
-    per_layer = [
-        (layer.page.content_bytes / layer.page.block_tokens, layer.page.block_tokens)
-        for rank in ranks
-        for group in rank.groups
-        for layer in group.layers
-        if group.kind is not GroupKind.STATE
-    ]
-    bytes_per_token, tokens = max(per_layer, default=(0.0, 1))
-    layers = sum(len(group.layers) for rank in ranks for group in rank.groups)
-    return tokens, bytes_per_token * tokens * layers

@@ -24,7 +24,6 @@ from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import LoadOrder, Report, StepOrders
 from kvferry.connector.peers.claims import Claim, Claims
 from kvferry.connector.peers.offer import read_offer
-from kvferry.connector.peers.transfer_log import TransferLog
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.pins import Pins, may_hold
 from kvferry.connector.prompt_content import content_of
@@ -124,7 +123,6 @@ class PeerSource:
         *,
         ranks: Sequence[RankGeometry],
         pins: Pins[Block],
-        log: TransferLog,
         refusals: Refusals,
         timeout_seconds: float,
         most_held: int,
@@ -137,7 +135,6 @@ class PeerSource:
             client: control channel to the producers.
             ranks: this engine's ranks.
             pins: blocks that loads hold.
-            log: log of transfers.
             refusals: logs requests that are not served.
             timeout_seconds: deadline of a load.
             most_held: blocks that loads from all peers may hold, in flight and late (`cache.pins.may_hold`).
@@ -146,10 +143,11 @@ class PeerSource:
         """
         self._adapters = adapters
         self._groups, self._alignments = _blocks_of(ranks), dict[str, tuple[int, ...]]()
+        self._labels = ranks[0].labels
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same once more; recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
-        self._client, self._pins, self._log, self._refusals = client, pins, log, refusals
+        self._client, self._pins, self._refusals = client, pins, refusals
         self._timeout, self._most_held = timeout_seconds, most_held
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, _Pull] = {}
@@ -277,7 +275,8 @@ class PeerSource:
 
     def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the bytes that were read, per KV cache group of this engine."""
-        each = zip(self._log.labels, report.strategy_by_group, report.bytes_by_group, strict=False)
+        figures = report.figures
+        each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
         return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
 
     def blame(self, load: Load, report: Report) -> MissReason:
@@ -285,8 +284,7 @@ class PeerSource:
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
-        """Log a load; if it failed, its peer is struck out, and met anew if it may have gone."""
-        self._log.write(load.request_id, load.source, load.span, report, time.monotonic() - load.began)
+        """Strike out the peer of a failed load, and forget a peer that may have gone."""
         if report.failure is not None:
             if report.peer_lost or report.late:
                 self._client.forget(self._pulls[load.request_id].address)

@@ -15,6 +15,7 @@ import numpy as np
 from kvferry.connector.access import peers_allowed
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
+from kvferry.connector.load_figures import LoadFigures
 from kvferry.connector.messages import EndedRequests, LoadOrder, Report, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.producer import LEASE_SLOTS
 from kvferry.connector.worker.loads import Joined, Loads
@@ -263,16 +264,14 @@ def _report(failure: str | None, late: bool, result: ReadResult | None) -> Repor
     if result is None or result.plan is None:
         return Report(failure, late, peer_lost=result is not None and result.peer_lost)
     plan = result.plan
-    return Report(
-        failure,
-        late=late,
+    figures = LoadFigures(
         bytes_by_group=plan.bytes_by_group,
+        strategy_by_group=plan.strategy_by_group,
         pages=plan.counts.pages,
         descriptors=plan.counts.descriptors,
         run_bytes=plan.counts.largest_run,
         plan_seconds=plan.seconds,
         transfer_seconds=result.transfer_seconds,
         check_seconds=result.check_seconds,
-        strategy_by_group=plan.strategy_by_group,
-        peer_lost=result.peer_lost,
     )
+    return Report(failure, late, result.peer_lost, figures)

@@ -20,6 +20,7 @@ from kvferry.engines.vllm.tracing import tracing
 from kvferry.errors import ConfigError
 from kvferry.observe.explaining import Explaining
 from kvferry.observe.metrics_listener import MetricsListener
+from kvferry.observe.transfer_log import TransferLog
 
 ONE_HANDSHAKE = (
     "vLLM's MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
@@ -60,6 +61,7 @@ class VLLMScheduler:
             role=_ROLES.get(vllm_config.kv_transfer_config.kv_role, "both"),
             connector=config.name,
         )
+        self._log: TransferLog | None = None
         self.half = SchedulerHalf(engine, config, adapters, events)
         self._pool: Any = None
 
@@ -71,15 +73,20 @@ class VLLMScheduler:
         """Start the half; called when all workers are up.
 
         Raises:
-            ConfigError: the workers belong to another connector, or `SchedulerHalf.start` refuses them.
+            ConfigError: the workers belong to another connector, the transfer log cannot be opened, or
+                `SchedulerHalf.start` refuses the workers.
         """
         if any(card.info.settings != self._config.anywhere for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
         agree = must_agree(
             self._vllm_config, self._kv_cache_config, built_by_all(card.built for card in cards)
         )
+        workers = [card.info for card in cards]
+        if self._config.transfers and self._config.transfer_log is not None:
+            self._log = TransferLog(self._config.transfer_log, [worker.geometry for worker in workers])
+            self.half.events.subscribe(self._log)
         self.half.start(
-            [card.info for card in cards],
+            workers,
             self._pool,
             facts=facts_of(self._vllm_config, agree, self.half.incarnation),
             namespace=lambda canonical: namespace_of(self._vllm_config, agree, canonical),
@@ -124,6 +131,8 @@ class VLLMScheduler:
         """End all threads."""
         self._explaining.close()
         self.half.shutdown()
+        if self._log is not None:
+            self._log.close()
 
 
 def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]:

@@ -9,7 +9,8 @@ import pytest
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, Part
-from kvferry.connector.events import MissReason, SourceMiss, SourceRefused
+from kvferry.connector.events import GroupBytes, MissReason, SourceMiss, SourceRefused
+from kvferry.connector.load_figures import LoadFigures
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers import claims, source as peer_source
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
@@ -21,7 +22,7 @@ from kvferry.connector.prompt_content import content_of
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Load
 from kvferry.connector.stream import EventStream
-from kvferry.geometry import GroupKind
+from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
@@ -104,15 +105,6 @@ class Turns:
         self.asked.discard(name)
 
 
-class Log:
-    """A transfer log that nobody reads."""
-
-    labels = ("full",)
-
-    def write(self, *_):
-        pass
-
-
 def offered(name="a", of="theirs", **changes):
     """A request that came with an offer."""
     one = request(name, [*TOKENS, 99])
@@ -129,7 +121,6 @@ class Engine:
             self.client,
             ranks=ranks,
             pins=self.pins,
-            log=Log(),
             refusals=refusals,
             timeout_seconds=30.0,
             most_held=most_held,
@@ -402,6 +393,18 @@ def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, 
     assert engine.bidding.why(PEER) == "the lease was broken"
     assert not engine.source.bids(one, 0)
     assert engine.source.lack(one, 0) == SourceMiss("peer", MissReason.REFUSED, detail="the lease was broken")
+
+
+def test_what_a_load_brought_is_told_by_group_of_this_engine_without_those_that_moved_nothing():
+    kinds = (GroupKind.FULL, 0), (GroupKind.SLIDING, 64), (GroupKind.STATE, 0)
+    groups = tuple(Group(kind, 16, span, ()) for kind, span in kinds)
+    engine = Engine(ranks=[replace(RANKS[0], groups=groups)])
+    figures = LoadFigures(bytes_by_group=(640, 0, 8), strategy_by_group=("direct", "", "direct+staged"))
+    assert engine.source.brought(None, Report(None, figures=figures)) == (
+        GroupBytes("0 full_attention", "direct", 640),
+        GroupBytes(f"2 {groups[2].label}", "direct+staged", 8),
+    )
+    assert engine.source.brought(None, Report("no answer")) == ()
 
 
 def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settled():

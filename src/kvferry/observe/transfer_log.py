@@ -1,0 +1,106 @@
+"""Write one JSON line to a file for every load from a peer, for people and scripts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from io import FileIO
+
+from kvferry.connector.events import MAX_ID_CHARACTERS, Event, LoadBegan, LoadEnded, LoadOutcome
+from kvferry.errors import ConfigError
+from kvferry.geometry import GroupKind, RankGeometry
+from kvferry.private_file import open_private
+from kvferry.terminal import shown
+from kvferry.tiers.names import PEER
+
+logger = logging.getLogger(__name__)
+
+
+class TransferLog:
+    """Log loads from peers, unless they were dropped. A full disk stops the log, not the engine.
+
+    A listener of events; not thread-safe.
+    """
+
+    def __init__(self, path: str, ranks: Sequence[RankGeometry]) -> None:
+        """Open the file.
+
+        Args:
+            path: the file; lines are appended.
+            ranks: the engine's ranks.
+
+        Raises:
+            ConfigError: the file cannot be opened for appending.
+        """
+        self._labels = ranks[0].labels
+        self._block_tokens, self._block_bytes = full_attention_block(ranks)
+        self._began: dict[str, LoadBegan] = {}
+        try:
+            self._file: FileIO | None = open(path, "ab", buffering=0, opener=open_private)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(
+                f"transfer_log {path}: {os.strerror(error.errno or 0)}; name a file that can be written"
+            ) from error
+
+    def __call__(self, event: Event) -> None:
+        """Note the beginning of a load, or log its end."""
+        if isinstance(event, LoadBegan) and event.source == PEER:
+            self._began[event.load] = event
+        elif isinstance(event, LoadEnded):
+            began = self._began.pop(event.load, None)
+            if began is not None and event.outcome is not LoadOutcome.DROPPED:
+                self._write(began, event)
+
+    def close(self) -> None:
+        """Close the file; no more lines are written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, began: LoadBegan, ended: LoadEnded) -> None:
+        if self._file is None:
+            return
+        figures = ended.figures
+        line = {
+            "request_id": shown(ended.request_id, MAX_ID_CHARACTERS),
+            "outcome": ended.outcome,
+            "reason": ended.failure or None,
+            "peer": began.peer,
+            "tokens": began.end - began.begin,
+            "bytes": sum(figures.bytes_by_group),
+            "bytes_by_group": dict(zip(self._labels, figures.bytes_by_group, strict=False)),
+            "strategy_by_group": dict(zip(self._labels, figures.strategy_by_group, strict=False)),
+            "full_attention_bytes": round(self._block_bytes * self._blocks(began)),
+            "descriptors": figures.descriptors,
+            "pages": figures.pages,
+            "run_bytes": figures.run_bytes,
+            "plan_seconds": figures.plan_seconds,
+            "transfer_seconds": figures.transfer_seconds,
+            "check_seconds": figures.check_seconds,
+            "total_seconds": ended.seconds,
+        }
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            logger.warning("transfer_log: %s; no more lines are written", os.strerror(error.errno or 0))
+            self.close()
+
+    def _blocks(self, load: LoadBegan) -> int:
+        """Return the number of blocks that hold the loaded tokens, the last one whole."""
+        return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
+
+
+def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
+    """Return (tokens, bytes) of a block if all layers had the widest attention of the model."""
+    per_layer = [
+        (layer.page.content_bytes / layer.page.block_tokens, layer.page.block_tokens)
+        for rank in ranks
+        for group in rank.groups
+        for layer in group.layers
+        if group.kind is not GroupKind.STATE
+    ]
+    bytes_per_token, tokens = max(per_layer, default=(0.0, 1))
+    layers = sum(len(group.layers) for rank in ranks for group in rank.groups)
+    return tokens, bytes_per_token * tokens * layers
