@@ -3,8 +3,8 @@
 The engine's scheduling thread uses it. Every chunk passes through host memory. Ranks copy chunks between host
 memory and their blocks. Threads copy chunks between host memory and storage.
 
-    store   reserve ─▶ (ranks copy) ─▶ filled ─▶ in host memory, and owed to every slow tier (`writing`)
-    load    fetch ─▶ in host memory, whatever tier had it, and held (`reading`) ─▶ (ranks copy) ─▶ close
+    store   reserve ─▶ (ranks copy) ─▶ filled ─▶ in host memory, and queued for every slow tier (`writing`)
+    load    fetch ─▶ in host memory, from any tier, and held (`reading`) ─▶ (ranks copy) ─▶ close
 
 No call blocks, except `shutdown`. A tier's failure raises no exception.
 """
@@ -47,7 +47,7 @@ class ChunkCache:
         groups: Sequence[CanonicalGroup],
         behind: Sequence[Behind] = (),
     ) -> None:
-        """Start with the chunks that the slow tiers already have.
+        """Create the cache with the chunks that the slow tiers already have.
 
         Args:
             host: an empty host tier, which the cache takes over.
@@ -78,7 +78,7 @@ class ChunkCache:
     def busy(self) -> bool:
         """Return whether a load waits for chunks, or chunks are due or being written.
 
-        A chunk being read that no load waits for does not count. The next `poll` collects it.
+        A read that no load waits for does not count; the next `poll` collects it.
         """
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
@@ -180,14 +180,14 @@ class ChunkCache:
         return times
 
     def clear(self) -> None:
-        """Drop all chunks in host memory and all writes that are owed; slow tiers keep their chunks."""
+        """Drop all chunks in host memory and all queued writes; slow tiers keep their chunks."""
         self._events += 1
         self._host.clear()
         for writing in self.writing:
             writing.forget()
 
     def shutdown(self, patience_seconds: float) -> None:
-        """Write all chunks that are owed and end all threads, within `patience_seconds`."""
+        """Write all queued chunks and end all threads, within `patience_seconds`."""
         for writing in self.writing:
             writing.flush()
         ends = time.monotonic() + patience_seconds
@@ -198,7 +198,7 @@ class ChunkCache:
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
 
     def _file(self, group: int, tokens: int) -> ChunkGroup:
-        """Return the stored form of a chunk of `tokens` tokens of a group."""
+        """Return the chunk-file group of a chunk of `tokens` tokens."""
         if (group, tokens) not in self._files:
             self._files[group, tokens] = chunk_group(self._groups[group], tokens)
         return self._files[group, tokens]

@@ -1,4 +1,4 @@
-"""Counts and times of a tiered cache, besides what each of its tiers counts."""
+"""Counts and times of a tiered cache, in addition to the counts of its tiers."""
 
 from __future__ import annotations
 

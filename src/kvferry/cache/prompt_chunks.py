@@ -59,7 +59,7 @@ class PromptChunks:
         return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
 
     def key_of(self, cut: ChunkedPrompt, group: int, number: int) -> bytes:
-        """Return the key of a chunk of a prompt cut into chunks: a whole chunk or the tail."""
+        """Return the key of a chunk of the prompt: a whole chunk or the tail."""
         whole = (number + 1) * cut.chunk_tokens <= cut.tokens
         return self.key(group, number) if whole else self.tail(group, cut.tokens)
 
@@ -96,7 +96,10 @@ class PromptChunks:
             yield Want(group, number, key, 0 if state else last - number * size)
 
     def _tags(self, cut: ChunkedPrompt) -> Tags:
-        """Return the tags of all chunks' keys, without making the keys: uint64 of shape (groups, chunks)."""
+        """Return the tags of all chunks' keys, without computing the keys.
+
+        Uint64 of shape (groups, chunks).
+        """
         whole, rest = divmod(cut.tokens, cut.chunk_tokens)
         if len(self._of_any) < whole:
             self._of_any = np.concatenate((self._of_any, self._more()))

@@ -1,7 +1,7 @@
 """Reads of chunks from slow tiers into host memory, and the loads that wait for them.
 
-    fetch ─▶ hold each chunk that is in host memory, or read it from the fastest tier that has it, from the
-             next on a miss ─▶ in host memory, owed to faster tiers (promotion) ─▶ ready ─▶ (ranks copy)
+    fetch ─▶ hold each chunk in host memory, or read it from the fastest tier that has it; on a miss, the next
+             ─▶ in host memory, queued for faster tiers (promotion) ─▶ ready ─▶ (ranks copy)
 
 A chunk that several loads want is read once.
 """
@@ -30,7 +30,7 @@ class _Incoming:
 
     Attributes:
         slot: the slot that is filled.
-        group: the stored form of the chunk.
+        group: the chunk-file group of the chunk.
         source: index of the slow tier that it is read from.
         others: indices of the slow tiers to try next.
         waiting: fetches that want it.
@@ -60,13 +60,13 @@ class Reading:
         file: Callable[[int, int], ChunkGroup],
         counts: CacheCounts,
     ) -> None:
-        """Start without reads.
+        """Create it without reads.
 
         Args:
             host: the host tier that chunks are read into.
             writing: the writes of every slow tier, the fastest first.
             body: function from a slot to its writable memory.
-            file: function from a group's number and a number of tokens to the stored form of a chunk.
+            file: function from a group's number and a number of tokens to the chunk-file group.
             counts: counts of the cache, which are updated.
         """
         self.incoming: dict[bytes, _Incoming] = {}
@@ -78,7 +78,7 @@ class Reading:
         self._counts = counts
 
     def places(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
-        """Return where each chunk would come from now: int64 of shape (len(tags),).
+        """Return the tier that each chunk would come from now: int64 of shape (len(tags),).
 
         0 stands for host memory, n for the n-th slow tier, `NO_TIER` for none. A chunk that is being read
         comes from the tier that it is read from, or from none if that tier is stuck or left out.
@@ -96,7 +96,7 @@ class Reading:
         return found
 
     def fetch(self, wants: Iterable[Want], without: Iterable[str] = ()) -> Fetch:
-        """Bring chunks to host memory and hold them there. `advance` continues the returned fetch.
+        """Start to bring chunks to host memory and hold them there. `advance` continues the returned fetch.
 
         Chunks in host memory are held first, before room for others is made there.
 
@@ -133,7 +133,7 @@ class Reading:
         return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
 
     def came(self, key: bytes, what: GetOutcome) -> None:
-        """Handle the end of a read: keep the chunk, or read it from the next tier if there is one."""
+        """Process the end of a read: keep the chunk, or read it from the next tier if there is one."""
         incoming = self.incoming[key]
         name = self._queues[incoming.source].name
         if what is GetOutcome.HIT:
@@ -160,7 +160,7 @@ class Reading:
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
 
     def _first_of(self, asked: tuple[bool, ...]) -> TierNumbers:
-        """Return a table from the tier bits of a tag to its fastest place, among those marked in `asked`."""
+        """Return a table from the tier bits of a tag to its fastest tier, among those marked in `asked`."""
         if asked not in self._firsts:
             marks = np.arange(1 << MAX_TIERS)
             found = self._firsts[asked] = np.full(len(marks), NO_TIER)
@@ -171,7 +171,7 @@ class Reading:
         return self._firsts[asked]
 
     def _coming(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
-        """Return the place that each chunk is being read from, as in `places`; 0 if it is not being read."""
+        """Return the tier that each chunk is being read from, as in `places`; 0 if it is not being read."""
         reads = [
             NO_TIER if queue.name in without or queue.stuck_for_reading else number
             for number, queue in enumerate(self._queues, 1)

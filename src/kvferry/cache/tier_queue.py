@@ -36,7 +36,7 @@ REFRESH_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """The end of a store, which no longer reads its memory."""
+    """The result of a store, which no longer reads its memory."""
 
     key: bytes
     what: PutOutcome
@@ -45,7 +45,7 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The end of a fetch, which no longer writes its memory."""
+    """The result of a fetch, which no longer writes its memory."""
 
     key: bytes
     what: GetOutcome
@@ -106,12 +106,12 @@ class TierQueue:
 
     @property
     def reading(self) -> int:
-        """The number of fetches whose end `done` has not returned."""
+        """The number of fetches whose result `done` has not returned."""
         return self._reading.count
 
     @property
     def writing(self) -> int:
-        """The number of stores whose end `done` has not returned."""
+        """The number of stores whose result `done` has not returned."""
         return self._writing.count
 
     @property
@@ -121,12 +121,12 @@ class TierQueue:
 
     @property
     def stuck_for_reading(self) -> bool:
-        """Return whether fetches are under way and none has ended for `STUCK_SECONDS`."""
+        """Return whether fetches are under way and none ended in the last `STUCK_SECONDS`."""
         return self._reading.stuck
 
     @property
     def stuck_for_writing(self) -> bool:
-        """Return whether stores are under way and none has ended for `STUCK_SECONDS`."""
+        """Return whether stores are under way and none ended in the last `STUCK_SECONDS`."""
         return self._writing.stuck
 
     @property
@@ -221,7 +221,7 @@ class TierQueue:
 
 
 class _UnderWay:
-    """The reads or the writes whose end is not collected yet.
+    """The reads or the writes whose result has not been collected.
 
     Worker threads call `end`. The engine's thread calls the other methods.
     """
@@ -253,7 +253,7 @@ class _UnderWay:
 
     @property
     def stuck(self) -> bool:
-        """Return whether operations are running and none has ended for `STUCK_SECONDS`, collected or not."""
+        """Return whether operations are running and none ended in the last `STUCK_SECONDS`."""
         return self._at_work > 0 and self._clock() - self._moved_at > STUCK_SECONDS
 
     @property

@@ -1,12 +1,12 @@
 """Digests of the content of checkpoints.
 
-A model's name says nothing about its weights, and different weights have equal headers and sizes. So the
-files are read whole: several GB/s with BLAKE3 on all cores. Digests are remembered per file by device, inode,
-size, modification time and change time. A copy over a file of the same size can keep the modification time,
-but not the change time.
+A model's name does not identify its weights, and files of different weights can have equal headers and sizes.
+So all bytes are digested: several GB/s with BLAKE3 on all cores. Digests are remembered per file by device,
+inode, size, modification time and change time. A copy over a file of the same size can keep the modification
+time, but not the change time.
 
-The memory is only a shortcut. If it is missing, damaged or not writable, the files are read again. Processes
-that write it at the same time may lose each other's new digests, but do not damage it.
+The memory file is only a cache. If it is missing, damaged or not writable, the files are read again.
+Concurrent writers may lose each other's new digests, but do not damage it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Writes from host memory to slow tiers. A chunk is *owed* to a tier until the tier's queue takes it.
+"""Writes from host memory to slow tiers. A chunk is *owed* to a tier until its write starts.
 
 *Write-through* writes a chunk as soon as the tier has room for another write. *Write-back* writes it once
 host memory is fuller than `WRITE_BACK_SHARE`, and at shutdown. A tier that is too slow loses chunks: they
-leave host memory before their turn. These losses are counted and delay no other work.
+leave host memory before their turn. Losses are counted and delay no other work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WRITE_BACK_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A slow tier behind host memory.
+    """A slow tier behind host memory, and when chunks are written to it.
 
     Attributes:
         queue: the tier and its threads.
@@ -40,7 +40,7 @@ class Writing:
         behind: the slow tier.
         host: the host tier that has the chunks.
         body: function from a slot to its writable memory.
-        lost: number of chunks that left host memory before their turn.
+        lost: number of chunks that were evicted from host memory before they were written.
     """
 
     behind: Behind

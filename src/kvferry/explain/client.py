@@ -101,7 +101,7 @@ def ask_engines(question: Question) -> AllAnswers:
 
 
 def _asked(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
-    """Return the lines of an engine's answer, or why there is none; None if the engine is gone."""
+    """Return the lines of an engine's answer, or the error; None if the engine is gone."""
     try:
         connection = socket_directory.connect(path, until)
         if connection is None:
@@ -119,7 +119,7 @@ def _no_answer(error: Exception) -> str:
 
 
 def _read(lines: list[bytes]) -> EngineAnswer | str:
-    """Return the answer in these lines, or why they are none."""
+    """Decode the answer in these lines; return the error if that fails."""
     try:
         return _answer(*lines)
     except ProtocolError as error:

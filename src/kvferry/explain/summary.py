@@ -1,4 +1,4 @@
-"""Sum up a request in a few numbers: where its tokens came from, and its time until it was scheduled."""
+"""Summarize a request: the sources of its tokens, and its time until it was scheduled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Summary:
             empty until the request is scheduled.
         failed: number of failed loads.
         seconds: time from arrival until it was scheduled; None until then.
-        loading, looking: parts of it: loads under way, and waiting for a source that was still looking.
+        loading, looking: seconds of it in which loads were under way, or a source was still looking.
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class Summary:
 
 
 def summary(trace: RequestTrace) -> Summary:
-    """Sum up a trace that begins with the arrival of its request."""
+    """Summarize a trace that begins with the arrival of its request."""
     came = trace.events[0]
     assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
     found, looks_since, begun = Summary(came.tokens), None, dict[str, events.LoadBegan]()

@@ -19,8 +19,9 @@ class TimelineEntry:
     """A sentence of a timeline.
 
     Attributes:
-        text: unwrapped.
-        after: seconds since the request arrived; None for a further sentence about the same event.
+        text: the sentence, not wrapped.
+        after: seconds from the request's arrival to the event; None for a further sentence about the same
+            event.
     """
 
     text: str
@@ -33,7 +34,7 @@ def timeline(trace: RequestTrace) -> list[TimelineEntry]:
 
 
 class _Timeline:
-    """State of a timeline: earlier events that later ones refer to."""
+    """State of a timeline under construction: earlier events that later sentences refer to."""
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace, self._came = trace, trace.events[0].at

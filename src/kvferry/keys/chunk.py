@@ -5,10 +5,10 @@ and of the chunk's own tokens. Equal keys mean equal content for all engines, pa
 block sizes. The namespace (`kvferry.keys.namespace`) covers the model and the format.
 
 The digest is BLAKE2b of 32 bytes. It is cryptographic because tenants choose tokens: a tenant who could make
-two prompts with one key could have one answered with the KV of the other. With 16 bytes, two such prompts are
-2^64 digests away. 32 bytes cost no time (a message of 256 tokens is as many BLAKE2b blocks) and 16 KiB per
-128k tokens. Every Python has BLAKE2b in its standard library, and its `person` parameter separates the three
-uses below.
+two prompts with one key could cause one to be answered with the KV of the other. With 16 bytes, two such
+prompts are 2^64 digests away. 32 bytes cost no time (a message of 256 tokens is as many BLAKE2b blocks) and
+16 KiB per 128k tokens. Every Python has BLAKE2b in its standard library, and its `person` parameter separates
+the three uses below.
 
 The inputs of the digests follow. Integers are little-endian and unsigned, ``text`` is its length in 8 bytes,
 then UTF-8::
@@ -87,7 +87,7 @@ class ChunkKeys:
         lora: str = "",
         salt: str = "",
     ) -> None:
-        """Begin with the known part of a request, usually its prompt.
+        """Digest the known part of a request, usually its prompt.
 
         Args:
             chunk_tokens: tokens of a chunk.
@@ -124,7 +124,7 @@ class ChunkKeys:
         This takes one pass of Python per *completed* chunk: 2 us for a chunk of 256 tokens.
 
         Raises:
-            Unnameable: a token id does not fit into 4 bytes. The request then stays as it was.
+            Unnameable: a token id does not fit into 4 bytes. The keys then stay unchanged.
         """
         self._ids += _little_endian(tokens)
         whole = len(self._ids) // (self.chunk_tokens * _ID_BYTES)

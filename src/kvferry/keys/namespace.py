@@ -1,4 +1,4 @@
-"""The namespace of keys: all facts that make the bytes of another run wrong.
+"""The namespace of keys: all facts that must be equal for one engine to use another's chunks.
 
 A chunk's key identifies its tokens. Its namespace identifies the model and the form of the bytes. Engines
 compare namespaces as a whole, and never read the content of another namespace. A namespace keeps the facts
@@ -140,7 +140,7 @@ def _differences(where: str, a: Any, b: Any) -> Iterator[str]:
 
 
 _NONE = object()
-"""In place of what is not there; null is there."""
+"""Marks an absent value, as distinct from null."""
 
 _LONGEST = 400
 
@@ -150,7 +150,7 @@ def _said(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """A value that is too long to be said."""
+    """Return a short description of a value that is too long for a message."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     return f"{len(value)} facts" if isinstance(value, dict) else f"{_said(value)[:100]}"
@@ -175,7 +175,10 @@ def _dumped(plain: Any) -> str:
 
 
 def _plain(where: str, value: Any, depth: int) -> Any:
-    """The same in exact types: a subclass may read as one thing and mean another (True == 1, IntEnum)."""
+    """Return a value in built-in types.
+
+    An instance of a subclass can compare equal and mean something else.
+    """
     if depth > _DEEPEST:
         raise Unnameable(f"namespace: {where[:60]}... is nested deeper than {_DEEPEST}")
     kind = type(value)
@@ -211,7 +214,7 @@ def _name(where: str, key: Any) -> str:
 
 
 def _encodable(where: str, text: str) -> str:
-    """Two surrogates and the character that they spell in UTF-16 would have one JSON text."""
+    """Refuse surrogates: a pair of them has the same JSON text as the character that it encodes."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise Unnameable(f"namespace: {where} has half a character (a surrogate) in it; give whole ones")
     return text

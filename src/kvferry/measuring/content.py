@@ -1,8 +1,8 @@
-"""Values for a request's blocks that tell where each belongs.
+"""Values for a request's blocks that identify their position.
 
 The value of an element depends on its layer, field, token, head and position within the head, and not on the
-engine that keeps it. It is written through the views that an engine writes through. So the memory that a move
-must produce can be computed without moving anything, and compared byte for byte.
+engine. It is written through the same views that an engine uses. So the expected memory after a transfer can
+be computed without a transfer, and compared byte for byte.
 """
 
 from __future__ import annotations

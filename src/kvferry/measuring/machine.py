@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """The facts that figures depend on.
+    """Facts about a machine that affect measurements.
 
     Attributes:
         cores: processor cores that this process may use.

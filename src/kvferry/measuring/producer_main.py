@@ -48,7 +48,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """The request for a lease of that name at one engine; the answer is a `Granted`."""
+    """The request for a lease of that name at one engine. The answer is a `Granted`."""
 
     engine: int
     lease: str
@@ -67,7 +67,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class AskEnded:
-    """The request to answer `AllEnded` as soon as no lease is held."""
+    """The request to answer `AllEnded` when no lease is held any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class AllEnded:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """The answer that the producer cannot go on, with the reason."""
+    """The answer that the producer failed, with the reason."""
 
     reason: str
 

@@ -38,7 +38,7 @@ def use_transports(named: str | None) -> dict[str, str]:
 class ProducerProcess:
     """The process that holds engines to read from; leaving the context manager ends it.
 
-    Its death raises TransferError with the reason in every method that needs it.
+    If the process has died, every method that needs it raises TransferError with the reason.
 
     Attributes:
         listening: addresses of its engines.

@@ -76,8 +76,8 @@ class RawReads:
         """Prepare descriptors of one length over the same memory, shuffled on both sides.
 
         Args:
-            size: bytes of all descriptors together; no more than the cache has are used.
-            length: bytes of one descriptor; at most `size` are used.
+            size: bytes of all descriptors together, limited to the size of the cache.
+            length: bytes of one descriptor, limited to `size`.
         """
         ours = self._reader.cache.geometry.regions[0]
         theirs = self._reader.cards[self._number][0].geometry.regions[0]
@@ -94,7 +94,7 @@ class RawReads:
         return PreparedLists(local, remote, indices, count * length)
 
     def read(self, lists: PreparedLists) -> float:
-        """Read once; return the seconds from making the transfer to its end."""
+        """Read once; return the seconds from the creation of the transfer to its end."""
         agent, indices = self._agent, lists.indices
         limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
@@ -113,7 +113,7 @@ class RawReads:
         return seconds
 
     def make_only(self, lists: PreparedLists) -> float:
-        """Return the seconds in which NIXL makes a transfer, without posting it."""
+        """Return the seconds that NIXL needs to create a transfer, without posting it."""
         started = time.perf_counter()
         handle = self._agent.read(lists.local, lists.indices.dst, lists.remote, lists.indices.src)
         seconds = time.perf_counter() - started
@@ -130,7 +130,7 @@ class RawReads:
 
 
 class WaitLimit:
-    """A deadline and a health check for a polling loop, cheap enough for every turn of it."""
+    """A deadline and a health check for a polling loop, cheap enough for every iteration."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check

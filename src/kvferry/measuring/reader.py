@@ -62,8 +62,8 @@ class Reader:
             settings: transfer settings; the keys are the producer's.
 
         Raises:
-            ConfigError: memory or NIXL cannot be had.
-            TransferError: the other process cannot be read from.
+            ConfigError: memory cannot be allocated, or NIXL cannot be used.
+            TransferError: the producer cannot be read from.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
         self._leases, self._tickets = 0, dict[str, bytes]()
@@ -96,7 +96,7 @@ class Reader:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache's memory and the memory that a move must produce, both uint8 of shape (bytes,)."""
+        """The cache's memory and its expected content after a read, both uint8 of shape (bytes,)."""
         return self.cache.buffer, self._expected.buffer
 
     def load_request(

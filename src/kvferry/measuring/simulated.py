@@ -31,7 +31,7 @@ class SimulatedEngine:
     """All ranks of an engine, and the blocks of one request.
 
     Attributes:
-        name: distinguishes engines of one process.
+        name: name of the engine, unique in its process.
         model, shape: layers of the model, and their layout in memory.
         tokens: length of the request.
         tables: one int64 array of block ids per group, by position; 0 where no block is needed.
@@ -82,7 +82,7 @@ def span_of(tokens: int) -> LoadSpan:
 
 
 def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: str = "auto") -> ModelReading:
-    """Read what a model keeps in its KV cache.
+    """Read the KV cache of a model.
 
     Args:
         name: model, as `kvferry plan` takes it.
@@ -110,13 +110,13 @@ def simulate_engine(
     """Describe an engine with room for one request and the null block.
 
     Args:
-        name: distinguishes engines of one process.
-        reading: what the model keeps.
+        name: name of the engine, unique in its process.
+        reading: the model's KV cache.
         side: parallel sizes, layout and block size of the engine.
         tokens: length of the request.
         order: order of block ids: "scattered", as in an engine that has run for a while, or "contiguous", as
             in a fresh one.
-        seed: draws the scattering.
+        seed: seed of the scattered order.
 
     Raises:
         GeometryError: the engine cannot keep the model.

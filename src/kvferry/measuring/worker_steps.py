@@ -26,7 +26,7 @@ LOAD_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A load, as a scheduler hands it over.
+    """A load order from a scheduler.
 
     Attributes:
         key: name of the load, and of its lease.

@@ -1,1 +1,1 @@
-"""Memory as tensors: caches in memory of our own, guarded views, strided copies, huge pages, sealed files."""
+"""Memory as tensors: allocated caches, guarded views, strided copies, huge pages, sealed files."""

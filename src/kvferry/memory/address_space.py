@@ -1,7 +1,7 @@
 """Registered memory by address, as tensors.
 
-Plans name addresses and copies need tensors. An `AddressSpace` makes one flat tensor per region, over the
-memory that is already there.
+Plans contain addresses, and copies need tensors. An `AddressSpace` has one flat tensor over each region's
+existing memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class _CudaBytes:
-    """Device memory for ``torch.as_tensor``."""
+    """Device memory in the form that ``torch.as_tensor`` accepts."""
 
     def __init__(self, region: Region) -> None:
         self.__cuda_array_interface__ = {
@@ -48,20 +48,20 @@ class AddressSpace:
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
     def view(self, nest: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
-        """View what a strided copy covers on one side, in `count` blocks or images.
+        """Return a view of the bytes that a strided copy covers on one side, in `count` blocks or images.
 
         Args:
-            nest: addresses of that side are absolute, of block 0.
+            nest: a copy with absolute addresses of block 0 on that side.
             side: "src" or "dst".
             stride: bytes from one block or image to the next.
-            count: how many.
+            count: number of blocks or images.
             word: bytes of an element of the view, see `largest_word`.
 
         Returns:
             Tensor of shape (count, count of every loop, words of a run), a view.
 
         Raises:
-            TransferError: it leaves the registered memory.
+            TransferError: the view exceeds the registered memory.
         """
         first = nest.src if side == "src" else nest.dst
         distances = [loop.src if side == "src" else loop.dst for loop in nest.loops]

@@ -1,8 +1,8 @@
 """Memory that this process can still allocate, on its machine and in its control groups.
 
 A container is a control group. Beyond its limit the kernel kills a process without a message, so the limit is
-read before memory is allocated. Pages of files that a group has cached count as used there, and as available
-here, since the kernel gives them up first.
+read before memory is allocated. The kernel counts cached file pages of a group as used. Here they count as
+available, because the kernel reclaims them first.
 
 Formats: ``cgroups(7)``, ``memory.stat`` of the kernel's ``admin-guide/cgroup-v1/memory.rst`` and
 ``cgroup-v2.rst``.
@@ -24,11 +24,11 @@ _VERSIONS = (
         "memory.usage_in_bytes", "total_",
     ),
 )  # fmt: skip
-"""Of both versions: a line of ``/proc/self/cgroup``, where groups are, files of one, the prefix of totals."""
+"""Per cgroup version: pattern of ``/proc/self/cgroup``, root, limit file, usage file, prefix of totals."""
 
 
 def read(path: str) -> str | None:
-    """Return the text of a file of the kernel's; None if there is none."""
+    """Return the text of a kernel file; None if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace").strip()
     except OSError:
@@ -36,10 +36,10 @@ def read(path: str) -> str | None:
 
 
 def available_memory(read: Read = read) -> tuple[int, str] | None:
-    """Return the bytes that can still be allocated, and what limits them; None if the kernel does not say.
+    """Return the bytes that can still be allocated, and the name of the limit; None if unknown.
 
     Args:
-        read: returns the text of a file.
+        read: function that returns the text of a file.
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
     room = [(int(found[1]) << 10, "available on this machine")] if found else []
@@ -48,7 +48,7 @@ def available_memory(read: Read = read) -> tuple[int, str] | None:
 
 
 def _left_to_groups(read: Read) -> Iterator[int]:
-    """Yield what each group that has a limit leaves to this process, of its own up to the root."""
+    """Yield the bytes left by each control group with a limit, from this process's own up to the root."""
     told = read("/proc/self/cgroup") or ""
     for line, root, limit, used, prefix in _VERSIONS:
         path = found[1] if (found := re.search(line, told, re.MULTILINE)) else "/"
@@ -62,5 +62,5 @@ def _left_to_groups(read: Read) -> Iterator[int]:
 
 
 def _cached(stat: str, prefix: str) -> int:
-    """Return the bytes of cached files of a group, which the kernel gives up first."""
+    """Return the bytes of a group's cached files, which the kernel reclaims first."""
     return sum(int(size) for size in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE))

@@ -1,8 +1,8 @@
 """Copy cells between an engine's blocks and chunks in host memory.
 
-The planner sees an arena as a pool of chunks at address 0 (`geometry.canonical.chunk_pool`), so on that side
-its copies have offsets in a chunk. A chunk may lie anywhere in the arena: its view is made for each copy,
-which takes a microsecond.
+The planner treats an arena as a pool of chunks at address 0 (`geometry.canonical.chunk_pool`), so on that
+side its copies have offsets in a chunk. A chunk may lie anywhere in the arena, so its view is created for
+each copy, which takes a microsecond.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 class ChunkCopies:
     """Copies of a route's cells between the blocks of one rank and chunks in an arena.
 
-    A copy is done when the method returns, on a device too. Until then blocks and chunks must keep their
-    owner.
+    A copy is complete when the method returns, also on a device. Until then blocks and chunks must not be
+    reused.
     """
 
     def __init__(self, route: Route, side: str, engine: AddressSpace, memory: npt.NDArray[np.uint8]) -> None:
-        """Make the views of the engine's memory.
+        """Create the views of the engine's memory.
 
         Args:
             route: one side is an engine's rank, the other a pool of chunks at address 0.
@@ -42,7 +42,7 @@ class ChunkCopies:
             memory: the arena, uint8 of shape (bytes,).
 
         Raises:
-            TransferError: the route leaves the engine's memory.
+            TransferError: the route exceeds the engine's memory.
         """
         self._storing, self._memory = side == "src", memory
         stride = route.src_stride if self._storing else route.dst_stride
@@ -69,14 +69,14 @@ class ChunkCopies:
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:
-        """Zero cells of the chunk at byte `offset` of the arena."""
+        """Zero some cells of the chunk at byte `offset` of the arena."""
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
             for at in _offsets(chunk_cells, offset, cells.number):
                 for view in part.copies:
                     self._packed(view, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero what the route covers of all cells of these blocks."""
+        """Zero the bytes that the route covers, in all cells of these blocks."""
         self._pool.clear(blocks)
 
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
@@ -99,13 +99,13 @@ class ChunkCopies:
             np.copyto(pages, packed)
 
     def _packed(self, view: CopyView, offset: int) -> npt.NDArray[Any]:
-        """Return the view of a strided copy in the chunk, for the cell at byte `offset` of the arena."""
+        """Return the chunk-side view of a strided copy, for the cell at byte `offset` of the arena."""
         return np.ndarray(
             view.shape, _WORDS[view.word], self._memory.data, offset + view.offset, view.strides
         )
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return the copies between blocks and chunks whose loops ascend, as a strided view must."""
+        """Return the copies between blocks and chunks with non-negative strides, as views require."""
         at = part.src_at if self._storing else part.dst_at
         return PoolCopies(at, tuple(copy for one in part.nests for copy in one.ascending()))
 
@@ -117,5 +117,5 @@ def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[
 
 
 def offsets_of(offsets: Sequence[int]) -> Int64s:
-    """Return offsets of chunks as `store` and `load` take them; index 0 is the null chunk."""
+    """Return offsets of chunks for `store` and `load`; index 0 is the null chunk."""
     return np.array((0, *offsets), np.int64)

@@ -1,17 +1,17 @@
-"""Views of a cache that raise where torch would go on with a copy.
+"""Views of a cache that raise an error instead of silently copying.
 
-A view of a cache is hardly ever contiguous, and on such a view `reshape`, `flatten`, `ravel` and `contiguous`
-copy without a word. Writes to the copy are lost, and a transport that registers it serves memory that no
-engine writes. On a guarded view these operations raise `SilentCopy` where they would copy, and before they
-do: a copy of a whole cache may not fit. Everything else is as on any tensor:
+A view of a cache is rarely contiguous, and on such a view `reshape`, `flatten`, `ravel` and `contiguous` copy
+silently. Writes to the copy are lost, and a transport that registers it serves memory that no engine writes.
+On a guarded view these operations raise `SilentCopy` before they copy, because a copy of a whole cache may
+not fit. All other operations work as on any tensor:
 
-    gives a view                    indexing, permute, view, narrow, reshape where it can: guarded as well
-    writes                          in place, `copy_`, `out=`, by assignment: to the buffer
-    gives new memory, as it says    clone, gather by index, another dtype or device, arithmetic: not guarded
+    return a view                   indexing, permute, view, narrow, reshape if possible: guarded as well
+    write to the buffer             in place, `copy_`, `out=`, by assignment
+    return new memory               clone, gather by index, another dtype or device, arithmetic: not guarded
 
-The guard sees what Python calls (`__torch_function__`). It does not look inside operations, where a copy is
-only a means: a matmul reshapes. Hence not `__torch_dispatch__`: there the copy of a reshape, of a clone and
-of a matmul are the same call. What leaves torch leaves the guard: numpy, dlpack, a raw pointer.
+The guard intercepts calls from Python (`__torch_function__`). It ignores copies inside operations, such as
+those of a matmul. `__torch_dispatch__` could not tell them apart: the copies of a reshape, a clone and a
+matmul are the same call there. Memory that leaves torch is not guarded: numpy, dlpack, a raw pointer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from kvferry.errors import SilentCopy
 
 _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
-"""Operations that torch documents to give a view *or* a copy, and that do not change dtype or device."""
+"""Operations that return a view *or* a copy, according to torch, and keep dtype and device."""
 
 
 class _GuardedView(torch.Tensor):
-    """A tensor over a cache that refuses silent copies. Made by `guard`."""
+    """A tensor over a cache that refuses silent copies. `guard` creates it."""
 
     @classmethod
     def __torch_function__(
@@ -49,7 +49,7 @@ class _GuardedView(torch.Tensor):
 
 
 def guard(view: torch.Tensor) -> torch.Tensor:
-    """Return a guarded view of the same memory; views made from it are guarded too."""
+    """Return a guarded view of the same memory; views of it are guarded too."""
     return view.as_subclass(_GuardedView)
 
 
@@ -60,10 +60,10 @@ def unguard(view: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_copy(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Try the operation on a tensor of the same strides that has no memory: does it give a view of it?
+    """Try the operation on a tensor with the same strides but without memory, to see whether it copies.
 
     Raises:
-        SilentCopy: it does not.
+        SilentCopy: the operation would copy.
     """
     keyword = "" if args else "input" if "input" in kwargs else "self"
     view = kwargs[keyword] if keyword else args[0]
@@ -84,7 +84,7 @@ def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
 
 
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
-    """Guard the tensors of a result that share memory with one of the views."""
+    """Return the result with guards on tensors that share memory with one of the views."""
     if isinstance(result, torch.Tensor) and not isinstance(result, _GuardedView):
         return guard(result) if any(_share_memory(result, view) for view in views) else result
     if type(result) in (list, tuple):
@@ -93,7 +93,7 @@ def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
 
 
 def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield guarded views among arguments, and in lists and tuples among them."""
+    """Yield the guarded views among arguments, including those in lists and tuples."""
     for value in values:
         if isinstance(value, _GuardedView):
             yield value

@@ -1,10 +1,10 @@
-"""Large pages for host memory that is moved and copied.
+"""Huge pages for host memory that is transferred and copied.
 
-A transport that copies from process to process pins what it copies page by page: with pages of 4 KiB that
-takes about five times as long as with pages of 2 MiB. Where the kernel gives large pages only to who asks for
-them (``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise``), torch does not ask. Shared memory has
-none by itself where ``shmem_enabled`` says ``never``, as it does by default; it can be copied to them
-(``MADV_COLLAPSE``, which heeds neither setting), if it is mapped where a large page may begin.
+A transport that copies between processes pins memory page by page: with pages of 4 KiB that takes about five
+times as long as with pages of 2 MiB. If ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``madvise``, a
+process must request huge pages, which torch does not. If ``shmem_enabled`` is ``never``, the default, shared
+memory has none; but ``MADV_COLLAPSE``, which ignores both settings, can copy it to huge pages if it is mapped
+at a multiple of their size.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from kvferry.geometry import Region
 logger = logging.getLogger(__name__)
 
 _FIXED, _NORESERVE = 0x10, 0x4000
-"""MAP_FIXED: exactly there, over what was there before; MAP_NORESERVE: addresses alone."""
+"""MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses only."""
 _HUGEPAGE, _COLLAPSE = 14, 25
-"""MADV_HUGEPAGE: pages that are touched from now on; MADV_COLLAPSE, since Linux 6.1: those that were."""
+"""MADV_HUGEPAGE applies to pages touched later, MADV_COLLAPSE (since Linux 6.1) to touched pages."""
 _PAGE, _LARGE_PAGE = 4096, 2 << 20
 _STEP_BYTES = 32 << 20
 
 COLLAPSE_BYTES = 8 << 30
-"""Touched memory beyond this stays as it is: copying it would hold up an engine's start for minutes."""
+"""Maximum bytes of touched memory to collapse: more would delay an engine's start for minutes."""
 
 
 def request_huge_pages(region: Region, *, touched: bool) -> None:
     """Ask the kernel to back this memory with huge pages; a refusal changes nothing.
 
     Args:
-        region: anywhere; only whole pages of the host's memory are meant.
-        touched: it has been used already: up to `COLLAPSE_BYTES`, what is there is copied to large pages
-            now, which takes about as long as writing it took.
+        region: any region; only whole pages of host memory are affected.
+        touched: the memory is in use. Then up to `COLLAPSE_BYTES` are copied to huge pages now, which takes
+            about as long as writing them.
     """
     first = -(-region.address // _PAGE) * _PAGE
     length = (region.address + region.length - first) // _PAGE * _PAGE
@@ -48,14 +48,14 @@ def request_huge_pages(region: Region, *, touched: bool) -> None:
 
 
 def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
-    """Map a file of shared memory where a large page may begin.
+    """Map a file of shared memory so that it is aligned to huge pages.
 
     Args:
-        fd: of the file.
-        size: bytes, of all of it.
+        fd: descriptor of the file.
+        size: bytes of the file.
 
     Returns:
-        A mapping, and from which byte of it on the file lies there; closing it unmaps the file.
+        The mapping, and the offset of the file in it. Closing the mapping unmaps the file.
 
     Raises:
         OSError: it cannot be mapped.
@@ -85,19 +85,19 @@ class HugePageCollapser:
         """Start the thread.
 
         Args:
-            region: mapped until `stop`; what has not been touched stays as it is.
+            region: memory that stays mapped until `stop`; untouched pages are skipped.
         """
         self._region, self._stopped = region, threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-pages", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread; afterwards the memory may be unmapped."""
+        """Stop the thread. After that the memory may be unmapped."""
         self._stopped.set()
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until all memory that can be collapsed is."""
+        """Wait until the thread has collapsed all memory that can be collapsed."""
         self._thread.join()
 
     def _run(self) -> None:

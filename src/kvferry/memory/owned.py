@@ -1,8 +1,9 @@
 """A cache of one rank in one allocation, in any layout, with the tensors that an engine works on.
 
-The buffer is bytes. Attention code sees each layer as ``(blocks, heads, tokens, content)``, whatever the
-layout; recurrent layers see each field as ``(blocks, heads, *inner)``; kernels that compute addresses get the
-page maps; the planner and the transport get the geometry. All are the same memory, and none is a copy.
+The buffer is an array of bytes. Attention code gets each layer as ``(blocks, heads, tokens, content)``, in
+any layout. Recurrent layers get each field as ``(blocks, heads, *inner)``. Kernels that compute addresses get
+the page maps. The planner and the transport get the geometry. All of them describe the same memory; none is a
+copy.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from kvferry.geometry.store import ModelCache
 from kvferry.memory.guard import guard
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Elements of so many bytes that nobody has named a dtype for."""
+"""Default dtype of an element by its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedCache:
-    """One rank's cache.
+    """The KV cache of one rank.
 
     Attributes:
-        buffer: all of it, uint8 of shape (bytes,), zero at first. Lives as long as any view of it.
-        geometry: its fields, for planning; its one region is the buffer.
-        maps: its strides, per group in the order of `geometry.groups`.
+        buffer: its memory, uint8 of shape (bytes,), initially zero. Lives as long as any view of it.
+        geometry: its geometry, for planning; the buffer is its only region.
+        maps: its strides, one map per group in the order of `geometry.groups`.
     """
 
     buffer: torch.Tensor
@@ -40,15 +41,15 @@ class OwnedCache:
     def views(self, dtype: torch.dtype = torch.uint8, *, guarded: bool = True) -> dict[str, torch.Tensor]:
         """Return the pages of every layer that holds tokens, ``(blocks, heads, tokens, content)``, by name.
 
-        Blocks are kernel blocks where a block is made of several. Fields lie side by side in the content;
-        where their elements differ in size (fp8 with scales), view bytes.
+        Blocks are kernel blocks if a block consists of several. Fields lie side by side in the content. If
+        their elements differ in size (fp8 with scales), view bytes.
 
         Args:
-            dtype: of an element; uint8 for bytes.
-            guarded: raise SilentCopy where an operation on a view would go on with a copy.
+            dtype: dtype of an element; uint8 for bytes.
+            guarded: return guarded views, which raise SilentCopy instead of copying.
 
         Raises:
-            GeometryError: a layer keeps elements of another size.
+            GeometryError: a layer has elements of another size.
         """
         found = {}
         for where, group, slot, layer in self._layers():
@@ -74,8 +75,8 @@ class OwnedCache:
         A field that every rank has whole counts as one head.
 
         Args:
-            dtypes: by field name; a field that is not named is viewed as integers of its size.
-            guarded: as of `views`.
+            dtypes: dtype by field name; other fields are viewed as integers of their element size.
+            guarded: as for `views`.
 
         Raises:
             GeometryError: a field's elements have another size than its dtype.
@@ -114,16 +115,16 @@ class OwnedCache:
 
 
 def allocate(model: ModelCache, engine: EngineShape, rank: int, device: torch.device | str) -> OwnedCache:
-    """Allocate one rank's cache: one buffer of zeros.
+    """Allocate the cache of one rank: one buffer of zeros.
 
     Args:
-        model: what is kept.
-        engine: how.
-        rank: which worker, pipeline-major.
-        device: where, e.g. ``cpu`` or ``cuda:0``.
+        model: caches of the model's layers.
+        engine: settings of the engine.
+        rank: number of the worker, pipeline-major.
+        device: torch device, e.g. ``cpu`` or ``cuda:0``.
 
     Raises:
-        GeometryError: the engine cannot keep this model; says why.
+        GeometryError: the engine cannot keep this model. The message gives the reason.
     """
     size = lay_out_rank(model, engine, rank, 0).geometry.regions[0].length
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -1,9 +1,8 @@
 """The cells of a pool's blocks as strided views: the engine's side of every copy.
 
-Cells that have the same strided copies differ only in where they begin. So each strided copy has one view of
-the pool, whose first axis counts the *places* at which a cell may begin; moving a cell indexes that axis.
-Runs are never listed: a transposed interior, whose runs are one element, is a copy between two strided views
-like any other.
+Cells with the same strided copies differ only in their start. So each strided copy has one view of the pool,
+whose first axis counts the *places* at which a cell may begin, and a copy indexes that axis. Runs are never
+listed: a transposed interior, with runs of one element, is an ordinary copy between two strided views.
 """
 
 from __future__ import annotations
@@ -24,14 +23,16 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyView:
-    """One strided copy, at all places of the pool where a cell may begin.
+    """The view of a strided copy, at all places of the pool where a cell may begin.
 
     Attributes:
         copy: the strided copy.
         word: bytes of an element of `elements`.
-        elements: (places, count of every loop, words of a run); an array on the host, a tensor on a device.
-        offset: bytes from the start of a cell's image, or of its cell in a chunk, to the first run.
-        shape, strides: of a view of the runs there: (count of every loop, words of a run); bytes.
+        elements: the view, of shape (places, count of every loop, words of a run); an array on the host, a
+            tensor on a device.
+        offset: bytes from the start of a cell's image, or of a chunk's cell, to the first run.
+        shape, strides: shape (count of every loop, words of a run) and strides in bytes of the runs in the
+            image.
     """
 
     copy: StridedCopy
@@ -72,10 +73,10 @@ class CellViews:
 
 
 class PoolCells:
-    """All cells of a pool. Views are made once; operations return when the memory has changed.
+    """All cells of a pool. Views are created once. Operations return when the copy is complete.
 
     Attributes:
-        parts: cells by their strided copies, in the order given.
+        parts: cells with the same strided copies, in the order given.
     """
 
     def __init__(
@@ -88,26 +89,26 @@ class PoolCells:
         blocks: int,
         alignments: Sequence[int] = (),
     ) -> None:
-        """Make the views.
+        """Create the views.
 
         Args:
             parts: strided copies of a cell. On the pool's side they have absolute addresses of block 0; on
-                the other, offsets in an image or a chunk.
+                the other side they have offsets in an image or a chunk.
             pool: registered memory of the blocks.
             side: the side that lies in the pool, "src" or "dst".
             stride: bytes from one block to the next.
             blocks: number of blocks.
-            alignments: for each part, bytes that divide the distances between cells on the other side; by
-                default these are whole words.
+            alignments: for each part, a number of bytes that divides the distances between cells on the other
+                side; by default whole words.
 
         Raises:
-            TransferError: the copies leave the pool's memory.
+            TransferError: the copies exceed the pool's memory.
         """
         self._pool, self._side, self._stride, self._blocks = pool, side, stride, blocks
         self.parts = tuple(map(self._part, parts, alignments or [0] * len(parts)))
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero what the copies cover of all cells of these blocks."""
+        """Zero the bytes that the copies cover, in all cells of these blocks."""
         for part in self.parts:
             places = part.places(blocks[:, None], np.arange(len(part.cell_places))).reshape(-1).tolist()
             for view in part.copies:
@@ -116,7 +117,7 @@ class PoolCells:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until copies on a device are done: the transport and the engine use other streams."""
+        """Wait for copies on a device, because the transport and the engine use other streams."""
         for part in self.parts[:1]:
             for view in part.copies[:1]:
                 if not view.on_host:
@@ -129,10 +130,10 @@ class PoolCells:
         return CellViews(self._stride // unit, np.array(part.at, np.int64) // unit, views)
 
     def _view(self, copy: StridedCopy, places: tuple[int, int], alignment: int) -> CopyView:
-        """View a strided copy.
+        """Return the view of a strided copy.
 
         Args:
-            copy: as given.
+            copy: the strided copy.
             places: bytes from one place to the next, number of places.
             alignment: bytes that divide the distances between cells on both sides.
         """

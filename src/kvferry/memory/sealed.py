@@ -1,4 +1,4 @@
-"""Files of memory that no process can shrink or grow, so that no access to them ever fails."""
+"""Memory files that no process can shrink or grow, so that an access never fails."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvferry.units import format_bytes
 
 
 def sealed_file(name: str, size: int) -> int:
-    """Make a sealed memory file and return its descriptor.
+    """Create a sealed memory file and return its descriptor.
 
     Args:
-        name: shown in ``/proc``.
-        size: bytes.
+        name: name in ``/proc``.
+        size: bytes of the file.
 
     Raises:
         ConfigError: the kernel, a limit of this process, or the container's seccomp filter does not allow it.

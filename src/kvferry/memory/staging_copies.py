@@ -20,7 +20,7 @@ class StagedImages:
 
     Attributes:
         space: the staging memory.
-        address: of image 0.
+        address: address of image 0.
         stride: bytes from one image to the next.
     """
 
@@ -32,13 +32,13 @@ class StagedImages:
 class StagingCopies:
     """Copies of a route's cells between the blocks of a pool and packed images on the same device.
 
-    A copy is done when the method returns, on a device too.
+    A copy is complete when the method returns, also on a device.
     """
 
     def __init__(
         self, parts: Sequence[PoolCopies], pool: AddressSpace, side: str, stride: int, blocks: int
     ) -> None:
-        """Make the views of the pool.
+        """Create the views of the pool.
 
         Args:
             parts: strided copies of a cell: absolute addresses of block 0 on the pool's side, offsets in an
@@ -49,7 +49,7 @@ class StagingCopies:
             blocks: number of blocks.
 
         Raises:
-            TransferError: the copies leave the pool's memory.
+            TransferError: the copies exceed the pool's memory.
         """
         self._side = side
         self._pool = PoolCells(parts, pool, side=side, stride=stride, blocks=blocks)
@@ -64,7 +64,7 @@ class StagingCopies:
             first: index of the first image.
 
         Raises:
-            TransferError: the images leave the staging memory.
+            TransferError: the images exceed the staging memory.
         """
         for part, view, images in self._pairs(staged, first, len(blocks)):
             places = part.places(blocks, cells)
@@ -80,7 +80,7 @@ class StagingCopies:
         self._pool.wait()
 
     def scatter(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
-        """Copy cells from images to blocks; arguments and errors as of `gather`."""
+        """Copy cells from images to blocks. Arguments and errors as for `gather`."""
         for part, view, images in self._pairs(staged, first, len(blocks)):
             places = part.places(blocks, cells)
             if view.on_host:
@@ -92,7 +92,7 @@ class StagingCopies:
         self._pool.wait()
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero what the copies cover of all cells of these blocks."""
+        """Zero the bytes that the copies cover, in all cells of these blocks."""
         self._pool.clear(blocks)
 
     def _pairs(

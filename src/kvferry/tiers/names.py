@@ -1,6 +1,6 @@
 """Names of tiers and of sources of tokens, for messages, metrics and settings.
 
-The second and later tier of a kind carries its number: ``file.2``.
+The second and later tiers of a kind are numbered: ``file.2``.
 """
 
 from __future__ import annotations

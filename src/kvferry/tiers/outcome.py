@@ -71,7 +71,7 @@ class TierStats:
 
 @dataclass
 class OutcomeCounter:
-    """Counts what `TierStats` holds. Any thread may use it."""
+    """Counts the fields of `TierStats`. Any thread may use it."""
 
     _puts: Counter[PutOutcome] = field(default_factory=Counter)
     _gets: Counter[GetOutcome] = field(default_factory=Counter)

@@ -1,15 +1,14 @@
-"""ARC: an LRU of what was used once, an LRU of what was used again, and a boundary that learns.
+"""ARC: one LRU of keys used once, one of keys used again, and an adaptive boundary between them.
 
 Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003,
 figure 4. `recent` is the paper's T1, `frequent` T2, and their ghosts B1 and B2; `target` is p, the bytes that
-`recent` should have. A key that comes back while its ghost is in B1 says that `recent` was too small, one in
-B2 that `frequent` was.
+`recent` should have. A ghost hit in B1 means that `recent` was too small, one in B2 that `frequent` was.
 
 Simplified against the paper:
 - bytes in place of pages: a ghost hit moves the target by the key's size, times the ratio of the ghosts'
   bytes;
 - the victim is chosen before the new key is known, so the target moves after the replacement instead of
-  before it, and the tie-break of REPLACE for a page of B2 falls away;
+  before it, and the tie-break of REPLACE for a page of B2 is not needed;
 - ghosts are trimmed when something is added, to T1 + B1 within the capacity and all four within twice that.
 """
 
@@ -64,7 +63,7 @@ class ARC(EvictionPolicy):
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """Move the target and drop the ghost if the key has one; return whether it had."""
+        """If the key has a ghost, adapt the target and drop the ghost; return whether it had one."""
         recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
         if key in self._recent_ghosts:
             self._target = min(self._target + size * max(1.0, frequent / recent), self.capacity_bytes)

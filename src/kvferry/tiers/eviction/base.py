@@ -3,25 +3,24 @@
 A policy ranks keys. It holds no bytes and frees none. The tier reports what happens to each key, and the
 policy names the key to evict:
 
-    admit(key, bytes)   add a key; a recently evicted key may be ranked by that
+    admit(key, bytes)   add a key; its ghost, if it has one, may affect its rank
     touch(key)          the key was used
-    make_newest(key)    rank the key as used just now, without counting a use
+    make_newest(key)    rank the key as the latest used, without counting a use
     pin / unpin         exclude the key from eviction, and allow it again
-    evict()             name a key to evict and remove it; it may be remembered as a ghost
-    remove(key)         the key left for another reason: forget it, without a ghost
+    evict()             remove and return a key to evict; it may become a ghost
+    remove(key)         remove a key for another reason, without a ghost
 
-**What mutates.** Every method except the queries changes the policy and nothing else. The policy keeps the
-keys and no other argument.
+**What mutates.** Every method except the queries changes the policy and nothing else. The policy keeps
+references to keys only.
 
 **When a key must be pinned.** While its bytes are read: `evict` never names a pinned key, and the caller may
-reuse the bytes of an evicted key at once. Pins do not count. A caller with several readers pins for the first
-and unpins after the last. An unpinned key ranks as used just now.
+reuse the bytes of an evicted key at once. Pins are not counted: a caller with several readers pins for the
+first and unpins after the last. An unpinned key ranks as the latest used.
 
 **What is unsafe.** Not thread-safe. The sum of admitted bytes must stay within the capacity: evict first.
 
-Everything is counted in bytes, because keys differ in size. That includes ghosts, which take little memory
-themselves: their number follows from the bytes that they stood for. Every method takes constant time, `evict`
-of S3-FIFO on average.
+All limits are in bytes, because keys differ in size. Ghosts count with the bytes of their former chunks,
+which limits their number. Every method takes constant time, `evict` of S3-FIFO on average.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class EvictionPolicy(ABC):
     def __init__(
         self, capacity_bytes: int, resident: Sequence[ByteQueue], ghosts: Sequence[ByteQueue] = ()
     ) -> None:
-        """Start empty, with the queues of the subclass."""
+        """Create an empty policy with the queues of the subclass."""
         self.capacity_bytes = capacity_bytes
         self._resident = resident
         self._queues = (*resident, *ghosts)
@@ -83,7 +82,7 @@ class EvictionPolicy(ABC):
         """Record a use of a key. Raises KeyError if it is not admitted."""
 
     def make_newest(self, key: bytes) -> None:
-        """Rank a key as used just now; a pinned key is when unpinned. KeyError if not admitted."""
+        """Rank a key as the latest used, a pinned key when it is unpinned. KeyError if not admitted."""
         self._queue_of(key).make_newest(key)
 
     def pin(self, key: bytes) -> None:
@@ -106,7 +105,7 @@ class EvictionPolicy(ABC):
         """Check that all queues agree. Takes time with the number of keys.
 
         Raises:
-            AssertionError: they do not; the message names the contradiction.
+            AssertionError: they disagree; the message names the contradiction.
         """
         check_disjoint(self._queues)
         if self.used_bytes > self.capacity_bytes:

@@ -7,7 +7,7 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class LRU(EvictionPolicy):
-    """The LRU policy: evicts the key that was not used for longest. No ghosts."""
+    """The LRU policy: evicts the least recently used key. No ghosts."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._queue = ByteQueue()

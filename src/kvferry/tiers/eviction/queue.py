@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ByteQueue:
-    """A queue of keys from oldest to newest. Pinned keys have no place in the order, but count.
+    """A queue of keys from oldest to newest. Pinned keys are not in the order, but count in `total`.
 
     Every method takes constant time, and raises KeyError for a key that is not in the state it needs.
 
@@ -71,7 +71,7 @@ class ByteQueue:
             to.pin(key)
 
     def trim(self, most: int) -> None:
-        """Drop the oldest keys until at most `most` bytes are left. No key may be pinned."""
+        """Drop the oldest keys until the total is at most `most` bytes. No key may be pinned."""
         while self.total > most:
             self.pop()
 

@@ -1,18 +1,18 @@
 """S3-FIFO: three first-in-first-out queues, so that keys used once leave quickly.
 
 Juncheng Yang, Yazhuo Zhang, Ziyue Qiu, Yao Yue, K. V. Rashmi, "FIFO queues are all you need for cache
-eviction", SOSP 2023, algorithm 1. New keys pass through a *small* queue of a tenth of the bytes. At its end
-those used at least twice move to the *main* queue, the others go and leave a ghost; a key whose ghost is
-there when it comes back goes to main directly. At main's end a key that was used goes round once more.
+eviction", SOSP 2023, algorithm 1. New keys pass through a *small* queue of a tenth of the bytes. At its end,
+keys used at least twice move to the *main* queue; the others are evicted and leave a ghost. A key that is
+admitted while it has a ghost enters main directly. At the end of main, a used key is reinserted.
 
-      admit ──▶ small ──used twice──▶ main ─┐ used: round again
-        │         └──else──▶ ghost    ▲  └──┘ else: gone
+      admit ──▶ small ──used twice──▶ main ─┐ used: reinserted
+        │         └──else──▶ ghost    ▲  └──┘ else: evicted
         └──────── ghost ──────────────┘
 
 Simplified against the paper:
-- bytes in place of objects: the ghosts stand for at most as many bytes as main's share;
-- a pinned key leaves its queue and comes back at the end where new ones come in;
-- uses are counted under a cap of 3 per key in a dictionary, not in two bits.
+- bytes in place of objects: ghosts are limited to the bytes of main's share;
+- an unpinned key becomes the newest of its queue;
+- uses are counted up to 3 per key in a dictionary, not in two bits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class S3FIFO(EvictionPolicy):
         del self._uses[key]
 
     def evict(self) -> bytes | None:
-        """See `EvictionPolicy`. On average a call passes over as many keys as were touched since the last."""
+        """See `EvictionPolicy`.
+
+        The average cost of a call is the number of keys touched since the last call.
+        """
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
             key = self._evict_small() if small and self._small.unpinned else self._evict_main()

@@ -1,4 +1,4 @@
-"""Opening of a directory: check its marker, set its capacity, and sweep leftovers."""
+"""Open a directory: check its marker, set its capacity, and sweep leftovers."""
 
 from __future__ import annotations
 

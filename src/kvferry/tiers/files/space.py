@@ -69,7 +69,7 @@ class DirectorySpace:
         root: the directory.
         ledger: the ledger of the directory.
         tally: counter of evicted and swept files.
-        gone: callback with the path of every evicted file.
+        gone: called with the path of every evicted file.
         clock: seconds since 1970.
     """
 

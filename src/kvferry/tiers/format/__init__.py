@@ -1,1 +1,4 @@
-"""The format of a chunk, as a file and in memory. Pure, except that digesting yields to other threads."""
+"""The format of a chunk, as a file and in memory.
+
+Pure functions; digesting releases the interpreter's lock.
+"""

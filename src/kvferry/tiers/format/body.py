@@ -1,7 +1,8 @@
-"""A chunk's body in memory: making its header, and checking what was read.
+"""A chunk's body in memory: create its header, check a body that was read.
 
-In memory a chunk is what `geometry.canonical` says: sections, each from a page on. That is the body of its
-file, byte for byte, so it is written and read in one piece; only what pads its sections must be zero.
+In memory a chunk has the layout of `geometry.canonical`: sections that begin at page boundaries. These bytes
+are also the body of its file, so a chunk is written and read in one piece. The padding between sections must
+be zero.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection, aligned,
 from kvferry.tiers.format.decode import ChunkHeader, check_units
 
 PIECE_BYTES = 2 << 20
-"""Bytes of a body digested at a time: they stay in the processor's cache, and Python takes few steps."""
+"""Bytes of a body digested at a time: small enough for the CPU cache, large enough for few calls."""
 
 
 def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
     """Return the chunk-file group of a canonical group.
 
     Args:
-        group: what the chunk holds.
+        group: the canonical group of the chunk.
         tokens: number of its tokens; 0 for a snapshot.
     """
     sections = (
@@ -59,16 +60,16 @@ def make_header(chunk: Chunk, body: memoryview) -> bytes:
 def is_chunk(
     chunk: Chunk, header: Buffer, body: memoryview, wait: Callable[[int], object] = lambda _: None
 ) -> bool:
-    """Return whether header and body are, byte for byte, the file of this very chunk.
+    """Return whether header and body are, byte for byte, the file of the expected chunk.
 
     A chunk has exactly one encoding, so its header is encoded again and compared. Nothing in the given header
     is trusted. `decode_header` and `check_body` explain a difference.
 
     Args:
         chunk: the expected chunk.
-        header: of the file; compared once the whole body is there.
-        body: of the file, as long as the chunk's.
-        wait: returns when that many bytes of the body are there.
+        header: header of the file; compared after the whole body has arrived.
+        body: body of the file, as long as the chunk's.
+        wait: function that blocks until this many bytes of the body have arrived.
     """
     written = _header(chunk, body, wait)
     wait(len(body))
@@ -77,7 +78,7 @@ def is_chunk(
 
 
 def check_body(header: ChunkHeader, body: memoryview) -> None:
-    """Check every unit of a body, and that its padding is zero.
+    """Check the digest of every unit of a body, and that the padding is zero.
 
     Raises:
         ChunkError: a check fails; the message names the unit.

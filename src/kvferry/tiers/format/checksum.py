@@ -1,7 +1,7 @@
 """The checksums of a chunk file: XXH3 (16 bytes) of every unit, BLAKE3 (32 bytes) of the header.
 
-Units are most of a file, and XXH3 digests them several times as fast as BLAKE3. It detects any damage, but
-whoever writes to the storage can compute it as well: neither digest has a key.
+Units are most of a file, and XXH3 digests them several times as fast as BLAKE3. It detects accidental damage.
+Neither digest has a key, so anyone who can write to the storage can compute them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ HEADER_DIGEST_BYTES = 32
 _STRETCH_UNITS, _STRETCH_BYTES = 512, 1 << 20
 _PAUSE_SECONDS = 20e-6
 _LETS_OTHERS_RUN_BYTES = 100 << 10
-"""Bytes from which on python-xxhash lets other threads run while it digests (`XXHASH_GIL_MINSIZE`)."""
+"""Size from which python-xxhash releases the interpreter's lock (`XXHASH_GIL_MINSIZE`)."""
 
 # What holds bytes here. Arrays come as `memoryview(array).cast("B")`, which refuses what is not contiguous.
 Buffer = bytes | bytearray | memoryview
 
 
 def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
-    """Digests of the units in `data`, one after another.
+    """Return the digests of the units in `data`, concatenated.
 
     Args:
         data: units of `unit_bytes` bytes each, without gaps; its length is a multiple of `unit_bytes`.
@@ -43,7 +43,7 @@ def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
 
 
 def digest_of(pieces: Iterable[Buffer]) -> bytes:
-    """Digest of one unit, in pieces, each taken once the one before it is digested."""
+    """Return the digest of one unit, given in pieces. Takes the next piece after it has digested the last."""
     digest = xxh3_128()
     for piece in pieces:
         digest.update(piece)
@@ -51,5 +51,5 @@ def digest_of(pieces: Iterable[Buffer]) -> bytes:
 
 
 def header_digest(data: Buffer) -> bytes:
-    """Digest of the bytes of a header that precede it."""
+    """Return the digest of the header bytes in front of it."""
     return blake3(data).digest(HEADER_DIGEST_BYTES)

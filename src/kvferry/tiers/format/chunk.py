@@ -1,10 +1,9 @@
 """The parts of a chunk file, their offsets, and the encoding of its header.
 
-A file is one chunk: a header, which says whose bytes these are and has a digest of every unit, then one
-*section* after another, each from a multiple of 4096 bytes on. A section is `units` pieces of `unit_bytes`; a
-unit is the smallest piece that a tensor-parallel rank may need alone, so a rank reads one run of units.
-`docs/format.md` is the specification, byte by byte. A chunk has exactly one image: the same parts always
-become the same bytes.
+A file is one chunk: a header with the chunk's identity and a digest of every unit, then the *sections*, each
+at a multiple of 4096 bytes. A section has `units` units of `unit_bytes` each. A unit is the smallest piece
+that a tensor-parallel rank may need alone, so a rank reads one run of units. `docs/format.md` specifies every
+byte. A chunk has exactly one encoding: equal chunks have equal bytes.
 
 >>> group = ChunkGroup("full", tokens=256, sections=(ChunkSection("kv", units=8, unit_bytes=1 << 20),))
 >>> chunk = Chunk(bytes(32), bytes(range(16)), (group,))
@@ -49,7 +48,7 @@ class ChunkSection:
     """Units of one kind, in the order of the axis that is split over ranks.
 
     Attributes:
-        name: of the kind, unique in its group: 1 to 31 printable ASCII characters.
+        name: name of the kind, unique in its group: 1 to 31 printable ASCII characters.
         units: number of units, at least 1.
         unit_bytes: bytes of one unit, at least 1.
     """
@@ -76,9 +75,9 @@ class ChunkGroup:
     """The part of a chunk that belongs to one KV cache group.
 
     Attributes:
-        name: of the group, unique in the chunk: 1 to 31 printable ASCII characters.
+        name: name of the group, unique in the chunk: 1 to 31 printable ASCII characters.
         tokens: number of tokens that the sections hold; 0 for a snapshot of recurrent state.
-        sections: at least one, of different names.
+        sections: one or more sections with different names.
     """
 
     name: str
@@ -145,9 +144,9 @@ class Chunk:
     """The identity of a chunk, and the layout of its file.
 
     Attributes:
-        namespace: 32 bytes, the fingerprint of model and format.
-        key: 16 to 32 bytes, the hash that names the content.
-        groups: at least one, of different names.
+        namespace: fingerprint of model and format, 32 bytes.
+        key: hash that names the content, 16 to 32 bytes.
+        groups: one or more groups with different names.
         layout: derived from the groups.
     """
 
@@ -199,7 +198,7 @@ def encode_header(chunk: Chunk, digests: bytes) -> bytes:
 
     Args:
         chunk: the chunk.
-        digests: of all units, in order of the file, 16 bytes each.
+        digests: digests of all units, in order of the file, 16 bytes each.
     """
     layout = chunk.layout
     preamble = PREAMBLE.pack(

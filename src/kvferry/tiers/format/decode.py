@@ -1,8 +1,8 @@
-"""Decoding and verifying a chunk file. Nothing in it is trusted before it was checked.
+"""Decode and verify a chunk file. Nothing in it is trusted before it is checked.
 
-`header_span` says from the first bytes how long the header is, `decode_header` reads it, `check_units`
-compares units with the header's digests, `verify` reads everything. They raise `ChunkError` and nothing else,
-whatever the bytes are; no length that a file states is used before it is known to lie within what is at hand.
+`header_span` returns the length of the header from the first bytes, `decode_header` decodes it, `check_units`
+compares units with the header's digests, and `verify` checks the whole file. For any input they raise only
+`ChunkError`. A length in a file is compared with the available bytes before it is used.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ChunkHeader:
     """A decoded header whose own digest was correct.
 
     Attributes:
-        chunk: the chunk that it describes.
-        digests: of all units, in order of the file, 16 bytes each.
+        chunk: the chunk that the header describes.
+        digests: digests of all units, in order of the file, 16 bytes each.
     """
 
     chunk: Chunk
@@ -88,7 +88,7 @@ def decode_header(data: Buffer) -> ChunkHeader:
         data: the file's first `header_span` bytes, or more.
 
     Raises:
-        ChunkError: it is damaged, contradicts itself, or is not the one encoding of its chunk.
+        ChunkError: it is damaged, contradicts itself, or is not the canonical encoding of its chunk.
     """
     span = header_span(data)
     if len(data) < span:
@@ -121,7 +121,7 @@ def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> 
     """Compare units with their digests.
 
     Args:
-        header: of the file.
+        header: header of the file.
         section: index of the section.
         first: index of the first unit in `data`.
         data: consecutive whole units.
@@ -146,11 +146,11 @@ def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
     """Read the header of a file and compare the file's length with it.
 
     Args:
-        read: reads the file.
+        read: function that reads the file at an offset.
         file_bytes: length of the file.
 
     Raises:
-        ChunkError: it is not a chunk file, or not a whole one.
+        ChunkError: it is not a complete chunk file.
     """
     header = decode_header(read(0, header_span(read(0, PREAMBLE.size))))
     check_length(header, file_bytes)
@@ -158,10 +158,10 @@ def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """Check every byte of a file, header, units and padding.
+    """Check every byte of a file: header, units and padding.
 
     Args:
-        read: reads the file.
+        read: function that reads the file at an offset.
         file_bytes: length of the file.
 
     Raises:
@@ -200,7 +200,7 @@ def verify_bytes(data: Buffer) -> ChunkHeader:
 
 
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
-    """Return the groups of a header whose tables were found to lie within it."""
+    """Return the groups of a header, after checking that its tables lie within it."""
     at = PREAMBLE.size + groups * GROUP.size
     rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
     found = [

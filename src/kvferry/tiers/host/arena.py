@@ -1,17 +1,16 @@
 """Host memory that all ranks of a node share: the arena.
 
-One process creates it, the others attach by an `ArenaHandle`. All see the same bytes, each at own addresses,
-so positions are offsets. Who may write where is not decided here (`host.slot_table`).
+One process creates it, the others attach with an `ArenaHandle`. All see the same bytes at different
+addresses, so positions are offsets. `host.slot_table` decides who may write where.
 
-It is a memfd: a file of shared memory that has no name in any file system. Nothing of it is ever in
-``/dev/shm``, so a crash can leave nothing there, and the size of ``/dev/shm`` (64 MiB in many containers)
-does not bound it; the kernel frees it when the last process that maps it is gone, however it went. It is
-sealed against shrinking, so that no process can make another's access fail, and all of it is taken at once:
-memory that cannot be had is an error at start, not a killed engine later. While it is used already, it is
-copied to large pages.
+It is a memfd: a file of shared memory without a name in any file system. It does not use ``/dev/shm``, so a
+crash leaves nothing there, and the size of ``/dev/shm`` (64 MiB in many containers) does not limit it. The
+kernel frees it when the last process that maps it ends. It is sealed against shrinking, so that no process
+can make another's access fail. All of it is allocated at once: a lack of memory is an error at start, not a
+killed engine later. A background thread moves it to large pages while it is in use.
 
 Attaching opens ``/proc/<pid>/fd/<fd>`` of the owner: same machine, same user, same process namespace. The
-file is believed by its token, so another process that got the number does not pass for the owner.
+token identifies the file, so a new process with the same id is not mistaken for the owner.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from kvferry.memory.staging_copies import StagedImages
 from kvferry.units import format_bytes
 
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, since Linux 5.14: allocates memory at once, and fails if there is none."""
+"""MADV_POPULATE_WRITE, since Linux 5.14: allocates memory at once, or fails."""
 _STEP_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """The name by which other processes attach to an arena.
+    """A handle with which other processes attach to an arena.
 
     Attributes:
         pid, fd: the owning process and its file descriptor.
@@ -58,13 +57,13 @@ class ArenaHandle:
 
 
 class Arena:
-    """One process's mapping of the shared memory. Made by `create` or `attach`.
+    """One process's mapping of the shared memory. `create` or `attach` returns it.
 
     Attributes:
-        name: the handle that others attach by.
-        memory: uint8 of shape (size,), shared. Zero at first. Must not be used after `close`.
-        region: the same memory as addresses of this process.
-        collapsing: the owner's copying to large pages; None in other processes.
+        name: the handle for other processes.
+        memory: shared bytes, uint8 of shape (size,), initially zero. Must not be used after `close`.
+        region: the same memory, with addresses of this process.
+        collapsing: the owner's thread that moves memory to large pages; None in other processes.
     """
 
     def __init__(self, fd: int, name: ArenaHandle) -> None:
@@ -82,7 +81,7 @@ class Arena:
         """Allocate `size` bytes, rounded up to whole pages; this process becomes the owner.
 
         Raises:
-            ConfigError: the machine has less memory, or does not support sealed memory files.
+            ConfigError: the machine has too little memory, or does not support sealed memory files.
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         available, where = _available()
@@ -104,7 +103,7 @@ class Arena:
         """Map the arena that another process of this machine created.
 
         Raises:
-            TransferError: the owner has ended, or its descriptor is another file now.
+            TransferError: the owner has ended, or its descriptor now refers to another file.
         """
         path = f"/proc/{name.pid}/fd/{name.fd}"
         try:
@@ -127,7 +126,7 @@ class Arena:
             raise
 
     def slots(self, offset: int, stride: int) -> StagedImages:
-        """Images of a stride, the first at `offset`, for `memory.staging_copies.StagingCopies`."""
+        """Return images that are `stride` bytes apart, the first at `offset`, for `StagingCopies`."""
         return StagedImages(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
@@ -135,9 +134,9 @@ class Arena:
         return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
 
     def close(self) -> None:
-        """Release the mapping; after the owner's, nobody can attach any more. Idempotent.
+        """Release the mapping. After the owner has closed it, no process can attach. Idempotent.
 
-        The memory stays mapped until the last array over it is gone.
+        The memory stays mapped until the last array over it is deleted.
         """
         if self._fd < 0:
             return

@@ -11,29 +11,29 @@ class HostDropReason(StrEnum):
     """The reason why the host tier did not store a chunk."""
 
     PRESENT = "present"
-    """The tier has it, or it is being filled."""
+    """The tier has the chunk, or it is being filled."""
     NO_ROOM = "no room"
-    """All chunks that could be evicted for it are held, or too many would have to be."""
+    """All chunks that could be evicted are held, or too many would have to be evicted."""
     FAILED = "failed"
-    """Its bytes were not written."""
+    """The chunk's bytes could not be written."""
     CLEARED = "cleared"
-    """The tier was cleared while it was being filled."""
+    """The tier was cleared while the chunk was being filled."""
 
 
 class HostMissReason(StrEnum):
     """The reason why the host tier does not have a chunk."""
 
     ABSENT = "absent"
-    """It was not in the tier recently."""
+    """The chunk was not in the tier recently."""
     EVICTED = "evicted"
-    """It was evicted recently: a larger capacity would have kept it."""
+    """The chunk was evicted recently: a larger capacity would have kept it."""
     FILLING = "filling"
-    """It is being filled."""
+    """The chunk is being filled."""
 
 
 @dataclass(slots=True)
 class HostCounters:
-    """Counts since the start. Bytes are those of slots.
+    """Counts since the start. Bytes are sizes of slots.
 
     Attributes:
         stored, stored_bytes: chunks that became readable.

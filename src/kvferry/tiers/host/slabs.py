@@ -1,21 +1,21 @@
 """The slab allocator of an arena: slabs of one size, each cut into slots of one stride.
 
-All chunks of a group have one size, and a model has few groups, so there are few sizes. A slab serves one
-size at a time. An empty slab becomes *spare* and may serve another size. Slot `i` begins at ``slab *
+All chunks of a group have one size, and a model has few groups, so there are few sizes. A slab has slots of
+one size. An empty slab becomes *spare* and may be used for another size. Slot `i` begins at ``slab *
 slab_bytes + i * stride``.
 
-    spare ─take→ slots of one stride, some free ─last slot given back→ spare
+    spare ─take→ slots of one stride, some free ─last slot freed→ spare
 
-Why not uniform pages, a chunk being a list of them: nothing would ever have to be moved between sizes. But a
-unit of a section (a head of all layers) is larger than a good page or straddles two, so a rank's part would
-be neither one piece nor pieces at one distance, which gather and scatter take
-(`memory.staging_copies.StagedImages`) and what storage writes in one call. Why not one sparse range of
-addresses per size, with memory given back by punching holes: memory that is registered with a GPU or a NIC
-stays registered where it was, and a transfer would read and write pages that nobody maps any more.
+Two alternatives were rejected. Uniform pages, with a chunk as a list of pages, would need no slabs per size.
+But a unit of a section (a head of all layers) is larger than a page or straddles two, so a rank's part would
+not be pieces at one distance, which gather and scatter need (`memory.staging_copies.StagedImages`), and
+storage could not write it in one call. One sparse address range per size, whose memory is freed by punching
+holes, fails because memory registered with a GPU or a NIC stays registered: a transfer would use pages that
+are no longer mapped.
 
-The waste is bounded: less than one slot at the end of each slab (the slab size is chosen to keep that small),
-and free slots of sizes that are not in demand. When free slots of one size add up to a slab, `reclaimable`
-names the slabs that the caller may empty for another size, at the cost of the chunks in it.
+The waste is bounded: less than one slot at the end of each slab (the slab size keeps that small), and free
+slots of sizes that are not in demand. When the free slots of one size add up to a slab, `reclaimable` names
+slabs that the caller may empty for another size, by evicting their chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Collection
 from kvferry.errors import ConfigError
 
 _LARGEST_PER_SLAB = 16
-"""Bound on the largest chunks per slab, all of which are lost when the slab is emptied."""
+"""Maximum number of the largest chunks per slab. Emptying a slab evicts all of them."""
 
 
 class Slabs:
@@ -36,15 +36,15 @@ class Slabs:
         slab_bytes: bytes of one slab.
         count: number of slabs.
         capacity_bytes: bytes of all slabs; the rest of the arena is not used.
-        used_bytes: bytes of all slots that are taken.
+        used_bytes: bytes of all taken slots.
     """
 
     def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:
-        """Start with all slabs spare.
+        """Create the allocator with all slabs spare.
 
         Args:
             capacity_bytes: bytes of the arena.
-            strides: all slot sizes that will be taken, in bytes.
+            strides: all slot sizes, in bytes.
 
         Raises:
             ConfigError: there are fewer slabs than sizes.
@@ -85,7 +85,7 @@ class Slabs:
         return offset
 
     def give(self, offset: int) -> None:
-        """Free a slot that nothing reads or writes any more."""
+        """Free a slot. Nothing may read or write it any more."""
         slab = offset // self.slab_bytes
         stride = self._stride[slab]
         self._free[slab].append(offset)
@@ -156,7 +156,7 @@ class Slabs:
 
 
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
-    """Return the multiple of the largest stride that wastes least for the stride that fits worst."""
+    """Return the slab size: the multiple of the largest stride with the least worst-case waste."""
     largest = max(strides)
     most = capacity_bytes // (largest * 4 * len(strides))
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]

@@ -1,4 +1,4 @@
-"""Slots of an arena, and who may read or write them.
+"""The slots of an arena, and holds that permit reading or writing them.
 
 A chunk takes one slot:
 
@@ -8,8 +8,8 @@ A chunk takes one slot:
                       └─clear→ EVICTED ─commit or abort→ FREE
 
 Only a READY chunk is found by its key. A *hold* protects a slot while bytes move: one hold for the fill, one
-for every read. Its owner gives it back when nothing is in flight any more, whatever happened to the request
-or the key meanwhile. Until then the slot is not reused.
+for every read. Its owner releases it when no copy or I/O is in flight, whatever happened to the request or
+the key meanwhile. Until then the slot is not reused.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A hold on a chunk's slot: its owner may move the bytes until it gives the hold back.
+    """A hold on a chunk's slot: its owner may read or fill the slot until it releases the hold.
 
     Attributes:
-        key: of the chunk.
+        key: key of the chunk.
         group: index of the KV cache group.
         offset: bytes from the start of the arena, a multiple of 4096.
         serial: unique number of the hold.
@@ -69,7 +69,7 @@ class SlotTable:
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: Sequence[int]) -> None:
-        """Start with all slots free.
+        """Create the table with all slots free.
 
         Args:
             capacity_bytes: bytes of the arena.
@@ -101,7 +101,7 @@ class SlotTable:
         return self._hold(chunk, self._fills)
 
     def commit(self, slot: Slot) -> bool:
-        """Move FILLING to READY, or EVICTED to FREE; return whether it is READY. KeyError without hold."""
+        """Move FILLING to READY, or EVICTED to FREE; return whether it is READY. KeyError without a hold."""
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             self.ready[slot.key] = self.filling.pop(slot.key)
@@ -109,7 +109,7 @@ class SlotTable:
         return wanted
 
     def abort(self, slot: Slot) -> bool:
-        """Move FILLING or EVICTED to FREE; return whether it was FILLING. KeyError without the hold."""
+        """Move FILLING or EVICTED to FREE; return whether it was FILLING. KeyError without a hold."""
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             del self.filling[slot.key]
@@ -121,7 +121,7 @@ class SlotTable:
         return self._hold(self.ready[key], self._reads)
 
     def close(self, slot: Slot) -> bool:
-        """Release a read's hold; return whether a READY chunk lost its last. KeyError without it."""
+        """Release a read's hold; return whether it was the last of a READY chunk. KeyError without a hold."""
         chunk = self._let_go(slot, self._reads)
         return self._is_ready(chunk) and not chunk.holds
 
@@ -140,9 +140,9 @@ class SlotTable:
         return unfilled
 
     def keys_to_reclaim(self, group: int) -> list[bytes]:
-        """Return keys whose eviction frees a slab of another size for this group.
+        """Return keys whose eviction empties a slab of another size for this group.
 
-        Such a slab has no holds, and its size has a slab's worth of free slots.
+        The slab has no holds, and the free slots of its size add up to a slab.
         """
         for slab in self.slabs.reclaimable(self.chunk_bytes[group]):
             chunks = [self._slots[at] for at in self.slabs.slots(slab) if at in self._slots]
@@ -176,7 +176,7 @@ class SlotTable:
             raise AssertionError("slots are taken or held that no chunk is in")
 
     def _is_ready(self, chunk: ResidentChunk) -> bool:
-        """Return whether this very chunk is READY, and not a later one with its key."""
+        """Return whether this chunk is READY, rather than a later one with the same key."""
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
@@ -192,7 +192,7 @@ class SlotTable:
         return chunk
 
     def _free_if_over(self, chunk: ResidentChunk) -> None:
-        """Move EVICTED to FREE once nobody holds it."""
+        """Move EVICTED to FREE if there is no hold."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]
             self.slabs.give(chunk.offset)

@@ -1,15 +1,15 @@
 """The host tier: chunks in an arena, evicted by a policy when it is full.
 
-It moves no bytes itself: it hands out slots to the code that does.
+It moves no bytes itself. It gives slots to the code that does.
 
     store   reserve ─▶ Slot ─▶ commit or abort
     load    open ─▶ Slot ─▶ close
 
-The caller gives every slot back once all ranks are done and nothing is in flight any more. No call waits. A
-store that finds no room is dropped and counted, not raised. Giving a slot back twice raises KeyError.
+The caller releases every slot when all ranks are done and no copy or I/O is in flight. No call blocks. A
+store without room is dropped and counted, without an exception. Releasing a slot twice raises KeyError.
 
-A prompt's later chunks are useless without its earlier ones, and policies keep longest what was used last. So
-commit and close the chunks of a prompt from its end to its beginning. When the prompt has ended, call
+A prompt's later chunks are useless without its earlier ones, and policies evict the latest used chunks last.
+So commit and close the chunks of a prompt from its end to its beginning. When the prompt has ended, call
 `mark_used`, because steps and partial loads have left the chunks in another order.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["HostTier", "Slot"]
 
 
 class HostTier:
-    """Not thread-safe: only the engine's thread calls it.
+    """The chunks in an arena. Not thread-safe: only the engine's thread calls it.
 
     Attributes:
         counters: counts since the start.
@@ -45,13 +45,13 @@ class HostTier:
         policy: Callable[[int], EvictionPolicy],
         table: KeyTable | None = None,
     ) -> None:
-        """Start empty.
+        """Create an empty tier.
 
         Args:
             capacity_bytes: bytes of the arena.
             chunk_bytes: bytes of a chunk of each KV cache group, multiples of 4096.
             policy: makes an eviction policy for a capacity in bytes (`tiers.eviction`).
-            table: the key table that the tiers of a cache share; None for one of its own.
+            table: the key table that the tiers of a cache share; None for a table of its own.
 
         Raises:
             GeometryError: a chunk size is not a multiple of 4096.
@@ -79,10 +79,10 @@ class HostTier:
         return self.keys.contains(tags_of(keys))
 
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
-        """Reserve a slot for a chunk, evicting others if needed; None if it is present or cannot have room.
+        """Reserve a slot for a chunk, evicting others if needed; None if it is present or there is no room.
 
         Args:
-            key: of the chunk.
+            key: key of the chunk.
             group: index of its KV cache group.
             counted: whether a failure counts as a dropped chunk; False for a retry.
         """
@@ -107,12 +107,15 @@ class HostTier:
         return True
 
     def abort(self, slot: Slot) -> None:
-        """Free the slot of a chunk that was not filled. Nothing may be in flight any more."""
+        """Free the slot of a chunk that was not filled. No copy or I/O may be in flight."""
         if self._slots.abort(slot):
             self.counters.dropped[HostDropReason.FAILED] += 1
 
     def open(self, key: bytes) -> Slot | None:
-        """Hold a chunk for reading; every call makes a new hold. None, counted as a miss, if absent."""
+        """Hold a chunk for reading.
+
+        Every call creates a new hold. If absent, count a miss and return None.
+        """
         chunk = self._slots.ready.get(key)
         if chunk is None:
             self.counters.misses[self.miss_reason(key)] += 1
@@ -134,7 +137,7 @@ class HostTier:
         return self._slots.open(key)
 
     def close(self, slot: Slot) -> None:
-        """Give a read's hold back."""
+        """Release a read's hold."""
         if self._slots.close(slot):
             self._policy.unpin(slot.key)
 
@@ -145,7 +148,7 @@ class HostTier:
                 self._policy.make_newest(key)
 
     def clear(self) -> None:
-        """Remove all chunks, also those being filled, because their keys have lost their meaning."""
+        """Remove all chunks, including those being filled, because their keys are no longer valid."""
         self.counters.dropped[HostDropReason.CLEARED] += self._slots.clear()
         self._policy = self._make_policy(self.capacity_bytes)
         self.keys.clear()

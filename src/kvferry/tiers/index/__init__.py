@@ -1,5 +1,5 @@
-"""Which chunks each tier has, and had recently, answered from memory.
+"""Indexes of the chunks that each tier has, and had recently, in memory.
 
-`tier_keys` is what every tier keeps, in a `key_table` that the tiers of an engine share. `recently_evicted`
-remembers keys that left. `listed_keys` keeps the keys of a tier that learns its content from listings.
+Every tier keeps `tier_keys`, in a `key_table` that the tiers of an engine share. `recently_evicted` remembers
+keys that left. `listed_keys` keeps the keys of a tier that learns its content from listings.
 """

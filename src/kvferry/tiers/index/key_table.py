@@ -1,15 +1,15 @@
 """A hash table for batched membership tests over all tiers of an engine.
 
-An engine step asks for thousands of keys at once. A Python set answers one key after another and waits for
-memory at each: a third of a microsecond among a million keys. A numpy table that answers all in one call is
+An engine step looks up thousands of keys at once. A Python set looks up one key after another with a cache
+miss for each: a third of a microsecond among a million keys. A numpy table that looks up all in one call is
 several times as fast. It stores *tags*, the last eight bytes of keys, in rows of one cache line (`TagRows`).
 
-Keys are digests, so two tags are equal by accident only, for one in 2^56 pairs of keys of a group. A chunk is
-then thought to be there and its fetch, which uses the whole key, misses.
+Keys are digests, so two keys of a group have equal tags with a probability of 2^-56. The look-up then reports
+a chunk that is absent, and its fetch, which uses the whole key, misses.
 
 The tiers of a cache share one table, so one look-up answers for all of them. On average a row holds two tags
-at most, so few rows overflow. A full table moves to one of twice the rows in small steps, one with every key
-that is added, so no caller waits for all of it.
+at most, so few rows overflow. A full table is moved to one of twice the rows in small steps, one with every
+added key, so no caller waits for the whole move.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class KeyTable:
         return self._count
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Return which tiers have each tag: int64 of shape (len(tags),), a union of the tiers' bits."""
+        """Return the tiers that have each tag: int64 of shape (len(tags),), the union of the tiers' bits."""
         return self._rows.tier_bits(tags)
 
     def add_tier(self) -> int:
-        """Return the bit of one more tier.
+        """Add a tier; return its bit.
 
         Raises:
             ValueError: the table has `MAX_TIERS` already.

@@ -1,7 +1,8 @@
-"""The keys of a tier whose content is learnt from listings.
+"""The keys of a tier whose content is known from listings.
 
 Other processes store and evict in the same directory or bucket, and only a listing shows that. A listing
-takes a while, so this process's own stores and losses during it are newer than what it shows, and win.
+takes time, so keys that this process adds or removes meanwhile are newer than the listing and take
+precedence.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _ALL_PARTS = range(PARTS)
 
 
 class ListedKeys:
-    """The whole keys of a tier, in 256 parts by their first byte; keeps a `TierKeys` up to date.
+    """The complete keys of a tier, in 256 parts by their first byte. Keeps a `TierKeys` up to date.
 
     Any thread may use it. Each part is in one listing at a time. A call works on one part, or one page of a
     listing, so no step takes long enough to delay an engine's thread.
@@ -27,8 +28,8 @@ class ListedKeys:
         changes: number of keys that listings have added or removed.
 
     Args:
-        keys: empty; gets every change.
-        max_keys: bound on the number of keys that listings add.
+        keys: the tier's keys, initially empty; gets every change.
+        max_keys: maximum number of keys that listings add.
     """
 
     def __init__(self, keys: TierKeys, max_keys: int = sys.maxsize) -> None:

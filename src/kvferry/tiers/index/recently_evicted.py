@@ -1,4 +1,4 @@
-"""A memory of recently evicted keys, of fixed size.
+"""A set of recently evicted keys, of fixed size.
 
 Each key has one slot, chosen by its first four bytes, which stores the next eight bytes. A later key replaces
 an earlier one in its slot. Two keys are confused with a probability of 2^-64.
@@ -12,7 +12,7 @@ _SLOTS = 1 << 17
 
 
 class RecentlyEvicted:
-    """A set of at most 131072 keys that forgets, but never invents a key. It takes 1 MiB. Thread-safe.
+    """A set of at most 131072 keys that may drop keys, but never adds one. It takes 1 MiB. Thread-safe.
 
     >>> evicted = RecentlyEvicted()
     >>> evicted.add(bytes(range(32)))
@@ -28,7 +28,7 @@ class RecentlyEvicted:
         return self._marks[slot] == mark
 
     def add(self, key: bytes) -> None:
-        """Remember a key of at least 12 bytes."""
+        """Add a key of at least 12 bytes."""
         slot, mark = _slot_and_mark(key)
         self._marks[slot] = mark
 

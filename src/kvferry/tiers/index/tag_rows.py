@@ -32,14 +32,14 @@ class TagRows:
                                             one byte per slot, one bit per tier
                                             last byte: some tags of this row found no slot
 
-    A slot whose bits are 0 is free, whatever tag it holds.
+    A slot with all bits 0 is free, whatever its tag.
 
     Attributes:
         overflow: tier bits of the tags that found no slot.
     """
 
     def __init__(self, count: int) -> None:
-        """Make `count` free rows, a power of 2."""
+        """Create `count` free rows; `count` is a power of 2."""
         memory = np.zeros((count + 1) * _ROW, np.uint64)
         begin = -memory.ctypes.data % _LINE_BYTES // memory.itemsize
         self._table = memory[begin : begin + count * _ROW].reshape(count, _ROW)
@@ -115,7 +115,7 @@ class TagRows:
 
 
 def row_of(tag: int) -> int:
-    """Return a number whose lowest bits are the tag's row; a chunk's groups get rows far apart."""
+    """Return a number whose lowest bits are the tag's row. The groups of a chunk get distant rows."""
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 
 

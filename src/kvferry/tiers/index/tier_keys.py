@@ -1,4 +1,4 @@
-"""The keys that one tier has, and those that it had recently."""
+"""The keys that a tier has, and those that it had recently."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvferry.tiers.index.tag_rows import ALL_TIERS
 class TierKeys:
     """The keys of one tier, in a table that it may share with others. Any thread may use it.
 
-    Every tier keeps one, whatever it stores chunks in, so "which chunks are there" and "which were there
-    recently" have one answer each.
+    All kinds of tiers use it, so there is one way to ask which chunks a tier has, and which it has recently
+    evicted.
 
     >>> from kvferry.tiers.index.key_table import tags_of
     >>> key = bytes(31) + b"a"
@@ -32,7 +32,7 @@ class TierKeys:
     """
 
     def __init__(self, table: KeyTable | None = None) -> None:
-        """Start empty, in a table of its own if `table` is None."""
+        """Create an empty set, in a table of its own if `table` is None."""
         self.table = KeyTable() if table is None else table
         self.bit = self.table.add_tier()
         self._evicted = RecentlyEvicted()

@@ -61,7 +61,7 @@ class BucketIndex:
 
     @property
     def due(self) -> bool:
-        """Return whether the last listing is too old or was cut off."""
+        """Return whether a new listing is due: the last is too old or incomplete."""
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:

@@ -2,7 +2,7 @@
 
 Every call blocks, and any thread may make it. A chunk is one object, with the same bytes as a chunk file of
 the file tier. It appears completely or not at all, and a hit counts only after its checksums match. A chunk
-has only one image, so two processes may store it at the same time.
+has only one encoding, so two processes may store it at the same time.
 
 Failures of a network, a store or another process are outcomes. They are counted, and the first of each kind
 is logged. Every request has a deadline. After some failures in a row, requests pause for a while. Reads and
