@@ -71,16 +71,47 @@ class AddressSpace:
             first + sum(min(r, 0) for r in extents),
             first + sum(max(r, 0) for r in extents) + nest.run,
         )
-        at = bisect.bisect_right(self._starts, low) - 1
-        region = self._regions[at] if at >= 0 else None
-        if region is None or high > region.address + region.length:
+        shape = (count, *counts, nest.run // word)
+        strides = (stride // word, *(d // word for d in distances), 1)
+        if (at := self._region_of(low, high)) is not None:
+            offset = first - self._starts[at]
+            return self._flat(at, word).as_strided(shape, strides, offset // word)
+        axes = sorted(zip((stride, *distances), (count, *counts), strict=True), key=lambda axis: abs(axis[0]))
+        held = self._regions_of(low, axes, nest.run)
+        if held is None or len(places := {(region.memory, region.device) for region in held}) > 1:
             raise TransferError(f"bytes [{low}, {high}) are not in registered memory")
-        flat = self._flat(at, word)
-        return flat.as_strided(
-            (count, *counts, nest.run // word),
-            (stride // word, *(d // word for d in distances), 1),
-            (first - region.address) // word,
-        )
+        # The layers of a group may be allocations of their own. What lies between them is never touched.
+        memory, device = places.pop()
+        flat = tensor_over(Region(low, high - low, memory, device)).view(_WORDS[word])
+        return flat.as_strided(shape, strides, (first - low) // word)
+
+    def _region_of(self, low: int, high: int) -> int | None:
+        """Return the number of the region that holds these bytes; None if none does."""
+        at = bisect.bisect_right(self._starts, low) - 1
+        holds = at >= 0 and high <= self._starts[at] + self._regions[at].length
+        return at if holds else None
+
+    def _regions_of(self, low: int, axes: Sequence[tuple[int, int]], run: int) -> set[Region] | None:
+        """Return the regions that runs lie in; None if one lies outside of all.
+
+        Args:
+            low: address of the lowest run.
+            axes: distance and count of the runs along each axis, the shortest distance first.
+            run: bytes of a run.
+        """
+        high = low + sum(abs(distance) * (count - 1) for distance, count in axes) + run
+        if (at := self._region_of(low, high)) is not None:
+            return {self._regions[at]}
+        if not axes:
+            return None
+        found: set[Region] = set()
+        *inner, (distance, count) = axes
+        for number in range(count):
+            held = self._regions_of(low + number * abs(distance), inner, run)
+            if held is None:
+                return None
+            found |= held
+        return found
 
     def _flat(self, at: int, word: int) -> torch.Tensor:
         if (at, word) not in self._words:
