@@ -1,8 +1,8 @@
-"""`kvferry bench calibrate`: fit the costs of reading, copying and asking on this machine.
+"""`kvferry bench calibrate`: fit the costs of reads, copies and gather requests on this machine.
 
-Each is measured by itself, through the code that does it in a transfer: READs between two processes by
+Each is measured separately, with the code that transfers use: READs between two processes by
 `transport.agent`, gathers and scatters by `memory.staging_copies`, requests over the gather channel. Every
-round draws a new order of sizes, so that a slow minute of the machine does not fall on one of them.
+round draws a new order of sizes, so that a slow minute of the machine does not affect a single size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CalibrationJob:
 
     Attributes:
         repeats: counted rounds.
-        transports: value of UCX_TLS, or None to leave it unchanged.
+        transports: value of UCX_TLS; None to leave it unchanged.
         read_sizes: bytes of a descriptor, one READ each.
         read_bytes: largest size of a READ; READs of short descriptors are smaller.
         read_descriptors: largest number of descriptors of a READ.
@@ -85,7 +85,7 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
     """Measure all sizes and fit the costs.
 
     Raises:
-        ConfigError: memory or NIXL cannot be had.
+        ConfigError: memory cannot be allocated, or NIXL cannot be used.
         TransferError: the other process died, or something could not be moved.
     """
     settings = use_transports(job.transports)
@@ -155,7 +155,7 @@ def _copies(job: CalibrationJob) -> Fit:
 
 
 class _Copy:
-    """A gather or scatter of cells with equal runs, which fill every other stretch of a pool.
+    """A gather or scatter of cells with equal runs, which lie at every second position of a pool.
 
     Attributes:
         work: numbers of calls, runs and bytes.
@@ -256,7 +256,7 @@ def _overlap(job: CalibrationJob, asking: _GatherChannel, raw: RawReads, size: i
 
 
 def _rounds(timed: Sequence[Callable[[], float]], repeats: int) -> np.ndarray:
-    """Return the seconds of each in every round, shape (rounds, n); a first round does not count."""
+    """Return the seconds of each in every round, shape (rounds, n), without a first warm-up round."""
     draw = np.random.default_rng(11)
     seconds = np.empty((repeats + 1, len(timed)))
     for number in range(repeats + 1):

@@ -28,7 +28,7 @@ _WHAT = {
 
 
 def facts(machine: MachineFacts, found: CalibrationResult) -> dict[str, Any]:
-    """Return the machine and the errors of the fits, which the file has beside the costs."""
+    """Return the facts about the machine and the errors of the fits, to store with the costs."""
     return {**asdict(machine), "errors": {"reads": _errors(found.reads), "copies": _errors(found.copies)}}
 
 

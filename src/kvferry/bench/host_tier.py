@@ -1,7 +1,7 @@
 """Cases of the host tier: chunks between a rank's blocks and an arena, compared with memcpy.
 
-kvferry's mover does what a worker's thread does with an order: it selects and checks cells, then copies them.
-Depth is the number of threads, each with its share of the chunks; a connector has one per rank. Memcpy
+kvferry's mover does the work of a worker's thread for an order: it selects and checks cells, then copies
+them. Depth is the number of threads, each with its share of the chunks; a connector has one per rank. Memcpy
 copies as many bytes with as many threads between the same memory, in one piece. The control copies runs as
 short as the layout's.
 """

@@ -1,7 +1,6 @@
-"""Movers: kvferry, raw NIXL and memcpy, which move the same bytes and time it.
+"""Movers: kvferry, raw NIXL and memcpy, each of which moves the same bytes and measures the time.
 
-Every mover prepares what does not depend on block ids before its clock starts. Everything that depends on
-them is on the clock.
+Every mover prepares everything that does not depend on block ids before its time starts.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _HOOK_POLL_SECONDS = 1e-3
 
 
 class Mover(Protocol):
-    """One way to move bytes.
+    """A method to move bytes.
 
     Attributes:
         name: name in reports.
-        bytes: useful bytes of one move.
+        bytes: useful bytes per move.
     """
 
     name: str

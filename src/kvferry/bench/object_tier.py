@@ -83,7 +83,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
 
     Raises:
         ConfigError: memory or the URL cannot be used.
-        TransferError: the bucket does not keep what it is given.
+        TransferError: the bucket returned other bytes than were stored.
     """
     count = chunks_per_move(max(depths))
     bodies, into = (stack.enter_context(ChunkBodies(group, CHUNK_TOKENS, count)) for _ in range(2))

@@ -1,7 +1,7 @@
 """Interleaved rounds: every round runs every mover once, in a newly drawn order.
 
 Machines are shared and their speed drifts, so ratios are taken within a round and the median over rounds is
-reported. The order is drawn so that what one mover leaves in the caches helps another in some rounds only.
+reported. The order is random, so that the cache content left by one mover helps another in some rounds only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MoverRounds:
         return Spread.of([self.bytes / s / 1e9 for s in self.seconds])
 
     def times(self, other: MoverRounds) -> Spread:
-        """Return how many times as fast as `other` this mover is, round by round."""
+        """Return the speed of this mover relative to `other`, round by round."""
         return Spread.of(
             [
                 (self.bytes / mine) / (other.bytes / theirs)

@@ -21,7 +21,7 @@ class TierCase:
         target: share of the limit's speed to reach.
         ours: kvferry's mover.
         limits: movers without kvferry; the fastest is the limit.
-        controls: movers that explain the result, and are no limit.
+        controls: movers that explain the result and are not limits.
     """
 
     tier: str
@@ -58,7 +58,7 @@ class TierSpeed:
 
     @property
     def ratio(self) -> Spread:
-        """TierSpeed as a share of the limit's in the same round."""
+        """Speed of kvferry as a share of the limit's in the same round."""
         return self.ours.times(self.limit)
 
     @property

@@ -1,4 +1,4 @@
-"""`kvferry bench tiers`: the speed of every tier, beside that of the same bytes without kvferry."""
+"""`kvferry bench tiers`: the speed of every tier, compared with moving the same bytes without kvferry."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
 
     Raises:
         ConfigError: memory, folder or storage cannot be used.
-        TransferError: a chunk did not come back as it was.
+        TransferError: a loaded chunk differs from the stored one.
     """
     group = chunk_group(job.reading)
     speeds: list[TierSpeed] = []

@@ -55,11 +55,11 @@ class MeasuredTransfer:
 
 
 def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
-    """Move the request in every way; sets UCX_TLS in this process if the job names transports.
+    """Move the request with every mover; set UCX_TLS in this process if the job names transports.
 
     Raises:
-        ConfigError: memory or NIXL cannot be had.
-        TransferError: the other process died, or something could not be moved.
+        ConfigError: memory cannot be allocated, or NIXL cannot be used.
+        TransferError: the other process died, or a transfer failed.
     """
     settings = use_transports(job.transports)
     progress("starting the producer process")

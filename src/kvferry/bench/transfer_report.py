@@ -14,7 +14,7 @@ from kvferry.measuring.spread import Spread
 from kvferry.units import format_bytes
 
 SAME_DESCRIPTORS = 1
-"""Index in `TransferComparison.others` of the mover that reads the same descriptors."""
+"""Index in `TransferComparison.others` of the mover that uses the same descriptors."""
 TARGET_RATIO = 0.9
 
 

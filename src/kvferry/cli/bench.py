@@ -43,10 +43,10 @@ def transfer(
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
 ) -> None:
-    """Move KV cache over NIXL, beside raw NIXL and memcpy.
+    """Measure a KV transfer over NIXL, compared with raw NIXL and memcpy.
 
-    Between two processes. kvferry's time is that of a request: from the moment its blocks are known until
-    they may be used, with planning, posting, the lease check and the acknowledgement.
+    Moves KV between two processes. kvferry's time is that of a request: from the moment its blocks are known
+    until they may be used, with planning, posting, the lease check and the acknowledgement.
     """
     from rich.console import Console
 
@@ -106,7 +106,7 @@ def tiers(
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
 ) -> None:
-    """Keep chunks in every tier and fetch them, beside raw storage.
+    """Measure storing and loading chunks in every tier, compared with raw storage.
 
     Compares host memory with memcpy, files with fio or threads with direct I/O, and objects with obstore.
     """
@@ -145,10 +145,11 @@ def calibrate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure this machine's costs, and keep them for the planner.
+    """Measure this machine's costs, and store them for the planner.
 
-    The planner chooses between strategies by what reading, copying and asking cost. This command writes the
-    costs to a file, which kvferry reads wherever it plans transfers. Without the file it uses built-in costs.
+    The planner chooses between strategies by the costs of reads, copies and gather requests. This command
+    writes the costs to a file, which kvferry reads whenever it plans transfers. Without the file it uses
+    built-in costs.
     """
     from datetime import UTC, datetime
 

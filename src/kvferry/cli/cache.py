@@ -197,7 +197,7 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
 
 
 def _said(facts: Mapping[str, object]) -> list[str]:
-    """Return the short facts, and the first line of the canonical form, which has a line per field."""
+    """Return the facts with short values, and the first line of the canonical form."""
     said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
     return [printable(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]

@@ -1,4 +1,4 @@
-"""`kvferry config`: print the setting that makes an engine exchange or keep KV."""
+"""`kvferry config`: print the engine setting that enables KV transfer and tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: check what could keep KV from moving."""
+"""`kvferry doctor`: check for problems that keep KV from moving."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def doctor(
 ) -> None:
     """Check this machine, a configuration and running engines.
 
-    Says what to fix, and how. Exit code 0: nothing to fix; 1: something to fix; 2: an argument cannot be
+    Reports what to fix, and how. Exit code 0: nothing to fix; 1: something to fix; 2: an argument cannot be
     used. An engine given by its HTTP address computes a prompt of four tokens.
     """
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""`kvferry explain`: show what became of a request, from the memory of this machine's engines."""
+"""`kvferry explain`: show the trace of a request from the memory of this machine's engines."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ def _options(
 
 
 def main() -> None:
-    """Run a command. Print a kvferry error as one sentence, and exit with its code."""
+    """Run the `kvferry` command."""
     run(app)
 
 
 def run(commands: typer.Typer) -> None:
-    """Run one of some commands; an error of kvferry's becomes one sentence and an exit code."""
+    """Run the command-line application; print kvferry's errors as one sentence and exit with their code."""
     with flushed_output():
         try:
             commands()

@@ -1,4 +1,4 @@
-"""Standard output of commands: handles a reader that has gone, and a disk that is full."""
+"""Standard output of commands: handle a closed pipe and a full disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 def flushed_output() -> Iterator[None]:
     """Flush standard output at the end of the block; if that fails, report it and exit with code 1.
 
-    A closed pipe (``kvferry cache ls DIR | head -1``) is silent: its reader has what it wanted.
+    A closed pipe (``kvferry cache ls DIR | head -1``) is not reported as an error.
 
     Raises:
         SystemExit: not all output was written.
@@ -41,10 +41,10 @@ def flushed_output() -> Iterator[None]:
 
 
 def check_output() -> None:
-    """Check before a long task that standard output can be written. Cannot see a disk that is full.
+    """Check before a long task that standard output can be written. Does not detect a full disk.
 
     Raises:
-        OSError: it cannot; `flushed_output` reports it.
+        OSError: it cannot be written; `flushed_output` reports it.
     """
     try:
         fd = sys.stdout.fileno()

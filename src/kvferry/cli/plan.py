@@ -1,4 +1,4 @@
-"""`kvferry plan`: predict what a transfer of a model's KV cache takes, and what tiers keep of it."""
+"""`kvferry plan`: predict the cost of a transfer of a model's KV cache, and the storage in tiers."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvferry.transport.costs_file import CostsFile, find_default_costs, load_cos
 from kvferry.user_cache import expanded
 
 _FAR_OFF = 3.0
-"""Times that a READ may take of what the costs say: busy machines differ by less."""
+"""Tolerated factor between measured and expected READ times; on busy machines the factor is smaller."""
 _STALE_DAYS = 180
 _CALIBRATE = "kvferry bench calibrate, while nothing else runs"
 
@@ -23,8 +23,8 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
     """Compare the planner's costs with this machine.
 
     Args:
-        path: costs file of the configuration; None for the user's own.
-        found: READs timed on this machine; None if none were.
+        path: costs file of the configuration; None for the user's default file.
+        found: timed READs on this machine; None if there are none.
         now: current time, for the age of the file.
     """
     subject = "costs"

@@ -54,8 +54,8 @@ class ExaminedEngine:
     Attributes:
         name: address as given.
         role: role of the engine.
-        findings: in the order in which they were made.
-        met: what it said on its control channel; None if it could not be reached.
+        findings: findings in order.
+        met: its identity from its control channel; None if it could not be reached.
     """
 
     name: str
@@ -73,7 +73,7 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
     ('::1', 5600)
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: the text is not an address.
     """
     if (url := http_address(text)) is not None:
         netloc = urlsplit(text).netloc
@@ -218,7 +218,7 @@ def _ranks(
 
 
 def _different(one: EngineIdentity, other: EngineIdentity) -> str:
-    """Return the differences between two ranks that must be alike; empty if there are none."""
+    """Return the differences between two ranks that must be equal; empty if there are none."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
         [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in met.ranks]

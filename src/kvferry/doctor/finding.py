@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Result of a check: fine, worth knowing, or to be fixed."""
+    """State of a finding: fine, worth knowing, or to be fixed."""
 
     OK = "ok"
     NOTE = "note"
@@ -17,12 +17,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked.
+    """A finding of a check.
 
     Attributes:
         subject: what was checked, in a few words.
-        state: result.
-        found: a sentence without its full stop.
+        state: the result.
+        found: what was found, a sentence without its full stop.
         advice: what to do; never empty for BAD.
     """
 
@@ -60,7 +60,7 @@ def bad(subject: str, found: str, advice: str) -> Finding:
 
 
 def from_error(subject: str, error: Exception, advice: str = "correct it") -> Finding:
-    """Return a finding for a kvferry error, whose text after the last semicolon says what to do.
+    """Return a finding for a kvferry error; its text after the last semicolon becomes the advice.
 
     >>> from_error("port", ValueError("port is 70000; it must be 0 to 65535")).advice
     'it must be 0 to 65535'

@@ -30,7 +30,7 @@ class _Ask(Protocol):
 
 
 _PROMPT = [11, 12, 13, 14]
-"""Token ids that any vocabulary has."""
+"""Token ids that exist in any vocabulary."""
 PROBE_TOKENS = _PROMPT[:-1]
 """Token ids that an engine offers: the consumer computes the last one."""
 _RANK = "X-data-parallel-rank"
@@ -61,9 +61,9 @@ class UrlFindings:
     """Result of examining a URL. Mutable while it is examined.
 
     Attributes:
-        findings: in the order in which they were made.
+        findings: findings in order.
         behind: URLs and roles of the engines behind a router.
-        offered: KV offered by the engine, or by its first data-parallel rank; None if it exchanges none.
+        offered: KV offered by the engine, or by its first data-parallel rank; None if it offers none.
         others: the same for its other ranks.
     """
 
@@ -77,9 +77,9 @@ def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.en
     """Examine the server at `url`. An engine computes a prompt of four tokens for a remote decode.
 
     Args:
-        url: without a path.
+        url: base URL without a path.
         seconds: deadline of each answer.
-        environment: ``VLLM_API_KEY`` is sent if it is set.
+        environment: environment variables; ``VLLM_API_KEY`` is sent if it is set.
     """
     key = environment.get("VLLM_API_KEY")
     return anyio.run(_look, url, seconds, {"Authorization": f"Bearer {key}"} if key else {})
@@ -112,7 +112,7 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFind
 
 
 def _router(health: HttpReply) -> dict[str, Any] | None:
-    """Return what a router says of its engines; None if the answer is not a router's."""
+    """Return the engines in a router's answer; None if the answer is not from a router."""
     said = health.json
     return said if isinstance(said, dict) and {"prefill", "decode"} <= said.keys() else None
 
@@ -144,7 +144,7 @@ def _behind(said: dict[str, Any]) -> UrlFindings:
 
 
 def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
-    """Return whether the answer comes from vLLM."""
+    """Return whether the answer is from vLLM."""
     said = answer.json
     version = said.get("version") if isinstance(said, dict) else None
     if not isinstance(version, str):
@@ -163,7 +163,9 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
 
 
 def _connector(answer: HttpReply, seen: UrlFindings) -> int:
-    """Find out from its metrics which connector runs. Several API servers show no counter that never counted.
+    """Find from its metrics which connector runs.
+
+    Several API servers omit counters that were never incremented.
 
     Returns:
         Number of data-parallel ranks with metrics; 1 if unknown.

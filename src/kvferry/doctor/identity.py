@@ -1,12 +1,12 @@
-"""Ask an engine who it is, over its control channel. No KV is read.
+"""Ask an engine for its identity over its control channel. No KV is read.
 
     Hello(no facts)     ──────▶
-                        ◀──────   Accepted(facts)      timed, several times: the producer keeps no account
+                        ◀──────   Accepted(facts)      timed several times; the producer keeps no state
     AskRanks(no facts)  ──────▶
                         ◀──────   Ranks
 
-Facts that only one side states do not reject, so whoever states none learns what the engine is without being
-one that fits.
+A fact that only one side has does not cause a refusal, so a client without facts gets the engine's
+description even if it is not a compatible engine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ With another mechanism in the greeting, it would close the connection instead.""
 
 
 class IdentifyError(KVFerryError):
-    """No engine answers as it should.
+    """Raised if no engine answers as expected.
 
     Attributes:
         advice: what to do.
@@ -74,7 +74,7 @@ class EngineIdentity:
         address: its control channel.
         facts: its identity, software and settings.
         ranks: its workers.
-        round_trip_seconds: median time of a question and its answer.
+        round_trip_seconds: median round-trip time of a message.
     """
 
     address: Address
@@ -84,7 +84,7 @@ class EngineIdentity:
 
 
 def identify(address: Address, keys: security.Keys | None, seconds: float) -> EngineIdentity:
-    """Ask the engine at `address` who it is.
+    """Ask the engine at `address` for its identity.
 
     Args:
         address: host and port of a control channel.

@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 class CheckTimeout(KVFerryError):
-    """A check did not end in time."""
+    """Raised if a check does not end in time."""
 
 
 def run_within(seconds: float, call: Callable[[], T]) -> T:
     """Return what `call` returns.
 
     Raises:
-        CheckTimeout: it did not end in time.
+        CheckTimeout: the call did not end in time.
         Exception: whatever `call` raises.
     """
     (answer,) = run_all_within(seconds, [call])
@@ -46,7 +46,7 @@ def run_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """Run all calls concurrently. Return results or exceptions in order, CheckTimeout for late ones."""
+    """Run all calls concurrently. Return results or exceptions in order; CheckTimeout for late calls."""
     answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
 
     def run(number: int, call: Callable[[], T]) -> None:
@@ -85,7 +85,7 @@ class ProcessResult:
 
     Attributes:
         code: exit code, negative for a signal; None if it was killed at its deadline.
-        out, err: its output until then.
+        out, err: its standard output and standard error.
     """
 
     code: int | None
@@ -94,7 +94,7 @@ class ProcessResult:
 
     @property
     def how(self) -> str:
-        """Return how it ended, as a sentence."""
+        """Return a sentence that describes how it ended."""
         if self.code is None:
             return "it did not finish in time"
         return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"

@@ -1,4 +1,4 @@
-"""Check where an engine would listen, who could reach it, and which key it has."""
+"""Check the address that an engine would listen on, who could reach it, and its key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def node_address(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def check(config: ConnectorConfig) -> list[Finding]:
-    """Check everything about listening; an engine without transfer does not listen."""
+    """Run all checks of listening; an engine without transfer does not listen."""
     if not config.transfers:
         return [ok("listening", "no KV is exchanged, so nothing listens")]
     host = node_address() if config.host == NODE else config.host
@@ -59,7 +59,7 @@ def key(secret_file: str | None) -> Finding:
 
 
 def access(config: ConnectorConfig, host: str) -> Finding:
-    """Say who could exchange KV with the engine."""
+    """Report who could exchange KV with the engine."""
     subject = "host"
     told = config.advertise_host or host
     if is_loopback(host):

@@ -18,10 +18,10 @@ from kvferry.transport.nixl_requirements import LEAST_BYTES
 from kvferry.units import format_bytes
 
 _ENOUGH_FILES = 65_535
-"""vLLM raises its own limit to this, if it may."""
+"""vLLM raises its own limit to this number if allowed."""
 _FEW_FILES = 1024
 _ENGINES_THREADS = 256
-"""An engine of one rank and its helpers had 115 on two cores."""
+"""Threads to allow for an engine; one of one rank with its helpers had 115 on two cores."""
 _LITTLE_SHM = 1 << 30
 _COLLAPSES_SINCE = (6, 1)
 
@@ -78,7 +78,7 @@ def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
 
 
 def threads(limit: int | None = None, used: int | None = None, user: int | None = None) -> Finding:
-    """Check whether this user may start the threads of engines, besides those of its other processes.
+    """Check whether this user may start enough threads for engines.
 
     Args:
         limit: number of threads, negative for unlimited; by default this process's limit.
@@ -167,7 +167,7 @@ def memory_files() -> Finding:
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
-    """Check whether memory that moves can be in pages of 2 MiB (`memory.huge_pages`)."""
+    """Check whether transferred memory can use huge pages of 2 MiB (`memory.huge_pages`)."""
     subject = "large pages"
     enabled = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     version = release or os.uname().release

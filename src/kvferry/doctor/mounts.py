@@ -30,8 +30,8 @@ class Mount:
     """A mounted file system.
 
     Attributes:
-        point: where.
-        kind: its type, as the kernel names it.
+        point: path of the mount point.
+        kind: type of the file system, as the kernel names it.
         source: device or server.
     """
 

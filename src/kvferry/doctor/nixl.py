@@ -20,8 +20,8 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
     """Check NIXL and its plugins.
 
     Args:
-        version: that is installed; None if none is.
-        probe: tries plugins one after the other, in another process.
+        version: installed version of NIXL; None if it is not installed.
+        probe: starts plugins one after the other in another process.
     """
     if version is None:
         absent = "is not installed here: engines of this machine can keep KV in tiers, but exchange none"

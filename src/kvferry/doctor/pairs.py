@@ -36,7 +36,7 @@ _ADVICE = {
     "multimodal processor": "give both the same preprocessor_config.json and --mm-processor-kwargs",
     "engine settings": "give both the same value of the engine argument that is named",
 }
-"""By the names of `engines.vllm.identity`."""
+"""Advice by name of the differing fact, as in `engines.vllm.identity`."""
 _OTHERWISE = "start both with the same model, dtypes, attention backend and cache manager"
 
 
@@ -130,7 +130,7 @@ def _fact_of(difference: str) -> str:
 
 
 def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
-    """Say which way bytes would take, as far as it was measured."""
+    """Report how bytes would travel, as far as it was measured."""
     took = " and ".join(map(format_seconds, sorted(met.round_trip_seconds for met in (there, here))))
     channel = f"asked from here, control channels answer in {took}"
     if there.address[0] == here.address[0]:

@@ -1,6 +1,6 @@
 """Checks that run in a process of their own: `python -m kvferry.doctor.probes WHAT [ARGUMENT]`.
 
-Each prints JSON lines, which `parse_output` reads even if the process crashed after some of them.
+Each prints JSON lines, which `parse_output` can read even if the process crashed after some of them.
 
 - ``nixl``: list and start NIXL's plugins; ``reads``: time READs between two processes;
 - ``connector``: load the connector in vLLM; ``path``: test a directory;
@@ -106,7 +106,7 @@ def connector() -> None:
 
 
 def path(where: str) -> None:
-    """Test a directory of the file tier: owner, room, and whether a file can be written and locked."""
+    """Test a directory of the file tier: owner, free space, and whether a file can be written and locked."""
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
     from kvferry.tiers.files.opening import check_directory  # noqa: PLC0415
 

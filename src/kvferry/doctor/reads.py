@@ -1,7 +1,7 @@
 """Time READs between two processes of this machine, and find the transport they use.
 
-With ``UCX_TLS=^sm`` the processes read from each other as if on two machines, through their own network
-devices. The network between machines is not measured.
+With ``UCX_TLS=^sm`` the processes read from each other through their network devices, as if on two machines.
+The network between machines is not measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReadTimings:
     """Timed READs.
 
     Attributes:
-        way: transports as UCX names them, for example ``cma/memory``.
+        way: names of the transports in UCX, for example ``cma/memory``.
         timed: (descriptors, bytes, seconds) of each size.
         machine: description of the machine, as in `kvferry bench`.
     """
@@ -76,7 +76,7 @@ def start_reads(transports: str | None) -> ProcessResult:
 
 
 def time_reads(ended: ProcessResult) -> ReadTimings | str:
-    """Return a probe's measurements, or why there are none."""
+    """Return a probe's measurements, or the reason why there are none."""
     lines = parse_output(ended.out)
     timed = tuple((n["descriptors"], n["bytes"], n["seconds"]) for n in lines if "descriptors" in n)
     if len(timed) < 2:
@@ -88,7 +88,7 @@ def time_reads(ended: ProcessResult) -> ReadTimings | str:
 def check(
     environment: Mapping[str, str] = os.environ, start: Callable[[str | None], ProcessResult] = start_reads
 ) -> Iterator[Finding | ReadTimings]:
-    """Check READs between two processes, first as they are, then without shared memory."""
+    """Check READs between two processes, first with all transports, then without shared memory."""
     given = environment.get("UCX_TLS")
     here = time_reads(start(None))
     if isinstance(here, str):

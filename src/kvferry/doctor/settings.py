@@ -30,7 +30,7 @@ class ConfigFile:
 
     Attributes:
         configs: valid settings of each `KVFerryConnector` in the file.
-        findings: about the file.
+        findings: findings about the file.
     """
 
     configs: tuple[ConnectorConfig, ...]
@@ -80,7 +80,7 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
 
     Args:
         given: the value.
-        alone: the role is this connector's own, not that of several together.
+        alone: False if the value is for one of several connectors, which share one role.
     """
     name = given["kv_connector"]
     if not isinstance(name, str):
@@ -130,7 +130,7 @@ def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Findin
 
 
 def _around(given: Mapping[str, Any]) -> list[Finding]:
-    """Check the keys around the connector's own settings."""
+    """Check the keys beside ``kv_connector_extra_config``, such as the role."""
     found = []
     name = given["kv_connector"]
     expected, module = CONNECTORS[name], given.get("kv_connector_module_path")
@@ -175,7 +175,7 @@ def _extra(
 
 
 def summary(config: ConnectorConfig) -> str:
-    """Return in a few words what an engine with these settings does."""
+    """Return a short description of what an engine with these settings does."""
     does = ["exchanges KV with other engines"] if config.transfers else []
     if config.tiers:
         kinds = "host, file" if config.tiers == "default" else ", ".join(one["type"] for one in config.tiers)

@@ -1,4 +1,4 @@
-"""Check the installed software, and how chunks get their names."""
+"""Check the installed software and its settings."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def file(
 
 
 def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
-    """Report paths that are the same directory, which only the file system can tell."""
+    """Report paths of several tiers that are the same directory, by link or mount."""
     try:
         paths = {
             number: one.path or default_directory()

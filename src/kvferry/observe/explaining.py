@@ -1,4 +1,4 @@
-"""An engine's memory of its last requests, and the socket on which `kvferry explain` asks for them."""
+"""An engine's memory of its latest requests, and the socket over which `kvferry explain` reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.observe.wire import EngineInfo
 
 
 class Explaining:
-    """Remembers the last requests and answers questions about them; with `requests` 0, it does nothing."""
+    """Remembers the latest requests and answers questions about them; does nothing if `requests` is 0."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Explaining:
         role: str,
         connector: str = "",
     ) -> None:
-        """Begin to remember.
+        """Subscribe to the events.
 
         Args:
             events: the events to remember.
@@ -49,7 +49,7 @@ class Explaining:
             events.subscribe(self._traces)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start to answer questions."""
         if self._traces is not None:
             self._server = TraceServer(self._traces, self._engine, self._most)
 

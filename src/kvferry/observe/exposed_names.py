@@ -10,7 +10,7 @@ from kvferry.observe.metrics import METRICS, MULTI, PREFIX, Metric, MetricKind
 COMMON = ("model_name", "engine")
 """Labels that vLLM gives every metric, its own and a connector's."""
 CONNECTOR = "connector"
-"""The label that kvferry's metrics have besides, where several connectors are in one engine."""
+"""An additional label of kvferry's metrics if an engine has several connectors."""
 
 VLLM_PREFIX = "vllm:"
 
@@ -34,7 +34,7 @@ EXPOSED: Mapping[str, Metric] = MappingProxyType(
     {exposed_name(metric): metric for metric in (*METRICS.values(), *MULTI.values())}
     | {exposed_name(metric, VLLM_PREFIX): metric for metric in _VLLM}
 )
-"""All of them, by that name."""
+"""All metrics by their name on `/metrics`."""
 
 SUFFIXES = ("_bucket", "_sum", "_count")
 """Suffixes of a histogram's series."""

@@ -1,6 +1,6 @@
 """HTTP requests to engines and routers, for the commands that inspect them.
 
-Any server may be at an address. So each answer has a limit in bytes and a deadline for the whole of it.
+An address may belong to any server. So each answer has a limit in bytes and one deadline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from kvferry.errors import ProtocolError
 
 MAX_BYTES = 64 << 20
-"""Limit of an answer. A page of metrics has about 100 KB per engine."""
+"""Maximum size of an answer. A page of metrics has about 100 KB per engine."""
 _CONNECT_SECONDS = 5.0
 
 
@@ -27,7 +27,7 @@ class HttpReply(NamedTuple):
 
     Attributes:
         status: HTTP status.
-        body: all bytes.
+        body: the complete body.
     """
 
     status: int
@@ -105,14 +105,14 @@ async def fetch(
     """Request a path, and return the answer whatever its status.
 
     Args:
-        http: of this event loop.
-        url: with its path.
-        seconds: until all of the answer is here.
-        post: JSON to send; without, this is a GET.
-        headers: of this request.
+        http: client of this event loop.
+        url: URL with its path.
+        seconds: deadline for the complete answer.
+        post: JSON to send; None for a GET.
+        headers: headers of this request.
 
     Raises:
-        ProtocolError: there is none; a few words say why.
+        ProtocolError: there is no answer. The message is the reason.
     """
     method, kind = ("GET", {}) if post is None else ("POST", {"content-type": "application/json"})
     body = bytearray()

@@ -28,9 +28,9 @@ class Metric:
     """Definition of a metric.
 
     Attributes:
-        name: without `PREFIX`, and for counters without ``_total``.
+        name: name without `PREFIX`, and for counters without ``_total``.
         kind: counter, gauge or histogram.
-        what: help text.
+        what: the help text.
         labels: names of its own labels, in the order in which values are given.
     """
 

@@ -1,4 +1,4 @@
-"""Metric values gathered since the last step, on their way from an engine to its `/metrics`."""
+"""Metric values collected since the last step, to be sent from an engine to its `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Series: TypeAlias = tuple[str, tuple[str, ...]]
 
 @dataclass(slots=True)
 class MetricsDelta:
-    """Increments and values of metrics, keyed by series. Mutable; grows until it is replaced by a new one.
+    """Increments and values of metrics, keyed by series. Mutable.
 
     Attributes:
         counters: increments.

@@ -95,7 +95,7 @@ class MetricsListener:
             count(event)
 
     def take(self) -> MetricsDelta:
-        """Return the counts since the last call, and begin new ones."""
+        """Return the counts since the last call, and reset them."""
         taken = self._counted
         if taken:
             self._counted = MetricsDelta()
@@ -224,7 +224,7 @@ class MetricsListener:
 
 
 def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
-    """Yield parts with `tokens` tokens in total: a load may take less than was bid."""
+    """Yield parts with `tokens` tokens in total, because a load may take less than was bid."""
     for part in parts:
         taken = min(part.tokens, tokens)
         if taken > 0:

@@ -19,7 +19,7 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 Attributes: TypeAlias = dict[str, str | int | float | bool]
 
 MAX_REQUESTS = 16_384
-"""Requests whose trace is remembered: stores and leases may end after they have."""
+"""Maximum number of requests whose trace is remembered, because stores and leases may end after a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class TraceSpan:
 
     Attributes:
         name: kind of operation.
-        request_id: the engine's.
+        request_id: id in the engine.
         parent: W3C headers of the parent trace; empty without one.
         begin, end: monotonic seconds.
-        attributes: by name.
-        failure: text for people; empty if it did not fail.
+        attributes: attributes by name.
+        failure: reason of a failure; empty if it succeeded.
     """
 
     name: str
@@ -69,7 +69,7 @@ class SpanListener:
         }
 
     def __call__(self, event: Event) -> None:
-        """Note the beginning of an operation, or emit its span at its end."""
+        """Record the beginning of an operation, or emit its span at its end."""
         if (note := self._of.get(type(event))) is not None:
             note(event)
 

@@ -36,7 +36,7 @@ class TraceServer:
     """Answer questions about traces until `close` is called or the process ends. Thread-safe.
 
     Attributes:
-        error: why nothing is served; None if the socket listens.
+        error: reason why the socket does not listen; None if it does.
     """
 
     def __init__(self, traces: TraceBuffer, engine: EngineInfo, most: int, seconds: float = _SECONDS) -> None:
@@ -133,7 +133,7 @@ def _line(asking: socket.socket, until: float) -> bytes:
     """Return the first line that a client sends.
 
     Raises:
-        ProtocolError: it is longer than a question may be.
+        ProtocolError: the line exceeds the limit of a question.
         OSError: it did not arrive by `until` (monotonic seconds).
     """
     said = bytearray()

@@ -1,4 +1,4 @@
-"""Memory of the events of the last requests, so that `kvferry explain` can explain them.
+"""Memory of the events of the latest requests, for `kvferry explain`.
 
 The engine's thread writes and any thread may read. Nobody waits: a reader copies with single calls of the
 interpreter, which are atomic under its lock. Frequent events (chunks stored, heartbeats) are summed up. Of
@@ -17,11 +17,11 @@ from kvferry.connector import events
 from kvferry.connector.events import Event, RequestEvent
 
 EVENTS_PER_REQUEST = 16
-"""On average, of every request that there is room for."""
+"""Average number of events per request that the memory has room for."""
 FIRST_EVENTS, LAST_EVENTS = 32, 32
-"""Events of one request at most, from either end."""
+"""Maximum number of events kept from the beginning and from the end of a request."""
 MAX_TEXT = 500
-"""Characters of a text."""
+"""Maximum characters of a text."""
 
 _OF_REQUEST = get_args(RequestEvent)
 
@@ -53,10 +53,10 @@ class RequestTrace:
     """The events of one request so far.
 
     Attributes:
-        request_id: the engine's.
-        events: in order, without those summed up below.
+        request_id: id in the engine.
+        events: events in order, without those counted below.
         left_out: number of events missing after the first `FIRST_EVENTS`.
-        stored: stores, summed up by group.
+        stored: stores by group.
         heartbeats: number of heartbeats of the consumer of its lease.
     """
 
@@ -151,7 +151,7 @@ def _ended(stored: StoredChunks, chunks: int, event: events.StoreEnded) -> Store
 
 
 def _cut(event: RequestEvent) -> RequestEvent:
-    """Return the event with its texts shortened: a peer may have written them."""
+    """Return the event with its texts shortened, because a peer may have written them."""
     if all(len(text) <= MAX_TEXT for text in _texts(event)):
         return event
     if isinstance(event, events.SourceRefused):

@@ -19,7 +19,7 @@ MAX_ANSWER_BYTES = 16 << 20
 MAX_TRACES = 1000
 """Largest number of traces in an answer."""
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions of decoding an invalid line."""
+"""Exceptions that decoding an invalid line can raise."""
 _EVENTS = {one.__name__: one for one in get_args(RequestEvent)}
 
 
@@ -39,7 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The engine that answers.
 
     Attributes:
-        kvferry: version.
+        kvferry: version of kvferry.
         engine_id, model, pid: identity of the engine.
         role: ``prefill``, ``decode`` or ``both``.
         wall, monotonic: both clocks now, in seconds.

@@ -2,7 +2,7 @@
 
 - `find`, `table`: a model's ``config.json``, from a file, a folder, the built-in table or the hub.
 - `side`: the shape of one engine from its flags; vLLM's choices replace missing flags.
-- `request`: a made-up request with scattered block tables.
+- `request`: a hypothetical request with scattered block tables.
 - `planes`: K and V as separate pages.
 - `setting`: the memory of both engines, and the request in it.
 - `forecast`, `moved`, `cost`: the planner's result: bytes, descriptors, strategy and expected seconds.
@@ -11,6 +11,6 @@
 - `show`, `numbers`, `show_kept`, `numbers_kept`: both forecasts on a terminal and as JSON.
 - `page`: a picture of the handover, as one HTML file.
 
-This package has no formula of its own for what moves. The code that serves a real request lays out the
+This package has no formulas of its own for the transfer. The same code as for a real request lays out the
 geometry, builds the templates, and selects and counts the cells.
 """

@@ -8,7 +8,7 @@ different things, vLLM brings their pages to one size, in this order:
 3. It gives all groups equally many layers (`group_counts`).
 
 If blocks are outermost, pages may differ in size, and packing replaces 2 and 3: a group gets as many layers
-as fit into the bytes that a block has anyway.
+as fit into the bytes of a block.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
 
 
 def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, str]:
-    """Return the requested block size, else the one that the attention kernels take, and the reason."""
+    """Return the requested block size, else the one of the attention kernels, and the reason."""
     if asked is not None:
         return asked, ""
     stores = list(stores)
@@ -176,7 +176,7 @@ def _packed(
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
-    """Return the group size from `least` on that needs the least padding; the largest one in a tie."""
+    """Return the group size of at least `least` with the least padding; the largest one in a tie."""
     return min(
         range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size)
     )

@@ -18,7 +18,7 @@ from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 
 _THINNED = (16, 128)
-"""Chunks between windows, where thinning them is a choice."""
+"""Distances, in chunks, between kept windows, for the alternatives with fewer windows."""
 
 
 @dataclass(frozen=True, slots=True)

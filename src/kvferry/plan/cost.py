@@ -16,10 +16,10 @@ from kvferry.planning.template import Route
 from kvferry.transport.settings import TransferSettings
 
 AUTO = "auto"
-"""The name for no strategy in particular."""
+"""The name of the choice to take the cheapest strategy."""
 
 ROOM_BYTES = TransferSettings().staging_bytes // 4
-"""The largest image of cells that workers handle as they are by default."""
+"""The largest image of a cell that workers handle with default settings."""
 
 
 @dataclass(frozen=True, slots=True)

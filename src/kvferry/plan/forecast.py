@@ -1,4 +1,4 @@
-"""A forecast of a handover: the planner's result for a made-up request between two hypothetical engines."""
+"""A forecast of a handover: the planner's result for a hypothetical request between two engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LayerForecast:
         store: the cache of each of these layers, over all ranks.
         layers: number of layers.
         tables: number of their block tables at the destination.
-        tokens: tokens of the prompt that are moved. For state, the snapshot stands after the last of them.
+        tokens: tokens of the prompt that are moved. A snapshot of state is taken after the last of them.
         page_bytes, to_page_bytes: bytes of one block in one layer on one rank, at the source and at the
             destination.
         moved: the transfer of all of these layers.

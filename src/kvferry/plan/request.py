@@ -1,4 +1,4 @@
-"""A made-up request, with blocks as scattered as on an engine that has run for a while."""
+"""A hypothetical request, with blocks as scattered as on an engine that has run for a while."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
 
 _STEP = 2
-"""Every other block of the pool: no two of a table are neighbours, on either side."""
+"""Distance of block ids: with every other block of the pool, no two blocks of a table are adjacent."""
 
 
 def span_of(tokens: int) -> LoadSpan:

@@ -1,4 +1,4 @@
-"""Two hypothetical engines and a request between them, laid out at made-up addresses."""
+"""Two hypothetical engines and a request between them, at hypothetical addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.planning.template import Route, Template, build_templates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """Two engines and a request, laid out at made-up addresses.
+    """Two engines and a request, at hypothetical addresses.
 
     Attributes:
         kinds: the caches that layers have, each kind once.

@@ -13,7 +13,7 @@ from kvferry.plan.kept import KeptGroup, TierForecast
 from kvferry.units import format_bytes
 
 PER_TOKENS = 1024
-"""Tokens that sizes of attention are said per."""
+"""Number of tokens for which sizes of attention layers are shown."""
 
 
 def show_kept(kept: TierForecast, console: Console) -> None:

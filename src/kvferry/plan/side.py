@@ -17,7 +17,7 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.blocks import base_tokens, block_sizes, group_counts
 
 AUTO = "auto"
-"""The name for the layout that an engine has by itself."""
+"""The name of the choice to take the engine's default layout."""
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
@@ -57,8 +57,8 @@ def layout_of(name: str, reading: ModelReading) -> str:
     """Return the layout of that name; for `AUTO`, the default of an engine with kvferry's connector.
 
     The default has blocks outermost if vLLM supports that. MLA backends do not declare it and keep vLLM's
-    LBNHC, except for compressed latents (DeepSeek V4), which need blocks outermost. If layers differ, heads
-    cannot be outside of layers.
+    LBNHC, except for compressed latents (DeepSeek V4), which need blocks outermost. If layers differ, layouts
+    with heads outside of layers are impossible.
     """
     if name.lower() != AUTO:
         return name

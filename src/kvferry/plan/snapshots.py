@@ -21,7 +21,7 @@ STEP_TOKENS = 8192
 smaller ones and on an A100 (`EngineArgs.get_batch_defaults`)."""
 
 LAST_ONLY = 0
-"""``prefix_cache_retention_interval`` as it is by default."""
+"""Default of ``prefix_cache_retention_interval``: only the last snapshot is kept."""
 
 _EVERY = ("none", "")
 

@@ -1,6 +1,6 @@
-"""Engines started together, and the router in front of them.
+"""Start engines together, with a router in front of them.
 
-- `launch`: `Fleet`, the processes; `specs`: which engines to start; `role`: what each does; `kv_config`: the
-  setting that makes them exchange KV.
+- `launch`: `Fleet`, the processes; `specs`: the engines to start; `role`: their roles; `kv_config`: their
+  connector setting.
 - `router`: one OpenAI endpoint over prefill and decode engines, wherever they were started.
 """

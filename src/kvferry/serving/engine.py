@@ -34,7 +34,7 @@ class EngineSpec:
         port: port of its OpenAI endpoint.
         host: address that it listens on.
         tensor_parallel: number of ranks.
-        kv_transfer: value of ``--kv-transfer-config``; None for an engine that exchanges no KV.
+        kv_transfer: value of ``--kv-transfer-config``; None for an engine without KV transfer.
         arguments: further arguments of vLLM's API server.
         environment: variables on top of this process's own.
     """
@@ -65,7 +65,7 @@ class EngineSpec:
 
 
 class EngineState(StrEnum):
-    """STARTING → READY → DEAD; a start that fails goes straight to DEAD. There is no way back."""
+    """State of an engine: STARTING → READY → DEAD, or STARTING → DEAD if the start fails."""
 
     STARTING = "starting"
     READY = "ready"
@@ -76,7 +76,7 @@ class EngineProcess:
     """A started engine under its guard (`kvferry.serving.guard`).
 
     The guard ends the engine when the lifeline closes. The lifeline is a pipe whose other end only this
-    process holds, so it closes with `stop` and with any end of this process.
+    process holds, so it closes when `stop` is called or this process ends for any reason.
 
     Attributes:
         spec: the engine's specification.

@@ -1,18 +1,19 @@
-"""A small process between a launcher and an engine, which ends the engine when the launcher is gone.
+"""A small process between a launcher and an engine, which ends the engine when the launcher has ended.
 
 An engine is a tree of processes, and killing its root leaves the others behind. The guard adopts orphans of
-the tree (as a "child subreaper"), so at the end it can name every process that is left. It ends the tree when
+the tree (as a "child subreaper"), so it knows every process that is left. It ends the tree when
 
-- the lifeline, a pipe from the launcher, closes: asks the root to end, kills what is left after the grace;
-- a byte comes through the lifeline, or SIGUSR1 comes: kills at once;
-- the root ends by itself: kills what is left.
+- the lifeline, a pipe from the launcher, closes: it asks the root to end, and kills the rest after a while;
+- a byte arrives on the lifeline, or SIGUSR1 arrives: it kills all at once;
+- the root ends by itself: it kills the rest.
 
-Python's resource trackers are killed last: they ignore polite signals, and remove the shared memory of
-processes that were killed.
+Python's resource trackers are killed last, because they ignore SIGTERM, and remove the shared memory of
+killed processes.
 
     python -m kvferry.serving.guard LIFELINE_FD GRACE_SECONDS COMMAND...
 
-Exits with the root's code, 128 + n for a root that signal n ended. Little is imported: it starts at once.
+Exits with the root's code, or 128 + n if signal n ended the root. It imports little, so that it starts at
+once.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -> None:
-    """Wait until the tree must end: the root ended, its grace period passed, or a kill came."""
+    """Wait until the tree must end: the root ended, its grace time passed, or a kill was requested."""
     ended = os.pidfd_open(root.pid)
     readable, _, _ = select.select([ended, lifeline], [], [])
     if ended in readable or os.read(lifeline, 1):

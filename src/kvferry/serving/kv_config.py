@@ -19,13 +19,13 @@ _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH
 def kv_transfer_config(
     role: Role, settings: Mapping[str, Any] | None = None, *, alone: bool = True
 ) -> dict[str, Any]:
-    """Return the object for an engine of this role; refuse what the engine would refuse at its start.
+    """Return the object for an engine of this role, checked as the engine checks it at its start.
 
     Args:
         role: role of the engine.
         settings: keys of `ConnectorConfig`; values of None are left out.
-        alone: the engine has no other connector. Then ``transfer`` is set if the role needs it and tiers
-            would turn it off.
+        alone: the engine has no other connector. Then ``transfer`` is set if the role needs it and the tiers
+            would disable it.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or a file cannot be used.

@@ -5,7 +5,7 @@
         ... requests to fleet.prefill_urls, fleet.decode_urls ...
 
 Leaving the block, also by an exception, ends every process of every engine. If this process is killed, the
-engines' guards notice and do the same.
+engines' guards end them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Progress = Callable[[Sequence[EngineProcess]], None]
 
 
 class LaunchError(KVFerryError):
-    """An engine did not start. The message has its last error and the path of its log."""
+    """Raised if an engine does not start. The message has its last error and the path of its log."""
 
 
 class Fleet:
     """The engines of some specifications, as a context manager that starts them on entry.
 
     Attributes:
-        engines: in the order of the specs; empty before `start`.
+        engines: started engines in the order of the specs; empty before `start`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Fleet:
         """Wait until every engine answers.
 
         Args:
-            on_progress: called some five times a second with `engines`, their states up to date.
+            on_progress: called about five times a second with `engines`, whose states are current.
 
         Raises:
             LaunchError: an engine died, or was not ready in time. The others still run: leave the block.

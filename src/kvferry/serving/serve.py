@@ -21,7 +21,7 @@ from kvferry.serving.signals import StopRequested, StopSignals
 
 
 class FleetLost(KVFerryError):
-    """No decode engine is left."""
+    """Raised if no decode engine is left."""
 
 
 def serve_fleet(
@@ -41,14 +41,14 @@ def serve_fleet(
         sock: listening socket.
         log_dir: folder for the engines' logs.
         console: shows progress and engines that ended.
-        signals: the first stops everything, a second one kills the engines.
+        signals: the first signal stops everything, a second one kills the engines.
         announce: called with one line about the endpoint, once requests can be served.
         startup_timeout_seconds: time until every engine must be ready.
 
     Raises:
         LaunchError: an engine did not start.
         FleetLost: every decode engine ended.
-        KeyboardInterrupt: a second signal came.
+        KeyboardInterrupt: a second signal was received.
     """
     with Fleet(specs, log_dir, startup_timeout_seconds=startup_timeout_seconds) as fleet:
         try:
@@ -75,7 +75,7 @@ def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
 
 
 class _KeepServing:
-    """Return whether to go on serving when called. Announce each engine that ended, once."""
+    """A function that returns whether to continue serving, and announces each engine that ended once."""
 
     def __init__(self, fleet: Fleet, console: Console, signals: StopSignals) -> None:
         self._fleet = fleet

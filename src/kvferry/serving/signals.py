@@ -12,7 +12,7 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
 
 
 class StopRequested(Exception):
-    """A signal asked the process to stop."""
+    """Raised if a signal asked the process to stop."""
 
 
 class StopSignals:
@@ -22,7 +22,7 @@ class StopSignals:
     the engines is finished.
 
     Attributes:
-        received: the first signal; None so far.
+        received: the first signal; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StopSignals:
         Python drops exceptions raised in a finalizer, so the end of the block checks for the signal again.
 
         Raises:
-            StopRequested: a signal came before the block, or its exception was dropped.
+            StopRequested: a signal was received before the block, or its exception was dropped.
         """
         self._interruptible = True
         try:

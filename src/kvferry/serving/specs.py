@@ -42,15 +42,15 @@ def fleet_specs(
 
     Args:
         model: path or id that vLLM can load.
-        prefill: how many engines prefill.
-        decode: how many engines decode.
+        prefill: number of prefill engines.
+        decode: number of decode engines.
         prefill_tensor_parallel: tensor-parallel ranks of each prefill engine.
         decode_tensor_parallel: tensor-parallel ranks of each decode engine.
         prefill_settings: keys of `ConnectorConfig` for the prefill engines.
         decode_settings: keys of `ConnectorConfig` for the decode engines.
         arguments: further arguments of vLLM's API server, for every engine; other parallel sizes are among
             them.
-        machine: whose devices are shared out; by default this one's.
+        machine: devices to share; by default this machine's.
 
     Raises:
         ConfigError: no engine of a role, no rank, more ranks in an engine than GPUs, or a connector setting

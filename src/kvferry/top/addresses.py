@@ -1,4 +1,4 @@
-"""State of an address: its last two readings, or why it does not answer.
+"""State of an address: its last two readings, or the reason why it does not answer.
 
 ASKED ──answered──▶ ANSWERS ──failed──▶ SILENT ──answered──▶ ANSWERS
   └──────────────────failed──────────────▲
@@ -18,11 +18,11 @@ from kvferry.top.window import Window, window
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """An address does not answer.
+    """The state of an address that does not answer.
 
     Attributes:
         since: time of the first failure, seconds since 1970.
-        why: what happened instead.
+        why: the error.
     """
 
     since: float
@@ -37,7 +37,7 @@ class PolledAddress:
         url: base URL.
         role: ``prefill`` or ``decode`` if a router said so, ``router`` for a router, else empty.
         before, now: last two readings; the engine may have restarted in between.
-        silence: why the last reading failed; None if it did not.
+        silence: failure of the last reading; None if it succeeded.
     """
 
     url: str
@@ -48,7 +48,7 @@ class PolledAddress:
 
     @property
     def name(self) -> str:
-        """Return the address in short."""
+        """Return a short form of the address."""
         parts = urlsplit(self.url)
         return parts.netloc.rpartition("@")[2] + parts.path or self.url
 
@@ -80,12 +80,12 @@ class EngineRow:
         name: address, with the engine's number if there are several.
         url: base URL.
         role: as in `PolledAddress`.
-        engine: its number at that address.
+        engine: number of the engine at that address.
         model: name of the served model.
-        ferry: it runs kvferry's connector.
+        ferry: whether it runs kvferry's connector.
         started: start of its process, seconds since 1970.
-        silence: why there are no figures.
-        figures: None if it does not answer.
+        silence: reason why there are no figures.
+        figures: its figures; None if it does not answer.
     """
 
     name: str

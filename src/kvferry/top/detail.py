@@ -43,11 +43,11 @@ _TIER = (
 
 
 TABLE = 100
-"""Widest table, unless names need more, so that numbers stay near their names."""
+"""Maximum width of a table, unless names need more, to keep numbers near their names."""
 
 
 def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextLine]:
-    """Yield the lines that are always shown, the most urgent first, with at most `misses` lines of misses."""
+    """Yield the lines that are always shown, most urgent first, with at most `misses` lines about misses."""
     levels, rates, table = of.levels, of.rates, min(width, TABLE)
     yield from _said("requests", _requests(of), width)
     yield from _said("tokens/s", _tokens(rates), width)
@@ -205,7 +205,7 @@ def _leases(of: Figures) -> Iterator[str]:
 
 
 def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
-    """Return the latency of the last interval; that since the start if nothing was timed in it."""
+    """Return the latency of the last interval, or that since the start if it has no samples."""
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:
         return now

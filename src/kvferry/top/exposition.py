@@ -28,7 +28,7 @@ class Scrape:
         at: time of the reading, monotonic seconds.
         started: start of the server's process in seconds since 1970; None if unknown.
         model: name of the served model; empty if unknown.
-        ferry: the page has kvferry's metrics.
+        ferry: whether the page has kvferry's metrics.
         engines: values by engine number; an API server may have several engines.
     """
 
@@ -71,7 +71,7 @@ def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
     """Return the labels as a dict.
 
     Raises:
-        ValueError: a label is missing, or is not a number where it must be.
+        ValueError: a label is missing, or a label that must be a number is not.
     """
     if missing := _LABELS[name] - labels.keys():
         raise ValueError(f"{name} has no label {', '.join(sorted(missing))}")

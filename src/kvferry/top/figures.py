@@ -12,7 +12,7 @@ from kvferry.top.values import Values
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Quantiles of a histogram in seconds; None if nothing was timed."""
+    """Quantiles of a histogram in seconds; None without samples."""
 
     median: float | None
     p99: float | None
@@ -29,7 +29,7 @@ class SourceFigures:
     """Queries and loads of a source.
 
     Attributes:
-        queries: requests that the source was asked for.
+        queries: requests for which the source was asked.
         hits: requests that it served.
         hit_rate: share of queries whose tokens the engine did not have itself; None without such queries.
         loads: loads that ended, by outcome.
@@ -50,11 +50,11 @@ class ConnectorFigures:
     """Queries and loads of one of several connectors in an engine.
 
     Attributes:
-        queries: requests that it was asked for; the sum of the next three.
+        queries: requests for which it was asked; the sum of the next three.
         hits: requests that it was chosen to load.
-        passed_over: requests that it had tokens of, and did not load.
-        misses: requests that it had nothing of.
-        hit_tokens: tokens that it was to load.
+        passed_over: requests of which it had tokens without being chosen.
+        misses: requests of which it had no tokens.
+        hit_tokens: tokens that it was chosen to load.
         loads: loads that ended, by outcome.
     """
 
@@ -119,14 +119,14 @@ class ActivityCounts:
         tokens: prompt tokens by origin: ``computed``, ``local`` (the engine's own cache), tiers, ``others``
             (connectors that are not kvferry's).
         first_token_seconds: vLLM's time to first token.
-        sources: by name.
-        connectors: by name, if an engine has several.
-        misses: most frequent first.
-        moved: most bytes first.
+        sources: figures by source.
+        connectors: figures by connector, if an engine has several.
+        misses: misses, the most frequent first.
+        moved: loaded bytes by group, the most first.
         stages: latency of loads from peers, by stage.
-        pages_per_descriptor: pages merged into one descriptor, the mean; None if nothing moved.
-        descriptor_bytes: size of descriptors of loads from peers, the mean.
-        tiers: by name.
+        pages_per_descriptor: mean number of pages merged into a descriptor; None without loads.
+        descriptor_bytes: mean size of descriptors of loads from peers.
+        tiers: counts by tier.
         recomputed_tokens: tokens computed because a load failed.
         leases_granted, leases_released, leases_expired: number of leases on prompts.
     """
@@ -160,8 +160,8 @@ class TierUsage:
     """Usage of a tier; None where unknown.
 
     Attributes:
-        used, capacity: bytes.
-        owed_chunks: chunks that wait to be written to it.
+        used, capacity: used bytes and capacity in bytes.
+        owed_chunks: number of chunks that wait to be written to it.
     """
 
     used: float | None
@@ -179,13 +179,13 @@ class Gauges:
     """Current values.
 
     Attributes:
-        running, waiting: requests.
+        running, waiting: number of requests.
         cache_usage: used share of the engine's own KV cache; of several engines, the fullest.
         pending_loads: loads under way, by source.
         pending_connectors: loads under way, by connector.
         late_blocks: blocks held by loads past their deadline.
         leases: leases that hold blocks.
-        tiers: usage by name. Directories may be shared, so of several engines the fullest counts.
+        tiers: usage by tier. Directories may be shared, so the fullest of several engines is taken.
     """
 
     running: float

@@ -16,11 +16,11 @@ MARGIN = 10
 _DOTS = ".."
 _INDENT = "  "
 _BREAKS = re.compile(r"(?<!\d) | (?![^\W\d])")
-"""Positions where an item may be broken: a number stays with its unit."""
+"""Positions where an item may be broken; a number and its unit stay together."""
 
 
 class TextStyle(StrEnum):
-    """Style of a line in colour terminals. The text says the same without it."""
+    """Style of a line in colour terminals. The text is complete without it."""
 
     PLAIN = ""
     TITLE = "bold"
@@ -103,7 +103,7 @@ def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
 
 
 def broken(text: str, width: int) -> list[str]:
-    """Return the text in as many lines as it takes."""
+    """Return the text split into lines of at most `width` cells."""
     first, *others = _pieces(printable(text), width - len(_INDENT))
     return [first, *(f"{_INDENT}{each}" for each in others)]
 

@@ -18,9 +18,9 @@ from kvferry.units import format_age, format_bytes, format_seconds
 _NAME = 23
 """Minimum width of a long engine name."""
 _FEW = 3
-"""Engines that are listed on the smallest terminal."""
+"""Number of engines that are listed on the smallest terminal."""
 _MISSES = 2
-"""Lines of misses if there is no room for all."""
+"""Number of lines about misses if not all lines fit."""
 _COLUMNS = (
     Column("running", 7),
     Column("waiting", 8),
@@ -88,7 +88,7 @@ def title(fleet: FleetView, width: int, every: float) -> TextLine:
 
 
 def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
-    """Return the line that names what is shown in detail."""
+    """Return the line that names the engine shown in detail."""
     return TextLine(fit(_about(fleet, chosen), width), TextStyle.CHOSEN)
 
 
@@ -101,7 +101,7 @@ def _about(fleet: FleetView, chosen: int | None) -> str:
 
 
 def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = False) -> list[TextLine]:
-    """Return a heading and a line per engine; with `whole`, errors may take several lines."""
+    """Return a heading and one line per engine; with `whole`, errors may span several lines."""
     columns = (*_COLUMNS, *(_WIDE if width >= _WIDE_FROM else ()))
     longest = max((cell_len(printable(_named(engine))) for engine in fleet.engines), default=0)
     table = min(width, max(TABLE, longest + sum(column.width for column in columns)))

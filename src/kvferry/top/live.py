@@ -30,11 +30,11 @@ async def sampled(urls: Sequence[str], every: float) -> FleetView:
 
 
 class View:
-    """Selection of what is shown. Mutable.
+    """State of the selection. Mutable.
 
     Attributes:
-        chosen: index of the engine in detail; None for all together.
-        done: the user quit.
+        chosen: index of the engine shown in detail; None for all together.
+        done: whether the user quit.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from kvferry.top.fetch import fetch_address, parse_address
 
 
 class Poller:
-    """State of every address, in the order in which it was given or named. Belongs to one event loop."""
+    """Reads addresses and keeps the state of each, in order of appearance. Belongs to one event loop."""
 
     def __init__(self, http: httpx.AsyncClient, urls: Sequence[str], changed: Callable[[], None]) -> None:
         self._http = http

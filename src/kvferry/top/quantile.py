@@ -1,8 +1,8 @@
 """Quantiles of a histogram, as Prometheus estimates them.
 
 The rule is that of `histogram_quantile` (https://prometheus.io/docs/prometheus/latest/querying/functions/,
-`bucketQuantile` in promql/quantile.go): values are taken to lie evenly within their bucket, the lowest
-bucket to begin at 0, and what lies beyond the last finite end is said to be there.
+`bucketQuantile` in promql/quantile.go): values are assumed to be uniform within their bucket, the lowest
+bucket begins at 0, and values beyond the last finite end count as equal to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def quantile(q: float, buckets: Sequence[HistogramBucket]) -> float | None:
     """Estimate the q-quantile, 0 < q <= 1; None for an empty histogram.
 
     Args:
-        buckets: cumulative, by their ends, the last of which is infinite. All ends are above 0.
+        buckets: cumulative buckets in order of their ends; the last end is infinite. All ends are above 0.
 
     >>> quantile(0.5, [HistogramBucket(1, 0), HistogramBucket(2, 4), HistogramBucket(math.inf, 4)])
     1.5

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvferry.top.quantile import HistogramBucket
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-"""Names and values, sorted."""
+"""Names and values of labels, sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Values:
 
     @classmethod
     def added(cls, several: Iterable[Values]) -> Values:
-        """Return the sum of several: series with equal name and labels are added."""
+        """Return the sum of several values objects, by name and labels."""
         sums: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         for values in several:
             for name, series in values.of.items():

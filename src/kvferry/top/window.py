@@ -32,10 +32,10 @@ class Window:
 
 
 def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
-    """Return values and rates of one engine of a page.
+    """Return values and rates of one engine on a page.
 
-    A counter that decreased, or that is new, started at 0 in this interval. So did all if the process is
-    another one.
+    A counter that decreased or is new started at 0 in this interval. If the process has been restarted, all
+    counters did.
     """
     values = now.engines[engine]
     if before is None or now.at <= before.at:

@@ -1,7 +1,8 @@
 """A Grafana dashboard and Prometheus alerts, generated from the definitions of the metrics.
 
-`expressions` names series and refuses what is no metric or no label of it; `requests`, `loads`, `storage` and
-`alerts` say what is asked; `grafana` and `rules` write that down in the form in which it can be loaded.
+`expressions` builds PromQL and refuses unknown metrics and labels. `requests`, `loads`, `storage` and
+`alerts` define the panels and alerts. `grafana` and `rules` render them as files that Grafana and Prometheus
+load.
 """
 
 from kvferry.observe.dashboard.grafana import dashboard

@@ -8,21 +8,21 @@ from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED, SUFFIXES
 from kvferry.observe.metrics import PREFIX, MetricKind
 
 INSTANCE = "instance"
-"""The label that Prometheus gives what it scrapes: an engine's address."""
+"""The label that Prometheus adds to scraped series: the engine's address."""
 ENGINE = (INSTANCE, *COMMON)
-"""Labels that together name one engine."""
+"""Labels that together identify one engine."""
 
 
 def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> str:
     """Return a selector of a series.
 
     Args:
-        name: of `EXPOSED`; of a histogram with one of its suffixes.
-        scope: patterns of labels that all metrics have.
-        where: patterns of the metric's own labels; one that begins with ``!`` must not match.
+        name: a name in `EXPOSED`; for a histogram, with one of its suffixes.
+        scope: patterns of the labels that all metrics have.
+        where: patterns of the metric's own labels; a pattern that begins with ``!`` must not match.
 
     Raises:
-        ValueError: there is no such metric, or it has no such label.
+        ValueError: the metric is unknown, or it has no such label.
 
     >>> series("kvferry_loads_total", outcome="failed|expired")
     'kvferry_loads_total{outcome=~"failed|expired"}'
@@ -42,7 +42,7 @@ def labels_of(name: str) -> frozenset[str]:
     """Return the labels of a series, as Prometheus stores them.
 
     Raises:
-        ValueError: there is no such metric.
+        ValueError: the metric is unknown.
     """
     base, suffix = next(
         ((name.removesuffix(each), each) for each in SUFFIXES if name.endswith(each)), (name, "")

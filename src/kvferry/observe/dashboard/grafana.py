@@ -15,7 +15,7 @@ _ROWS = (ENGINES, HITS, LOADS, TIERS, FAILURES, CONNECTORS)
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 _ALWAYS = "vllm:num_requests_running"
-"""A series that an engine has from its start."""
+"""A series that every engine exports from its start."""
 
 
 def dashboard() -> dict[str, Any]:

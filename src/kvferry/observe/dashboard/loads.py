@@ -1,4 +1,4 @@
-"""Panels about loads: what they bring, how long they take, and how they fail."""
+"""Panels about loads: their bytes, durations and failures."""
 
 from __future__ import annotations
 

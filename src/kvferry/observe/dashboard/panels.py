@@ -16,8 +16,8 @@ class Query:
     """A PromQL expression with the legend of its lines.
 
     Attributes:
-        expression: in PromQL.
-        legend: with labels in double braces.
+        expression: PromQL.
+        legend: legend with labels in double braces.
     """
 
     expression: str
@@ -29,11 +29,11 @@ class Panel:
     """A chart.
 
     Attributes:
-        title: what it shows.
-        about: how to read it.
+        title: title of the panel.
+        about: explanation of the panel.
         unit: Grafana's name of the unit.
         queries: PromQL queries.
-        stacked: stack the values, because their sum means something.
+        stacked: whether to stack the values, if their sum is meaningful.
     """
 
     title: str
@@ -49,8 +49,8 @@ class PanelRow:
 
     Attributes:
         title: the heading.
-        panels: under it.
-        folded: shown when the heading is clicked on: not every engine has something to show there.
+        panels: panels below it.
+        folded: whether the row is collapsed at first, because many engines have no data for it.
     """
 
     title: str

@@ -6,7 +6,10 @@ from kvferry.observe.dashboard.panels import Panel, PanelRow, Query, level, quan
 from kvferry.observe.exposed_names import CONNECTOR
 
 _EACH = ("instance", "engine", CONNECTOR, "tier")
-"""Whoever says how full a tier is says it of the whole of it: that must not be added up."""
+"""Labels of usage gauges.
+
+Every engine reports the usage of the whole tier, so the values must not be summed.
+"""
 _WHOSE = "{{instance}} {{connector}} {{tier}}"
 
 TIERS = PanelRow(

@@ -11,7 +11,7 @@ from kvferry.plan.page.runs import DrawnRun
 from kvferry.units import format_bytes
 
 COLOURS = 6
-"""Hues of layers, and of the destination's ranks; they repeat."""
+"""Number of colours for layers and for the destination's ranks, which repeat."""
 
 _BAR = 26
 _LABEL = 18
@@ -27,7 +27,7 @@ class Ribbon:
 
     Attributes:
         src, dst: numbers of the lanes.
-        run: the bytes that move.
+        run: the bytes that are copied.
     """
 
     src: int

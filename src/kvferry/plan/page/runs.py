@@ -1,4 +1,4 @@
-"""The runs of bytes that move between the strips of both sides."""
+"""The runs of bytes that are copied between the strips of both sides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DrawnRun:
     Attributes:
         src, dst: addresses of the first byte.
         src_span, dst_span: bytes from the first byte to the last, gaps included.
-        bytes: number of bytes that move.
+        bytes: number of copied bytes.
         longest: bytes of the longest run that they are part of.
         pieces: number of parts of runs.
     """

@@ -14,7 +14,7 @@ from kvferry.plan.setting import PlannedTransfer
 from kvferry.planning.template import Route
 
 MAX_RANKS = 4
-"""Ranks of a side that are drawn."""
+"""Maximum number of ranks that are drawn per side."""
 MAX_STRIPS = 1200
 MAX_RIBBONS = 600
 

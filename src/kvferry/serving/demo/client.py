@@ -14,7 +14,7 @@ from kvferry.errors import KVFerryError
 
 
 class AskError(KVFerryError):
-    """The endpoint refused a request or broke off. The message is the endpoint's."""
+    """Raised if the endpoint refuses a request or its answer is incomplete. The message is the endpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class StreamedAnswer:
     Attributes:
         prompt: the prompt's token ids.
         tokens: the answer's token ids.
-        logprobs: per token of the answer, the log probabilities of the likeliest there; empty if not asked.
+        logprobs: for each token of the answer, log probabilities of the likeliest tokens; empty if not
+            requested.
         first_token_seconds: from sending the request to the first token.
     """
 
@@ -45,11 +46,11 @@ def ask(
     """Stream one completion.
 
     Args:
-        client: what it is sent with.
-        url: base of the endpoint.
-        body: of the request, without what streaming, greedy and exact answers need: that is added.
+        client: HTTP client.
+        url: base URL of the endpoint.
+        body: body of the request; the fields for streamed, greedy and exact answers are added.
         request_id: sent as ``X-Request-Id``.
-        on_text: gets each piece of text.
+        on_text: called with each piece of text.
 
     Raises:
         AskError: a status other than 200, an error event, a broken or an empty stream.
@@ -92,7 +93,7 @@ def _choices(
 
 
 def _likeliest(choice: Mapping[str, Any]) -> Iterator[Mapping[int, float]]:
-    """Return log probabilities by token id, which vLLM writes as ``token_id:7``."""
+    """Yield the likeliest tokens' log probabilities by id; vLLM writes the id as ``token_id:7``."""
     for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
         yield {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
 

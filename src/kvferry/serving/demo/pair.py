@@ -39,10 +39,10 @@ class DemoModel:
     """A model to serve.
 
     Attributes:
-        title: what the reader is told it is.
+        title: name to display.
         path: path or id that vLLM can load.
-        arguments: of vLLM's API server.
-        environment: variables for its engines.
+        arguments: arguments of vLLM's API server.
+        environment: environment variables for its engines.
     """
 
     title: str
@@ -76,20 +76,20 @@ def measure(
 ) -> Sequence[AnswerVerdict]:
     """Serve `model` with two engines, show `count` answers and what moved for each, and return the verdicts.
 
-    Nothing of the engines is left when this returns or raises.
+    All processes of the engines have ended when this returns or raises.
 
     Args:
-        model: what is served.
-        folder: for the engines' logs and the transfer log.
-        screen: where the reader sees it.
-        signals: end it.
+        model: the model to serve.
+        folder: folder for the engines' logs and the transfer log.
+        screen: output for the user.
+        signals: stop signals to check.
         count: number of requests.
         answer_tokens: length of each answer.
 
     Raises:
         LaunchError: an engine did not start.
         AskError: a request failed.
-        StopRequested, KeyboardInterrupt: a signal came.
+        StopRequested, KeyboardInterrupt: a signal was received.
     """
     log = folder / "transfers.jsonl"
     specs = fleet_specs(model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments)

@@ -1,4 +1,4 @@
-"""The result table: what moved for each request, and whether the answer is right."""
+"""The result table: the transfer of each request, and whether the answer is right."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RequestRow:
 
     Attributes:
         prompt_tokens: length of its prompt.
-        transfer: what moved for it; None if nothing did.
-        first_token_seconds: time to first token, seen by the client.
+        transfer: its load; None if nothing was transferred.
+        first_token_seconds: time to first token at the client.
         verdict: comparison with a single engine.
     """
 

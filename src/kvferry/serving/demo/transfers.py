@@ -1,4 +1,4 @@
-"""Read what moved for a request from the decode engine's ``transfer_log``."""
+"""Read the loads of a request from the decode engine's ``transfer_log``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Transfer(msgspec.Struct, frozen=True):
     """A finished load.
 
     Attributes:
-        request_id: the engine's, which contains the client's id.
+        request_id: id in the engine, which contains the client's id.
         outcome: ``ready``, ``failed`` or ``expired``.
         tokens: number of loaded tokens.
         bytes: bytes moved, over all groups.
@@ -23,7 +23,7 @@ class Transfer(msgspec.Struct, frozen=True):
         transfer_seconds: time from posting to completion.
         total_seconds: time from the engine's query to usable blocks.
         peer: name of the producer.
-        reason: why it failed; None if it did not.
+        reason: reason of the failure; None if it succeeded.
     """
 
     request_id: str

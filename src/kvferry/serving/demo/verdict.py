@@ -12,7 +12,7 @@ _SIDES = 2
 
 
 class AnswerVerdict(StrEnum):
-    """YES: equal tokens. OWN_GAP: as close as that engine is to itself. NO: neither."""
+    """YES: equal tokens. OWN_GAP: a difference within the single engine's own variation. NO: neither."""
 
     YES = "yes"
     OWN_GAP = "own gap"
@@ -22,15 +22,16 @@ class AnswerVerdict(StrEnum):
 def compare(
     pair: StreamedAnswer, single: StreamedAnswer, prefill: Callable[[Sequence[int]], Mapping[int, float]]
 ) -> AnswerVerdict:
-    """Judge the answer of a prefill/decode pair by a single engine's.
+    """Compare the answer of a prefill/decode pair with a single engine's.
 
-    Where they first differ, the single engine is asked for that token once more, by prefilling what it had
-    decoded. It may disagree with itself there: two tokens that lie closer than that gap are a toss-up.
+    At the first difference, the single engine computes that token once more, by prefilling the tokens that it
+    had decoded. If its log probabilities differ between the two ways by more than those of the two tokens
+    differ, either token is right.
 
     Args:
         pair: the pair's answer.
-        single: the single engine's, with the log probabilities of the likeliest tokens.
-        prefill: the single engine's log probabilities for the token after these ids.
+        single: the single engine's answer, with the log probabilities of the likeliest tokens.
+        prefill: returns the single engine's log probabilities of the token after these ids.
     """
     if pair.tokens == single.tokens:
         return AnswerVerdict.YES

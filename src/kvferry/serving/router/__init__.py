@@ -2,8 +2,8 @@
 
     app = router_app(RouterSettings(prefill=("http://a:8000",), decode=("http://b:8000",)))
 
-`bodies` says what each side is sent, `backends` which engine it goes to, `upstream` how it is sent; `flow` is
-the life of one completion, `endpoint` that of any request, `app` the web application around them.
+`bodies` makes the requests for both sides, `backends` chooses the engines, `upstream` sends. `flow` is the
+life of one completion, `endpoint` that of any request, and `app` the web application around them.
 """
 
 from kvferry.serving.router.app import RouterApp, router_app

@@ -15,9 +15,9 @@ class Backend:
     Attributes:
         role: ``prefill`` or ``decode``.
         url: base URL without a trailing slash.
-        up: requests may be sent to it; True until the first failure.
-        reason: why it is not up; None while it is.
-        outstanding: requests of this router under way.
+        up: True while requests may be sent to it; initially True.
+        reason: reason why it is down; None while it is up.
+        outstanding: number of this router's requests under way.
     """
 
     def __init__(self, role: str, url: str) -> None:
@@ -30,19 +30,19 @@ class Backend:
         self._hands_over = True
 
     def mark_down(self, reason: str) -> None:
-        """Send it no more requests until it is marked up."""
+        """Stop sending requests to it until it is marked up."""
         if self.up:
             _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
         self.up, self.reason = False, reason
 
     def mark_up(self) -> None:
-        """Send it requests again."""
+        """Resume sending requests to it."""
         if not self.up:
             _log.warning("%s engine %s is up again", self.role, self.url)
         self.up, self.reason = True, None
 
     def note_hand_over(self, *, done: bool) -> None:
-        """Log if a prefill engine starts or stops to offer KV."""
+        """Log when a prefill engine starts or stops offering KV."""
         if done != self._hands_over:
             if done:
                 _log.warning("prefill engine %s hands over KV again", self.url)

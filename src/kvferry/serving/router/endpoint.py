@@ -28,8 +28,8 @@ class Call:
         method: HTTP method.
         path: without a query.
         headers: headers for the engine: the caller's, with an x-request-id and this router's Via.
-        echoed: the x-request-id, for the answer.
-        body: all bytes.
+        echoed: the x-request-id header, for the answer.
+        body: the complete body.
     """
 
     method: str
@@ -59,7 +59,7 @@ class Ongoing:
         self._scopes.discard(scope)
 
     def end(self) -> None:
-        """Cut all requests short, and tell their callers."""
+        """Cancel all requests, and send their callers an error."""
         self.ending = True
         for scope in self._scopes:
             scope.cancel()
@@ -113,7 +113,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 class _Answer:
-    """State of an answer: nothing sent, begun, complete."""
+    """State of an answer to a caller: nothing sent, begun, complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""Engines' failures during one request. A request that may be their cause is retried once."""
+"""Failures of engines during one request. The request is retried once, because it may be their cause."""
 
 from __future__ import annotations
 

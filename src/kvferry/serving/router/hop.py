@@ -1,7 +1,7 @@
 """The router's own entry in the Via header of what it sends (RFC 9110, section 7.6.3).
 
-A router that is its own engine, or that asks a router that asks it, knows by it a request that comes back. It
-would otherwise send every request round until it has no descriptors left.
+With it, a router recognizes a request that it has forwarded to itself, directly or through other routers.
+Otherwise such a loop would use up all file descriptors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from kvferry.serving.router.replies import Headers, Reply, unavailable
 
 LOOP_DETECTED = 508
-"""HTTP status, of RFC 5842."""
+"""HTTP status "Loop Detected" of RFC 5842."""
 _VIA = b"via"
 
 
@@ -34,7 +34,7 @@ class Hop:
 
 
 def loop_reply() -> Reply:
-    """Return the answer to a request that comes back."""
+    """Return the answer to a request that has come back to this router."""
     return unavailable(
         "this request has come through this router before: one of its engines is the router itself, or a "
         "router that asks it; correct --prefill and --decode",

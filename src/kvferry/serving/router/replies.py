@@ -19,8 +19,8 @@ class Reply:
 
     Attributes:
         status: HTTP status.
-        headers: without content-length.
-        body: all bytes.
+        headers: headers without content-length.
+        body: the complete body.
     """
 
     status: int
@@ -28,7 +28,7 @@ class Reply:
     body: bytes
 
     async def send(self, send: Send, extra: Headers = ()) -> None:
-        """Send it to the client, with `extra` headers added."""
+        """Send the answer to the client, with `extra` headers added."""
         length = (b"content-length", str(len(self.body)).encode())
         headers = [*self.headers, *extra, length]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -42,12 +42,12 @@ def error_body(message: str, kind: str, code: str, param: str | None = None) -> 
 
 
 def bad_request(message: str, code: str = "invalid_request", status: int = 400) -> Reply:
-    """Return an error that the caller caused."""
+    """Return an error caused by the caller."""
     return Reply(status, (JSON_TYPE,), error_body(message, "invalid_request_error", code))
 
 
 def unavailable(message: str, code: str = "engine_unavailable", status: int = 503) -> Reply:
-    """Return an error that the engines caused."""
+    """Return an error caused by the engines."""
     return Reply(status, (JSON_TYPE,), error_body(message, "server_error", code))
 
 

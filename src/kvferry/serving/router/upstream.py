@@ -12,7 +12,7 @@ from kvferry.serving.router.replies import Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
 
 NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout)
-"""The engine never got the request."""
+"""Exceptions after which the engine cannot have received the request."""
 
 # Of one connection only, or said anew by whoever sends.
 _NOT_RELAYED = frozenset(
@@ -62,7 +62,7 @@ async def opened(
     """Yield an answer before its body is read. Leaving the block closes the connection, which aborts it.
 
     Raises:
-        httpx.TransportError: there is no answer.
+        httpx.TransportError: no answer arrived.
     """
     # Uncompressed: what comes is relayed as it is.
     sent = [*headers, (b"accept-encoding", b"identity")]

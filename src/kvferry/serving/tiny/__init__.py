@@ -1,8 +1,8 @@
 """Tiny random checkpoints of real architectures: real engines run them in seconds on a CPU.
 
-`families` says which there are and what an engine needs to run them, `tokenizer` trains the tokenizer that
-they share, `checkpoint` writes them. The weights are random, but large enough that what a model says depends
-on its KV cache: wrong bytes show in the tokens.
+`families` lists them with the engine options that they need, `tokenizer` trains their common tokenizer,
+`checkpoint` writes them. The weights are random, but large enough that the output depends on the KV cache:
+wrong bytes show in the tokens.
 """
 
 from __future__ import annotations

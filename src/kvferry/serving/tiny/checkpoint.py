@@ -1,4 +1,4 @@
-"""Writes a tiny random checkpoint of one family, the same one every time."""
+"""Write a tiny random checkpoint of one family, the same one every time."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _AS_THE_ARCHITECTURE_DRAWS_THEM = ("A_log", "conv")
 
 
 def cache_directory() -> Path:
-    """Where checkpoints and tokenizer are kept between runs: `kvferry/tiny` in the user's cache folder.
+    """Return the folder for checkpoints and tokenizer: `kvferry/tiny` in the user's cache folder.
 
     Raises:
-        ConfigError: this user has none.
+        ConfigError: the user has no cache folder.
     """
     return user_cache() / "tiny"
 
 
 def tiny_checkpoint(name: str, directory: Path, tokenizer_dir: Path | None = None) -> Path:
-    """The checkpoint of the family called `name` under `directory`; writes it (seconds) if it is not there.
+    """Return the folder of a family's checkpoint; write it, which takes seconds, if it does not exist.
 
-    The folder's name carries a digest of everything that decides its content, so a changed recipe, another
-    transformers or another tokenizer make another folder. Safe against concurrent callers.
+    The folder's name contains a digest of everything that decides its content: the recipe, the version of
+    transformers, the tokenizer. Safe with concurrent callers.
 
     Args:
-        name: one of `FAMILIES`.
-        directory: made if missing.
-        tokenizer_dir: with tokenizer files of at most `VOCABULARY` entries; by default the trained one.
+        name: name of one of `FAMILIES`.
+        directory: parent folder, created if missing.
+        tokenizer_dir: folder with a tokenizer of at most `VOCABULARY` entries; by default the trained one.
 
     Raises:
-        ConfigError: no such family.
+        ConfigError: the family is unknown.
     """
     chosen = family(name)
     tokenizer = tokenizer_dir or trained_tokenizer(directory)

@@ -1,7 +1,8 @@
-"""Which architectures there are as tiny checkpoints, and what an engine on a CPU needs to run each.
+"""The architectures of the tiny checkpoints, and the options with which an engine runs them on a CPU.
 
-The dimensions are the smallest that keep what matters for the KV cache: more than one KV head, grouped
-queries, windows shorter than a prompt, latents of the real width, state layers beside an attention layer.
+The dimensions are the smallest with everything that matters for the KV cache: several KV heads, grouped
+queries, windows shorter than a prompt, latents of the real width, state layers together with an attention
+layer.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _NO_PREFIX_CACHE = {"enable_prefix_caching": False}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture as a tiny checkpoint.
+    """An architecture with the settings of its tiny checkpoint.
 
     Attributes:
-        name: what the command line and the tests call it.
-        groups: the KV cache groups an engine makes of it, in words.
+        name: name on the command line and in tests.
+        groups: description of its KV cache groups in an engine.
         config: name of the configuration class in transformers.
-        settings: what that class is called with, besides what all families share.
-        engine_reads: fields the engine reads from config.json that the class does not write.
+        settings: arguments of that class, besides those of all families.
+        engine_reads: fields of config.json that the engine reads and the class does not write.
         scale: standard deviation of the weight matrices.
-        embedding_scale: the same of the embedding. Too large, and the last token outweighs what the cache
-            says; too small, and it says nothing: either way the model repeats itself.
-        dtype: what the engine computes in; float32 unless the architecture has no such kernel on a CPU.
+        embedding_scale: standard deviation of the embedding. If it is too large, the last token outweighs the
+            cache; if it is too small, it has no effect. Either way the model repeats itself.
+        dtype: element type of the computation; float32 unless a CPU has no such kernel for the architecture.
         engine: options of the engine, under the names of vLLM's own arguments.
     """
 
@@ -56,7 +57,7 @@ class Family:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def engine_options(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM` that this family needs on a CPU, dtype included."""
+        """Return the keyword arguments of `vllm.LLM` for this family on a CPU, including dtype."""
         return {"dtype": self.dtype, **self.engine}
 
 
@@ -246,10 +247,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({each.name: each for each in _
 
 
 def family(name: str) -> Family:
-    """The family called `name`.
+    """Return the family called `name`.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: the family is unknown. The message lists the known ones.
     """
     try:
         return FAMILIES[name]

@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all, named by what went into them."""
+"""Folders that appear complete or not at all, named by a digest of their inputs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvferry.errors import ConfigError
 
 
 def digest(*parts: object) -> str:
-    """Ten hex digits over the text of `parts`: equal parts, equal name."""
+    """Return ten hex digits of a digest over the text of `parts`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
 
 def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """`directory/name`, made by `fill` if it is not there.
+    """Return `directory/name`; call `fill` to create it if it does not exist.
 
-    `fill` writes into a private folder, which is then renamed. Of several callers at once the first to finish
-    wins and the work of the others is dropped; nobody ever sees a folder that is half written.
+    `fill` writes into a private folder, which is then renamed. If several callers do so at once, the first to
+    finish wins and the others' folders are removed. No caller sees an incomplete folder.
 
     Raises:
         ConfigError: the directory cannot be written.

@@ -21,9 +21,9 @@ _CHAT_TEMPLATE = (
 
 
 def trained_tokenizer(directory: Path) -> Path:
-    """The folder under `directory` with the tokenizer's files; trains it (about a second) if it is not there.
+    """Return the folder with the tokenizer's files; train it, which takes about a second, if needed.
 
-    Safe against concurrent callers: each sees either no folder or a complete one.
+    Safe with concurrent callers: each sees either no folder or a complete one.
     """
     name = "tokenizer-" + digest(corpus_digest(), VOCABULARY, BOS, EOS, PAD, _CHAT_TEMPLATE)
     return publish(directory, name, _train)
