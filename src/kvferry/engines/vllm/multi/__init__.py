@@ -10,5 +10,6 @@ Every child stores. One child loads a request, chosen as kvferry chooses between
 - `completions`: joins the completions that children report
 - `endings`: collects which children keep blocks of ended requests
 - `meta`: carries messages between the two halves
+- `counts`: counts the choices and the loads of each child
 - `stats`, `metrics`: carry counts to the engine's /metrics
 """

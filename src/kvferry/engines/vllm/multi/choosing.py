@@ -11,18 +11,15 @@ because the step that loads goes on with the request.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.bids import Bid, Bidding, Part
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.policies import Choice
 from kvferry.connector.request_phases import RequestPhase, RequestPhases, RequestState, Standing
-
-Count = tuple[str, str, str]
-"""(metric, child, outcome or nothing) of something that is counted."""
+from kvferry.engines.vllm.multi.counts import Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +65,6 @@ class _RequestState(RequestState[_Plan]):
 
     answers: tuple[int | None, ...] = ()
     load: _Load | None = None
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of events since the last call of `take`.
-
-    Attributes:
-        more: increments of counters.
-        pending: current loads under way per child.
-    """
-
-    more: Counter[Count] = field(default_factory=Counter)
-    pending: Counter[str] = field(default_factory=Counter)
-
-    def take(self) -> Counter[Count]:
-        """Return the increments and begin new ones."""
-        taken, self.more = self.more, Counter()
-        return taken
 
 
 class Choosing:
@@ -184,7 +163,8 @@ class Choosing:
     def _admit(self, request: Any, known: _RequestState, blocks: Any, external: int) -> int | None:
         """Begin the chosen load if there are tokens to load; return the index of its child, or None."""
         taken = self.phases.admit(known, external)
-        self._count(known.answers, None if taken is None else taken[0].place, external)
+        answers = zip(self._names, known.answers, strict=True)
+        self.counts.admitted(answers, None if taken is None else taken[0].bid.source, external)
         if taken is None:
             known.load = None
             return None
@@ -194,20 +174,8 @@ class Choosing:
             self.phases.wait(known, request, had + external)
             self._loads[request.request_id] = known.load
             self._new[request.request_id] = plan.place
-            self.counts.pending[self._names[plan.place]] += 1
+            self.counts.pending[plan.bid.source] += 1
         return plan.place
-
-    def _count(self, answers: Sequence[int | None], loader: int | None, tokens: int) -> None:
-        more = self.counts.more
-        for place, (name, answer) in enumerate(zip(self._names, answers, strict=True)):
-            more["queries", name, ""] += 1
-            if place == loader:
-                more["hits", name, ""] += 1
-                more["hit_tokens", name, ""] += tokens
-            elif answer:
-                more["passed_over", name, ""] += 1
-            else:
-                more["misses", name, ""] += 1
 
     def take_new(self) -> dict[str, int]:
         """Return the requests that wait for a child since the last call, each with the child's index."""
@@ -224,7 +192,7 @@ class Choosing:
                 continue
             name, good = load.plan.bid.source, request_id not in failed and not load.spoilt
             self.counts.pending[name] -= 1
-            self.counts.more["loads", name, "ready" if good else "failed"] += 1
+            self.counts.ended(name, good=good)
             if good:
                 self._choice.speeds.loaded(load.plan.bid.parts, self._clock() - load.began)
             known = self._known.get(request_id)
@@ -255,8 +223,7 @@ class Choosing:
         """End a synchronous load, which no child reports."""
         load, known.load = known.load, None
         if load is not None and not load.plan.waits:
-            outcome = "failed" if load.spoilt else "ready"
-            self.counts.more["loads", load.plan.bid.source, outcome] += 1
+            self.counts.ended(load.plan.bid.source, good=not load.spoilt)
             if not load.spoilt:
                 known.bidding.succeeded()
                 known.bidding.computed()  # in the step that loaded

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.engines.vllm.compat.contract import KVConnectorStats
-from kvferry.engines.vllm.multi.choosing import Counts
+from kvferry.engines.vllm.multi.counts import Counts
 
 logger = logging.getLogger(__name__)
 
