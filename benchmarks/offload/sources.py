@@ -196,7 +196,7 @@ class AskingScheduler:
         self.cache = ChunkCache(kept.host, _no_memory, canonical.groups, kept.behind)
         refusals, pins = Refusals(), Pins[Block](1)
         tiers = TierSource(
-            self.cache, self._prompts, ranks[0].groups, canonical, refusals, 30.0, apart=policy == "cost"
+            self.cache, self._prompts, ranks[0].groups, canonical, refusals, apart=policy == "cost"
         )
         card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
         theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
@@ -228,6 +228,7 @@ class AskingScheduler:
             pool=pool,
             workers=1,
             attempts=2,
+            timeout_seconds=30.0,
             sources=self.sources,
             choice=Choice(_policy(policy), Speeds(), _PATIENCE_SECONDS),
             events=EventStream(MetricsListener(), TraceBuffer(100)),

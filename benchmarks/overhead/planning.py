@@ -36,7 +36,7 @@ from kvferry.transport.costs_file import load_costs
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.packed_read import segments_of
-from kvferry.transport.read_plan import ReadOrder, Share
+from kvferry.transport.read_order import ReadOrder, Share
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 

@@ -20,6 +20,8 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Fetch, Want
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import Behind
+from kvferry.connector.bids import Bid
+from kvferry.connector.load import Load
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadPart, Piece, StoreOrder
 from kvferry.errors import TransferError
@@ -33,6 +35,7 @@ from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.names import TIERS
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 
 _POLL_SECONDS = 200e-6
@@ -74,6 +77,17 @@ class PromptLoads:
         self._ranks, self._store, self._group, self._mover = ranks, store, group, mover
         self.chunks, self.chunk_bytes = ranks.chunks, ranks.chunk_bytes
         self._keys = [blake2b(b"%d" % number, digest_size=32).digest() for number in range(self.chunks)]
+        self._load = Load(
+            key="prompt",
+            request_id="prompt",
+            attempt="prompt",
+            loads=1,
+            bid=Bid(TIERS, ()),
+            span=ranks.span,
+            tables=ranks.load_tables,
+            timeout_seconds=_PATIENCE_SECONDS,
+            began=0.0,
+        )
         self._fill(store)
         geometry = ranks.destination.geometry
         canonical = canonical_form_of([geometry], CHUNK_TOKENS)
@@ -145,7 +159,7 @@ class PromptLoads:
         ranks = self._ranks
         offsets = [number * self.chunk_bytes for number in range(self.chunks)]
         pieces = tuple(Piece(0, number, offset) for number, offset in enumerate(offsets))
-        ranks.routes(stores=True).store(StoreOrder("", pieces, ranks.tables, range(ranks.tokens)))
+        ranks.routes(stores=True).store(StoreOrder("", pieces, ranks.store_tables, range(ranks.tokens)))
         for key, offset in zip(self._keys, offsets, strict=True):
             done = store.put(key, self._group, ranks.arena.bytes_at(offset, self.chunk_bytes))
             if done is not PutOutcome.STORED:
@@ -156,7 +170,7 @@ class PromptLoads:
         if ready := fetch.take():
             key, first = str(ready[0][0].number), not copying
             pieces = tuple(sorted((Piece(0, w.number, s.offset) for w, s in ready), key=lambda p: p.number))
-            part = LoadPart(key, "", self._ranks.span, pieces, self._ranks.tables, first)
+            part = LoadPart(key, self._load, pieces, first)
             copying[key] = [slot for _, slot in ready]
             self._mover.load(ChunkOrders(parts=[part]))
 

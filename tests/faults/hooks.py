@@ -193,8 +193,8 @@ def _hook_reads(worker: Any, hooks: Hooks) -> None:
     submit = transfers.submit
 
     def begun(of: Any, meta: Any) -> None:
-        for order in meta.orders:
-            hooks.of_load[order.key] = outer(order.request_id)
+        for load in meta.loads:
+            hooks.of_load[load.key] = outer(load.request_id)
         begin_transfers(of, meta)
 
     def submitted(order: Any) -> None:

@@ -135,8 +135,8 @@ class Played:
     def begin(self, load: Load, request: Any) -> None:
         self.begun.append(load)
 
-    def alignments(self, load: Load) -> tuple[int, ...]:
-        return (BLOCK,) * len(load.tables)
+    def alignments(self, request_id: str) -> tuple[int, ...]:
+        return (BLOCK,) * self.groups
 
     def origin(self, load: Load) -> str:
         return self.name
@@ -192,7 +192,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         self.headroom = Headroom.of(self.engine.groups, self.engine.step_tokens, pool)
         self.pins: Pins[Any] = Pins(1)
         for source in self.sources:
-            source.pins = self.pins
+            source.pins, source.groups = self.pins, len(groups)
         self.admission = Admission(
             self.engine.groups,
             pins=self.pins,
@@ -201,6 +201,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
             pool=pool,
             workers=1,
             attempts=ATTEMPTS,
+            timeout_seconds=30.0,
             sources=self.sources,
             choice=Choice(Weight({}), Speeds(), PATIENCE),
             events=EventStream(),

@@ -24,7 +24,7 @@ from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import RankCard
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.keys import KEYS

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvferry.bench.rank_chunks import RankPair
 from kvferry.bench.tier_cases import TierCase
-from kvferry.connector.worker.orders import LoadPart, Piece, StoreOrder
+from kvferry.connector.worker.orders import Piece, StoreOrder
 from kvferry.units import format_bytes
 
 TARGET_RATIO = 0.8
@@ -101,13 +101,13 @@ def _shares(chunks: int, threads: int) -> list[range]:
 def _stores(ranks: RankPair, share: range) -> Callable[[], object]:
     return partial(
         ranks.routes(stores=True).store,
-        StoreOrder("", _pieces(ranks, share), ranks.tables, range(ranks.tokens)),
+        StoreOrder("", _pieces(ranks, share), ranks.store_tables, range(ranks.tokens)),
     )
 
 
 def _loads(ranks: RankPair, share: range) -> Callable[[], object]:
-    part = LoadPart("", "", ranks.span, _pieces(ranks, share), ranks.tables, first=False)
-    return partial(ranks.routes(stores=False).load, part)
+    routes = ranks.routes(stores=False)
+    return partial(routes.load, _pieces(ranks, share), ranks.span, ranks.load_tables, first=False)
 
 
 def _pieces(ranks: RankPair, share: range) -> tuple[Piece, ...]:

@@ -48,7 +48,7 @@ class RankPair:
         source, destination: memory of the rank that holds the prompt, and of the empty one.
         arena: memory for the chunks; chunk n is at ``n * chunk_bytes``.
         span: the whole prompt, for loads.
-        tables: blocks of the prompt, the same on both ranks.
+        store_tables, load_tables: blocks of the prompt, the same on both ranks.
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
@@ -72,7 +72,8 @@ class RankPair:
         if self.arena.collapsing is not None:
             self.arena.collapsing.wait()
         self.span = held.span
-        self.tables = tuple(TableSlice(0, tuple(table.tolist())) for table in held.tables)
+        self.load_tables = held.tables
+        self.store_tables = tuple(TableSlice(0, tuple(table.tolist())) for table in held.tables)
 
     def __enter__(self) -> Self:
         return self

@@ -17,11 +17,15 @@ import time
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+
+import numpy as np
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
 from kvferry.connector.bids import Bid, Bidding
-from kvferry.connector.engine import Block, BlockIds, BlockPool, CacheGroup, Request, RequestBlocks
+from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request, RequestBlocks
 from kvferry.connector.headroom import Headroom
+from kvferry.connector.load import Load
 from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.must_compute import must_compute
@@ -29,10 +33,40 @@ from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
 from kvferry.connector.policies import Choice
 from kvferry.connector.request_phases import RequestPhase, RequestPhases, RequestState, Standing
-from kvferry.connector.source import Load, Source
+from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream
+from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, max_writable_blocks, writable_blocks
 from kvferry.terminal import shown
+
+
+@dataclass(slots=True, eq=False)
+class _LoadState:
+    """A load under way.
+
+    Attributes:
+        source: the source that brings it.
+        load: the load, as workers know it.
+        given_up: another load of the attempt has failed, so nobody waits for this one.
+        reports: the workers' reports.
+        reported: number of workers that have reported.
+    """
+
+    source: Source
+    load: Load
+    given_up: bool = False
+    reports: list[Report] = field(default_factory=list)
+    reported: int = 0
+
+    def hear(self, report: Report, workers: int) -> int:
+        """Add a report of `workers` workers; return how many have reported by now."""
+        self.reports.append(report)
+        self.reported += workers
+        return self.reported
+
+    def whole(self) -> Report:
+        """Return all workers' reports as one."""
+        return reduce(Report.with_other, self.reports)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +80,7 @@ class _RequestState(RequestState[LoadPlan]):
     """
 
     sources: tuple[Source, ...]
-    loads: list[Load] = field(default_factory=list)
+    loads: list[_LoadState] = field(default_factory=list)
     broken: bool = False
 
 
@@ -67,6 +101,7 @@ class Admission:
         pool: BlockPool,
         workers: int,
         attempts: int,
+        timeout_seconds: float,
         sources: Sequence[Source],
         choice: Choice,
         events: EventStream,
@@ -81,6 +116,7 @@ class Admission:
             pool: the engine's block pool.
             workers: number of workers that report a load.
             attempts: most loads of a request.
+            timeout_seconds: deadline of a load.
             sources: in the order in which they are asked; the first of equal bids is taken.
             choice: chooses between bids.
             events: receives an event for each decision.
@@ -89,12 +125,13 @@ class Admission:
         self._groups = tuple(groups)
         self._parts, self._pool = parts, pool
         self._phases = RequestPhases(choice, headroom, time.monotonic)
-        self._workers, self._attempts = workers, attempts
+        self._workers, self._attempts, self._timeout = workers, attempts, timeout_seconds
         self._sources, self._choice = tuple(sources), choice
         self._events = AdmissionEvents(events, choice.policy)
         self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in self._groups)
         self._known: dict[str, _RequestState] = {}
-        self._loads: dict[str, tuple[Source, Load]] = {}
+        self._loads: dict[str, _LoadState] = {}
+        self._begun: list[Load] = []
         self._given_up: dict[str, str] = {}
         self._count = 0
 
@@ -153,8 +190,8 @@ class Admission:
     def origins(self, request_id: str) -> Counter[str]:
         """Count the tokens that a request waits for, by the place most of each load comes from."""
         found = Counter[str]()
-        for load in self._known[request_id].loads:
-            found[self._loads[load.key][0].origin(load)] += load.span.ends - load.span.begins
+        for one in self._known[request_id].loads:
+            found[one.source.origin(one.load)] += one.load.span.ends - one.load.span.begins
         return found
 
     def finished(self, request_id: str) -> None:
@@ -164,9 +201,9 @@ class Admission:
         if known is None:
             self._events.finished(request_id)
             return
-        for load in known.loads:
-            self.pins.late(load.key)
-            self._loads[load.key][0].dropped(load)
+        for one in known.loads:
+            self.pins.late(one.load.key)
+            one.source.dropped(one.load)
         self._settle(request_id, known)
         for source in known.sources:
             source.finished(request_id)
@@ -181,18 +218,19 @@ class Admission:
     def hand_over(self, orders: StepOrders) -> None:
         """Add all orders since the last step to those of the coming one."""
         self._parts.end_pass()
+        orders.loads, self._begun = self._begun, []
         orders.given_up, self._given_up = self._given_up, {}
         for source in self._sources:
             source.hand_over(orders)
 
     def take_reports(self, reports: StepReports) -> None:
         """Handle the workers' reports, and free blocks that nothing writes any more."""
-        bad = [self._loads[key][1] for key, report in reports.reports.items() if report.failure is not None]
+        bad = [self._loads[key] for key, report in reports.reports.items() if report.failure is not None]
         for key, report in reports.reports.items():
             self._report(key, report, reports.reported.get(key, 1))
-        for load in bad:
-            if not load.given_up:
-                self._give_up_beside(load)
+        for one in bad:
+            if not one.given_up:
+                self._give_up_beside(one)
         for key, workers in reports.released.items():
             if blocks := self.pins.landed(key, workers):
                 self._pool.free_blocks(reversed(blocks))
@@ -201,18 +239,20 @@ class Admission:
     def _report(self, key: str, report: Report, workers: int) -> None:
         if report.late:
             self.pins.late(key)
-        source, load = self._loads[key]
-        if load.hear(report, workers) < self._workers:
+        one = self._loads[key]
+        if one.hear(report, workers) < self._workers:
             return
         del self._loads[key]
-        known, whole = self._known.get(load.request_id), load.whole()
-        wanted = known is not None and load in known.loads
-        in_vain = load.given_up and whole.failure is not None
-        self._events.ended(source, load, whole, wanted=wanted and not in_vain)
+        source, load, whole = one.source, one.load, one.whole()
+        known = self._known.get(load.request_id)
+        wanted = known is not None and one in known.loads
+        in_vain = one.given_up and whole.failure is not None
+        unwanted = None if wanted and not in_vain else OTHER_PART if one.given_up else ""
+        self._events.ended(source, load, whole, unwanted=unwanted)
         source.forget(load)
         if known is None or not wanted:
             return
-        known.loads.remove(load)
+        known.loads.remove(one)
         if whole.failure is not None:
             known.broken = True
             self._parts.forget(load.request_id)
@@ -229,14 +269,14 @@ class Admission:
         self._settle(load.request_id, known)
         self._events.settled(load.request_id, load.span.total, load.span.prompt)
 
-    def _give_up_beside(self, failed: Load) -> None:
+    def _give_up_beside(self, failed: _LoadState) -> None:
         """Drop the other loads of a failed attempt, without blame for their sources."""
-        known = self._known.get(failed.request_id)
-        for load in known.loads if known is not None else ():
-            if load is not failed and load.attempt == failed.attempt and not load.given_up:
-                load.given_up |= all(report.failure is None for report in load.reports)
-                self._given_up[load.key] = OTHER_PART
-                self._loads[load.key][0].dropped(load)
+        known = self._known.get(failed.load.request_id)
+        for one in known.loads if known is not None else ():
+            if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
+                one.given_up |= all(report.failure is None for report in one.reports)
+                self._given_up[one.load.key] = OTHER_PART
+                one.source.dropped(one.load)
 
     def _best(self, known: _RequestState, request: Request, have: int) -> int | None:
         """Take the best bid and return its tokens; None while the request waits for it, or for room."""
@@ -280,33 +320,24 @@ class Admission:
                 bid=bid,
                 span=span,
                 tables=self._tables(blocks, span),
+                timeout_seconds=self._timeout,
                 began=time.monotonic(),
             )
-            known.loads.append(load)
-            self._loads[load.key] = source, load
+            self._begun.append(load)
+            self._loads[load.key] = state = _LoadState(source, load)
+            known.loads.append(state)
             self._pin(load, blocks.blocks)
             source.begin(load, request)
             self._events.began(source, load)
-        self._parts.begin(request, load.tables, span, source.alignments(load))
+        self._parts.begin(request, load.tables, span, source.alignments(request.request_id))
 
     def _in_part(self, plan: LoadPlan, request: Request, have: int) -> bool:
         """Return whether a plan would fill a block in part where that is not allowed.
 
         Return False while a source of the plan is still looking: nobody knows yet.
         """
-        source, bid = plan.legs[-1]
         span = LoadSpan(have, have + plan.bid.tokens, request.num_tokens)
-        load = Load(
-            key="",
-            request_id=request.request_id,
-            attempt="",
-            loads=1,
-            bid=bid,
-            span=span,
-            tables=(),
-            began=0.0,
-        )
-        return not plan.bid.looking and self._parts.refuses(span, source.alignments(load))
+        return not plan.bid.looking and self._parts.refuses(span, plan.last.alignments(request.request_id))
 
     def _settle(self, request_id: str, known: _RequestState) -> None:
         for source in known.sources:
@@ -323,9 +354,9 @@ class Admission:
         self._pool.touch(held)
         self.pins.hold(load.key, load.source, held)
 
-    def _tables(self, blocks: RequestBlocks, span: LoadSpan) -> BlockIds:
+    def _tables(self, blocks: RequestBlocks, span: LoadSpan) -> tuple[Int64s, ...]:
         ids = zip(self._groups, blocks.get_block_ids(), strict=True)
-        return tuple(group.table(of_group, span.total) for group, of_group in ids)
+        return tuple(np.array(group.table(of_group, span.total), np.int64) for group, of_group in ids)
 
     def _most_written(self, span: LoadSpan) -> int:
         """Return the most blocks that a load of these tokens writes."""

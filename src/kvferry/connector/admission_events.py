@@ -25,9 +25,10 @@ from kvferry.connector.events import (
     SourcesAsked,
     ValuedBid,
 )
+from kvferry.connector.load import Load
 from kvferry.connector.messages import Report
 from kvferry.connector.policies import Policy
-from kvferry.connector.source import Load, Source
+from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream, log_errors
 
 OTHER_PART = "another part of the prefix has failed"
@@ -154,10 +155,17 @@ class AdmissionEvents:
         )
 
     @log_errors
-    def ended(self, source: Source, load: Load, whole: Report, *, wanted: bool) -> None:
-        """Tell how a load ended that all workers have reported; `wanted` if its request still waits."""
+    def ended(self, source: Source, load: Load, whole: Report, *, unwanted: str | None) -> None:
+        """Tell how a load ended that all workers have reported.
+
+        Args:
+            source: that brought it.
+            load: the load.
+            whole: the reports of all workers.
+            unwanted: why its request does not wait for it, as far as that is known; None if it waits.
+        """
         now, failed = time.monotonic(), whole.failure is not None
-        blame = source.blame(load, whole) if failed and wanted else None
+        blame = source.blame(load, whole) if failed and unwanted is None else None
         moved = source.brought(load, whole)
         self._events.emit(
             LoadEnded(
@@ -165,9 +173,9 @@ class AdmissionEvents:
                 now,
                 load=load.key,
                 source=source.name,
-                outcome=_OUTCOMES[whole.outcome] if wanted else LoadOutcome.DROPPED,
+                outcome=_OUTCOMES[whole.outcome] if unwanted is None else LoadOutcome.DROPPED,
                 miss=blame,
-                failure=(whole.failure or "") if wanted else OTHER_PART if load.given_up else "",
+                failure=(whole.failure or "") if unwanted is None else unwanted,
                 seconds=now - load.began,
                 moved=() if failed else moved,
                 figures=whole.figures,

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
+from kvferry.connector.load import Load
 from kvferry.connector.load_figures import NO_FIGURES, LoadFigures
 from kvferry.connector.worker.orders import ChunkOrders, MovedByAll
 from kvferry.geometry import RankGeometry
-from kvferry.planning.select import LoadSpan
-from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import RankCard
+from kvferry.transport.read_order import ReadOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +35,6 @@ class WorkerInfo:
     key: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOrder:
-    """An order to every worker to read from a peer.
-
-    Attributes:
-        key: unique name of the load.
-        request_id: the request that waits for it.
-        peer: name of the peer, connected before.
-        span: tokens of the prompt to read.
-        src_tables, dst_tables: block ids by position, per group, of the peer and of this engine.
-        lease: the lease word to read after the data.
-        timeout_seconds: deadline, counted from when the worker takes the order.
-        attempt: name of the attempt that the request waits for.
-        loads: number of loads of that attempt.
-    """
-
-    key: str
-    request_id: str
-    peer: str
-    span: LoadSpan
-    src_tables: BlockIds
-    dst_tables: BlockIds
-    lease: LeaseWord
-    timeout_seconds: float
-    attempt: str
-    loads: int
-
-
 @dataclass(slots=True, kw_only=True)
 class StepOrders:
     """Orders of the scheduler half to the worker halves, for one step.
@@ -70,7 +42,8 @@ class StepOrders:
     Attributes:
         connects: cards of the ranks of each peer that is read from for the first time.
         disconnects: peers that nothing has been read from for a while.
-        orders: reads from peers to begin.
+        loads: loads that begin, from any source.
+        reads: what to read from peers for `loads`, by the same key.
         given_up: loads that nobody waits for any more, and why; workers report them at once.
         ended: lease slot by request; raise the lease word, then report the request as sent.
         turns_ended: lease slot by kept turn; raise the lease word, then report it in `StepReports.raised`.
@@ -83,7 +56,8 @@ class StepOrders:
 
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
     disconnects: list[str] = field(default_factory=list)
-    orders: list[LoadOrder] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    reads: list[ReadOrder] = field(default_factory=list)
     given_up: dict[str, str] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     turns_ended: dict[str, int] = field(default_factory=dict)
@@ -95,7 +69,7 @@ class StepOrders:
     @property
     def writes_cache(self) -> bool:
         """Whether the step computes KV or begins to load it."""
-        return self.computes or bool(self.orders or self.chunks.begins)
+        return self.computes or bool(self.loads)
 
 
 @dataclass(frozen=True, slots=True)

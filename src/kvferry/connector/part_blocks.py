@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvferry.connector.engine import BlockIds, BlockPool, Request
 from kvferry.geometry import Group
+from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import NULL_BLOCK, LoadSpan, first_independent, partial_block
 
 
@@ -80,12 +81,14 @@ class PartBlocks:
             for group, alignment_tokens in zip(self._groups, alignments, strict=True)
         )
 
-    def begin(self, request: Request, tables: BlockIds, span: LoadSpan, alignments: Sequence[int]) -> None:
+    def begin(
+        self, request: Request, tables: Sequence[Int64s], span: LoadSpan, alignments: Sequence[int]
+    ) -> None:
         """Note the blocks that a load fills in part. Forgets those of the request's earlier loads.
 
         Args:
-            request: vLLM's.
-            tables: destination blocks by position per group.
+            request: the request.
+            tables: destination blocks by position per group, int64.
             span: how much is loaded.
             alignments: tokens per group, see `partial_block`.
         """
@@ -98,7 +101,7 @@ class PartBlocks:
             at = partial_block(group.kind, group.attention_span, size, span, alignment_tokens)
             if at is not None:
                 until = first_independent(group.kind, group.attention_span, (at + 1) * size)
-                found.append(_Part(number, at, ids[at], until))
+                found.append(_Part(number, at, int(ids[at]), until))
         if found:
             self._parts[request.request_id] = found
             self._loading[request.request_id] = _Watch(request, request.num_preemptions, list(found))

@@ -144,6 +144,7 @@ class SchedulerHalf:
             pool=pool,
             workers=len(workers),
             attempts=self._config.attempts,
+            timeout_seconds=self._config.load_timeout_seconds,
             sources=sources,
             choice=Choice(self._policy(), self._speeds, self._config.patience_seconds),
             events=self.events,

@@ -3,61 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import reduce
 from typing import Protocol
 
 from kvferry.connector.bids import Bid, Bidding
-from kvferry.connector.engine import BlockIds, Request
+from kvferry.connector.engine import Request
 from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
+from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders
-from kvferry.planning.select import LoadSpan
-
-
-@dataclass(slots=True)
-class Load:
-    """A load of a prefix, or of a part of one, from one source.
-
-    Attributes:
-        key: unique name in this engine.
-        request_id: the request that waits for it.
-        attempt: name of the attempt that it belongs to.
-        loads: number of loads of that attempt.
-        bid: the bid that was taken.
-        span: the tokens of the prompt.
-        tables: our block ids by position per group; of a state group the one block for the snapshot.
-        began: monotonic seconds.
-        given_up: another load of the attempt has failed, so nobody waits for this one.
-        reports: the workers' reports.
-        reported: number of workers that have reported.
-    """
-
-    key: str
-    request_id: str
-    attempt: str
-    loads: int
-    bid: Bid
-    span: LoadSpan
-    tables: BlockIds
-    began: float
-    given_up: bool = False
-    reports: list[Report] = field(default_factory=list)
-    reported: int = 0
-
-    @property
-    def source(self) -> str:
-        """Name of the source whose bid was taken."""
-        return self.bid.source
-
-    def hear(self, report: Report, workers: int) -> int:
-        """Add a report of `workers` workers; return how many have reported by now."""
-        self.reports.append(report)
-        self.reported += workers
-        return self.reported
-
-    def whole(self) -> Report:
-        """Return all workers' reports as one."""
-        return reduce(Report.with_other, self.reports)
 
 
 class Source(Protocol):
@@ -99,10 +51,10 @@ class Source(Protocol):
         """Return whether a load that may hold `blocks` blocks past its deadline can begin now."""
 
     def begin(self, load: Load, request: Request) -> None:
-        """Order the load of a bid that was taken."""
+        """Begin the load of a bid that was taken. Workers get `load` with the next orders."""
 
-    def alignments(self, load: Load) -> tuple[int, ...]:
-        """Return tokens per group: loaded content begins at a multiple of them, at or before a window."""
+    def alignments(self, request_id: str) -> tuple[int, ...]:
+        """Return tokens per group: content loaded for a request begins at a multiple of them."""
 
     def origin(self, load: Load) -> str:
         """Return the place that most of a load comes from: ``peer``, or a tier's name."""

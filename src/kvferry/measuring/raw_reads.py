@@ -18,7 +18,7 @@ from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.connected_peer import ConnectedPeer
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 

@@ -18,7 +18,7 @@ from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.transfers import Transfers
 
 LOAD_SECONDS = 60.0

@@ -135,7 +135,7 @@ def cells_to_load(
     group: GroupPattern,
     span: LoadSpan,
     numbers: Sequence[int],
-    blocks: TableSlice,
+    table: Int64s,
 ) -> list[Cells]:
     """Return the cells to copy from some of a load's chunks into blocks.
 
@@ -145,13 +145,12 @@ def cells_to_load(
         group: attention pattern of the route's destination group.
         span: tokens of the whole load.
         numbers: chunk numbers, ascending; exactly one for a snapshot.
-        blocks: block table of the group.
+        table: block ids of the group by position, int64.
 
     Raises:
         TransferError: a block is missing or null, the computed prefix ends inside a cell, or a part of the
             load ends inside a block.
     """
-    table = blocks.table()
     if not route.cell_tokens:
         return [
             select_cells(

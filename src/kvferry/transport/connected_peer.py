@@ -30,7 +30,8 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata import WORD_BYTES
 from kvferry.transport.packed_read import RankLists
 from kvferry.transport.prepared_routes import RoutePreparation, page_clearings
-from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, sum_tallies
+from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.read_plan import PackedCells, RankRead, ReadPlan, SourceRank, sum_tallies
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 

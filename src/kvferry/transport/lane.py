@@ -36,7 +36,8 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import MetadataValidator
 from kvferry.transport.packed_read import PackedRead, PackedReadResources
 from kvferry.transport.peer_connections import PeerConnections, log_unexpected
-from kvferry.transport.read_plan import ReadOrder, ReadPlan
+from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 

@@ -17,6 +17,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 import numpy as np
 
+from kvferry.planning.descriptors import Int64s
 from kvferry.transport.lease import LeaseWord
 
 TICKET_BYTES = 16
@@ -115,9 +116,9 @@ class Grant(msgspec.Struct, frozen=True):
         return cls(slot, generation, [np.asarray(table, _ID).tobytes() for table in tables])
 
     @property
-    def block_ids(self) -> tuple[list[int], ...]:
-        """Block ids by position per group."""
-        return tuple(np.frombuffer(table, _ID).tolist() for table in self.tables)
+    def block_ids(self) -> tuple[Int64s, ...]:
+        """Block ids by position per group, int64 arrays."""
+        return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
         """Return the lease word, given the producer's incarnation."""

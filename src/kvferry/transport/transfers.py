@@ -24,7 +24,8 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
 from kvferry.transport.network_devices import restrict_ucx_to
-from kvferry.transport.read_plan import ReadOrder, Share, join_plans
+from kvferry.transport.read_order import ReadOrder, Share
+from kvferry.transport.read_plan import join_plans
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 

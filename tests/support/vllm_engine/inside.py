@@ -11,6 +11,7 @@ from kvferry.connector.events import LoadBegan
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
 from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.tiers.names import TIERS
 from kvferry.transport.redeem import Grant, Redeemed
 from support.vllm_engine import any_layout, copied, overlapped, pages
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
@@ -501,7 +502,7 @@ def _grants(book: Any) -> dict[str, list[list[int]]]:
     publish = book.publish
 
     def noted(ticket: bytes, lease: str, tokens: int, content: Any, grant: Any) -> None:
-        found[ticket.hex()] = list(grant.block_ids)
+        found[ticket.hex()] = [ids.tolist() for ids in grant.block_ids]
         publish(ticket, lease, tokens, content, grant)
 
     book.publish = noted
@@ -523,7 +524,7 @@ def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> None
 def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
     """(tables, tokens) of the turns that are kept."""
     turns = half(engine)._producer._turns._turns.values()
-    return [(list(turn.kept.grant.block_ids), turn.kept.tokens) for turn in turns]
+    return [([ids.tolist() for ids in turn.kept.grant.block_ids], turn.kept.tokens) for turn in turns]
 
 
 def reset_connector(engine: Any) -> None:
@@ -586,9 +587,6 @@ class Witness:
     """Sees every load of an engine at the moment its bytes are believed: looks at them, or spoils them."""
 
     def __init__(self, worker: Any, admission: Any) -> None:
-        from kvferry.connector.messages import LoadOrder
-
-        self._kind = LoadOrder
         self.loaded: dict[str, Digests] = {}
         self.admitted: list[tuple[str, int, int | None]] = []
         self.spoil_group: int | None = None
@@ -608,7 +606,7 @@ class Witness:
 
     def _watched(self) -> Any:
         orders = self._worker._orders.items()
-        self._orders |= {key: order for key, order in orders if isinstance(order, self._kind)}
+        self._orders |= {key: load for key, load in orders if load.source != TIERS}
         results = self._results()
         for key, order in list(self._orders.items()):
             if order.request_id in results.received:
@@ -618,18 +616,16 @@ class Witness:
         return results
 
     def _believed(self, order: Any) -> None:
-        self.loaded[order.request_id] = digests_of(self._worker, order.dst_tables, order.span)
+        self.loaded[order.request_id] = digests_of(self._worker, order.tables, order.span)
         self.left = list(self._left(order))
         if self.spoil_group is not None:
-            ids = self._worker._needed(order.span, order.dst_tables)[self.spoil_group]
+            ids = self._worker._needed(order.span, order.tables)[self.spoil_group]
             for layer in self._worker._geometry.groups[self.spoil_group].layers if len(ids) else ():
                 negate(self._worker, layer, int(ids[-1]))
 
     def _left(self, order: Any) -> Any:
         blocks = self._worker._geometry.num_blocks
-        each = zip(
-            self._worker._geometry.groups, self._worker._needed(order.span, order.dst_tables), strict=True
-        )
+        each = zip(self._worker._geometry.groups, self._worker._needed(order.span, order.tables), strict=True)
         for group, ids in each:
             for layer in group.layers:
                 cache = self._worker._caches[layer.name]

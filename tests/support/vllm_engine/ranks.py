@@ -44,6 +44,8 @@ class RankWitness:
         if not hasattr(half, "unwatched"):
             half.unread = {}
             half.unwatched, half.ended = half.ended, lambda: _watched(half)
+            begin = half._begin_transfers
+            half._begin_transfers = lambda transfers, orders: _begun(half, begin, transfers, orders)
         return {}
 
     def witnessed_loads(self) -> list[dict[str, Any]]:
@@ -65,25 +67,28 @@ class RankWitness:
         return digests_of(only_half(), told["tables"], LoadSpan(*told["span"]))
 
 
+def _begun(half: Any, begin: Any, transfers: Any, orders: Any) -> None:
+    # What comes from the tiers is not looked at.
+    half.unread |= {read.key: (half._orders[read.key], read) for read in orders.reads}
+    begin(transfers, orders)
+
+
 def _watched(half: Any) -> Any:
     from support.vllm_engine.pages import digests_of, negate
 
-    # What comes from the tiers is not looked at.
-    half.unread |= {key: order for key, order in half._orders.items() if hasattr(order, "src_tables")}
     results = half.unwatched()
-    for key, order in list(half.unread.items()):
-        if order.request_id not in results.received:
+    for key, (load, read) in list(half.unread.items()):
+        if load.request_id not in results.received:
             continue
         del half.unread[key]
-        if order.request_id in results.failed:
+        if load.request_id in results.failed:
             continue
-        span = [order.span.have, order.span.total, order.span.prompt, order.span.part]
-        digests = digests_of(half, order.dst_tables, order.span)
-        half.witnessed.append({"span": span, "tables": [*map(list, order.src_tables)], "digests": digests})
+        span = [load.span.have, load.span.total, load.span.prompt, load.span.part]
+        digests = digests_of(half, load.tables, load.span)
+        tables = [ids.tolist() for ids in read.src_tables]
+        half.witnessed.append({"span": span, "tables": tables, "digests": digests})
         if half.spoiled:
-            for group, ids in zip(
-                half._geometry.groups, half._needed(order.span, order.dst_tables), strict=True
-            ):
+            for group, ids in zip(half._geometry.groups, half._needed(load.span, load.tables), strict=True):
                 for layer in group.layers:
                     negate(half, layer, int(ids[-1]))
     return results

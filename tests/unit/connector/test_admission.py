@@ -106,7 +106,7 @@ class Stand:
     def origin(self, load):
         return f"{self.name} of {load.request_id}"
 
-    def alignments(self, load):
+    def alignments(self, request_id):
         return self.alignment_tokens, self.alignment_tokens
 
     def ended(self, load, report):
@@ -145,6 +145,7 @@ class Engine:
             pool=self.pool,
             workers=workers,
             attempts=attempts,
+            timeout_seconds=30.0,
             sources=sources,
             choice=Choice(policy or Weight({}), Speeds(), patience),
             events=EventStream(self.fold, self.told.append),
@@ -339,7 +340,13 @@ def test_a_load_is_described_whole():
     assert engine.admit(one, have=8) == 16
     load = source.load
     assert (load.request_id, load.source, load.span) == ("a", "one", LoadSpan(8, 24, PROMPT))
-    assert load.tables == tuple([b.block_id for b in table] for table in engine.held["a"])
+    assert [ids.tolist() for ids in load.tables] == [[b.block_id for b in of] for of in engine.held["a"]]
+    assert load.timeout_seconds == 30.0
+    orders = StepOrders()
+    engine.admission.hand_over(orders)
+    assert orders.loads == [load], "workers get the same value"
+    engine.admission.hand_over(orders)
+    assert orders.loads == [], "once"
     assert engine.admission.origins("a") == {"one of a": 16}
 
 
@@ -1182,7 +1189,7 @@ class Counting(RuleBasedStateMachine):
         self.engine.allocate(one, tokens)
         self.waiting.remove(one)
         if tokens:
-            loads = list(self.engine.admission._known[one.request_id].loads)
+            loads = [state.load for state in self.engine.admission._known[one.request_id].loads]
             self.loading[one.request_id] = one, loads
         else:
             self.engine.compute(one)

@@ -24,18 +24,18 @@ from kvferry.connector.messages import StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.source import Load
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
-from kvferry.planning.chunk_cells import TableSlice, cells_to_load
+from kvferry.planning.chunk_cells import cells_to_load
 from kvferry.planning.coverage import NO_TIER
 from kvferry.planning.select import Cells, LoadSpan, partly_written_blocks, select_cells, writable_blocks
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
+from support.loads import made_up_load
 from support.pages import kv_page, state_page
 from transport.cards import facts, ticket
 
@@ -227,7 +227,6 @@ class Engine:
             case.rank.groups,
             case.canonical,
             Refusals(),
-            30.0,
         )
         turns: set[str] = set()
         pins = SimpleNamespace(late_blocks=lambda _: 0)
@@ -260,7 +259,7 @@ class Engine:
         tables = tuple([1] if kind is STATE else list(range(1, BLOCKS)) for kind, _ in case.kinds)
         parts = offer.parts(case.have, case.have + offer.bid.tokens - here, case.prompt)
         for source, bid, span in parts:
-            load = Load(f"a#{len(found)}", "a", "a", len(parts), bid, span, tables, 0.0)
+            load = made_up_load(f"a#{len(found)}", span, tables, attempt="a", loads=len(parts), bid=bid)
             source.begin(load, self.one)
             found.append((span, self._read(span) if source is self.peer else self._fetched(span)))
         return found
@@ -277,7 +276,7 @@ class Engine:
     def _read(self, span: LoadSpan) -> list[Brought]:
         meta = StepOrders()
         self.peer.hand_over(meta)
-        (order,) = meta.orders
+        (order,) = meta.reads
         assert order.span == span
         found = [Brought() for _ in self.case.kinds]
         for route in self._from_peer.routes:
@@ -311,9 +310,9 @@ class Engine:
             for route in template.routes:
                 group, to = case.rank.groups[route.dst_group], found[route.dst_group]
                 chunks = numbers[canonical]
-                table = TableSlice(0, (1,) if of.kind is STATE else tuple(range(1, BLOCKS)))
+                table = np.array((1,) if of.kind is STATE else range(1, BLOCKS))
                 if route.cell_tokens:
-                    left = partly_written_blocks(route, group.kind, group.attention_span, span, table.table())
+                    left = partly_written_blocks(route, group.kind, group.attention_span, span, table)
                     to.cleared |= {int(block) - 1 for block in left}
                 if not chunks:
                     continue

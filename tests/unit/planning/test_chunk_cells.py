@@ -121,7 +121,7 @@ def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk
     for part in (sorted(split[:cut]), sorted(split[cut:])):
         if not part:
             continue
-        brought = triples(cells_to_load(into, chunk, group, span, part, blocks))
+        brought = triples(cells_to_load(into, chunk, group, span, part, blocks.table()))
         found |= {(numbers.index(part[src - 1]) + 1, dst, number) for src, dst, number in brought}
     assert found == triples([everything])
 
@@ -131,9 +131,7 @@ def test_a_snapshot_moves_whole():
     route = build_templates([rank], pool)[0].routes[0]
     assert triples(cells_to_store(route, 64, [3], range(256), TableSlice(0, (7,)))) == {(7, 1, 0)}
     group = GroupPattern(GroupKind.STATE, 0)
-    assert triples(cells_to_load(route, 64, group, LoadSpan(64, 256, 300), [3], TableSlice(0, (7,)))) == {
-        (1, 7, 0)
-    }
+    assert triples(cells_to_load(route, 64, group, LoadSpan(64, 256, 300), [3], np.array([7]))) == {(1, 7, 0)}
     assert len(unfilled_cells(route, 64, 3, range(250))) == 0
 
 
@@ -146,14 +144,16 @@ def test_a_block_that_is_gone_or_missing_is_refused():
         with pytest.raises(TransferError, match=says):
             cells_to_store(out, 16, [1], range(32), stretch)
         with pytest.raises(TransferError, match=says):
-            cells_to_load(into, 16, GroupPattern(GroupKind.FULL, 0), LoadSpan(16, 32, 40), [1], stretch)
+            cells_to_load(
+                into, 16, GroupPattern(GroupKind.FULL, 0), LoadSpan(16, 32, 40), [1], stretch.table()
+            )
 
 
 @pytest.mark.parametrize("span", [LoadSpan(5, 32, 40), LoadSpan(0, 32, 40, (5, 32))])
 def test_a_prefix_or_a_part_that_ends_inside_a_cell_or_a_block_is_refused(span):
     _, into = routes(8, 16)
     with pytest.raises(TransferError, match=r"inside the cell|inside a block"):
-        cells_to_load(into, 16, GroupPattern(GroupKind.FULL, 0), span, [0, 1], TableSlice(0, (1, 2, 3, 4)))
+        cells_to_load(into, 16, GroupPattern(GroupKind.FULL, 0), span, [0, 1], np.array([1, 2, 3, 4]))
 
 
 @given(st.sets(st.integers(0, 30)))

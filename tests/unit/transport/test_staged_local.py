@@ -24,7 +24,7 @@ from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.prepared_routes import RoutePreparation
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.security import secure_client
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import UNIT_BYTES, StagingArea

@@ -21,19 +21,20 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, Part
 from kvferry.connector.engine import Block, Request
 from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
-from kvferry.connector.messages import LoadOrder, Report, StepOrders
+from kvferry.connector.load import Load
+from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.claims import Claim, Claims
 from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.pins import Pins, may_hold
 from kvferry.connector.prompt_content import content_of
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.source import Load
 from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
+from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.redeem import Grant, Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
@@ -152,7 +153,7 @@ class PeerSource:
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, _Pull] = {}
         self._claims = Claims(client)
-        self._orders: list[LoadOrder] = []
+        self._reads: list[ReadOrder] = []
         self._connects: dict[str, PeerInfo] = {}
         self._stopped = ""
         self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
@@ -240,24 +241,20 @@ class PeerSource:
             if pull.peer not in self._connected:
                 self._connects[pull.peer] = answer
             self._connected[pull.peer] = time.monotonic()
-        self._orders.append(
-            LoadOrder(
+        self._reads.append(
+            ReadOrder(
                 key=load.key,
-                request_id=load.request_id,
                 peer=pull.peer,
                 span=load.span,
                 src_tables=pull.grant.block_ids,
                 dst_tables=load.tables,
                 lease=pull.grant.word(pull.incarnation),
-                timeout_seconds=self._timeout,
-                attempt=load.attempt,
-                loads=load.loads,
             )
         )
 
-    def alignments(self, load: Load) -> tuple[int, ...]:
+    def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return tokens per group: the common divisor of both sides' blocks."""
-        pull = self._pulls[load.request_id]
+        pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(answer, PeerInfo):
             return (1,) * len(self._groups)
@@ -336,7 +333,7 @@ class PeerSource:
         for name in orders.disconnects:
             del self._connected[name]
             self._alignments.pop(name, None)
-        orders.orders, self._orders = self._orders, []
+        orders.reads, self._reads = self._reads, []
 
     def _redeem(self, pull: _Pull, request: Request) -> None:
         """Begin to redeem the ticket; later, if the name of the prompt's LoRA adapter is not known yet."""

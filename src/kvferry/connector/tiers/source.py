@@ -25,16 +25,15 @@ from kvferry.cache.fetch import Fetch
 from kvferry.connector.bids import Bid, Bidding, Part
 from kvferry.connector.engine import Request
 from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
+from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.source import Load
 from kvferry.connector.tiers.misses import lack_of
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.worker.orders import LoadBegin, LoadEnd, LoadPart, MovedByAll, Piece
+from kvferry.connector.worker.orders import LoadEnd, LoadPart, MovedByAll, Piece
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment
-from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.coverage import NO_TIER, Coverage
 from kvferry.planning.select import first_attended
 from kvferry.tiers.host.tier import Slot
@@ -78,7 +77,6 @@ class _Loading:
 
     load: Load
     fetch: Fetch
-    tables: tuple[TableSlice, ...]
     parts: int = 0
 
 
@@ -107,7 +105,6 @@ class TierSource:
         groups: tuple[Group, ...],
         canonical: CanonicalForm,
         refusals: Refusals,
-        timeout_seconds: float,
         *,
         apart: bool = False,
     ) -> None:
@@ -119,7 +116,6 @@ class TierSource:
             groups: the engine's groups, as a rank has them.
             canonical: the form of chunks.
             refusals: logs requests that are not served.
-            timeout_seconds: deadline of a load.
             apart: also bid the shorter prefixes that do without the slowest tiers.
         """
         self._copy_seconds: list[float] = []
@@ -128,11 +124,10 @@ class TierSource:
         self._alignments = tuple(
             content_alignment(one.kind, one.attention_span, chunk_tokens) for one in groups
         )
-        self._refusals, self._timeout, self._apart = refusals, timeout_seconds, apart
+        self._refusals, self._apart = refusals, apart
         self._widest = prompts.widest
         self._asked: dict[str, _Asked] = {}
         self._loading: dict[str, _Loading] = {}
-        self._begins: list[LoadBegin] = []
         self._ends: list[LoadEnd] = []
         self._slots: dict[str, tuple[str, list[Slot]]] = {}
         self._brought: dict[str, _Brought] = {}
@@ -142,7 +137,7 @@ class TierSource:
     @property
     def busy(self) -> bool:
         """Whether a load is under way."""
-        return bool(self._loading or self._slots or self._begins or self._ends)
+        return bool(self._loading or self._slots or self._ends)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
         """Take a request whose chunks have certain names, or soon will have."""
@@ -221,12 +216,10 @@ class TierSource:
             fetch.failure = "its chunks have no names any more"
         else:
             fetch = self._cache.reading.fetch(chunks.wants(asked.looked, load.span), asked.without)
-        tables = tuple(TableSlice(0, tuple(ids)) for ids in load.tables)
-        self._loading[load.key] = _Loading(load, fetch, tables)
+        self._loading[load.key] = _Loading(load, fetch)
         self._brought[load.key] = _Brought()
-        self._begins.append(LoadBegin(load.key, load.request_id, self._timeout, load.attempt, load.loads))
 
-    def alignments(self, load: Load) -> tuple[int, ...]:
+    def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the tokens at which content of chunks begins, the same for every writer."""
         return self._alignments
 
@@ -276,9 +269,8 @@ class TierSource:
         del self._asked[request_id]
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Order loads that begin, parts that have arrived, and ends of loads that are complete."""
+        """Order the parts of loads that have arrived, and the ends of loads that are complete."""
         chunks = orders.chunks
-        chunks.begins, self._begins = self._begins, []
         for loading in list(self._loading.values()):
             if ready := loading.fetch.take():
                 chunks.parts.append(
@@ -343,7 +335,7 @@ class TierSource:
         loading.parts += 1
         pieces.sort(key=lambda piece: (piece.group, piece.number))
         first = loading.parts == 1
-        return LoadPart(key, loading.load.key, loading.load.span, tuple(pieces), loading.tables, first)
+        return LoadPart(key, loading.load, tuple(pieces), first)
 
     def _end(self, loading: _Loading, failure: str | None) -> None:
         del self._loading[loading.load.key]

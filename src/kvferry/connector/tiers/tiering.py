@@ -112,7 +112,6 @@ class Tiering:
             groups,
             canonical,
             refusals,
-            config.load_timeout_seconds,
             apart=config.source_policy == "cost",
         )
         self._stores = StoreOrders(self._cache, pool, canonical.labels, events)

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy.typing as npt
 from numpy import uint8
 
-from kvferry.connector.worker.orders import LoadPart, Piece, StoreOrder
+from kvferry.connector.worker.orders import Piece, StoreOrder
 from kvferry.errors import TransferError
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, chunk_pool
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.chunk_copies import ChunkCopies, offsets_of
 from kvferry.planning.chunk_cells import cells_to_load, cells_to_store, unfilled_cells
-from kvferry.planning.select import partly_written_blocks
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan, partly_written_blocks
 from kvferry.planning.template import Route, build_templates
 
 _SLOTS = 1 << 20
@@ -99,34 +100,40 @@ class ChunkRoutes:
                     each.copies.blank(beside, piece.offset)
         return tuple(found)
 
-    def load(self, part: LoadPart) -> tuple[int, ...]:
+    def load(
+        self, pieces: Sequence[Piece], span: LoadSpan, tables: Sequence[Int64s], *, first: bool
+    ) -> tuple[int, ...]:
         """Copy this rank's part of chunks to its blocks; returns bytes per canonical group.
 
-        With the first part of a load, blocks that the load fills only in part are zeroed.
+        Args:
+            pieces: the chunks, by group, then by number.
+            span: how much the whole load brings.
+            tables: destination block ids by position, per group of the engine.
+            first: no part of this load came before, so zero the blocks that it fills only in part.
 
         Raises:
-            TransferError: the part names blocks that cannot take the tokens.
+            TransferError: the tables name blocks that cannot take the tokens.
         """
         found = [0] * len(self._canonical.groups)
-        if part.first:
-            self._clear(part)
-        for group, pieces in _by_group(part.pieces):
-            numbers, offsets = [piece.number for piece in pieces], offsets_of([p.offset for p in pieces])
+        if first:
+            self._clear(span, tables)
+        for group, of_group in _by_group(pieces):
+            numbers, offsets = [piece.number for piece in of_group], offsets_of([p.offset for p in of_group])
             for each in self._in[group]:
                 route, here = each.route, self._rank.groups[each.route.dst_group]
-                blocks, tokens = part.tables[route.dst_group], self._canonical.chunk_tokens
-                for cells in cells_to_load(route, tokens, here, part.span, numbers, blocks):
+                table, tokens = tables[route.dst_group], self._canonical.chunk_tokens
+                for cells in cells_to_load(route, tokens, here, span, numbers, table):
                     each.copies.load(cells, offsets)
                     found[group] += len(cells) * route.cell_bytes
         return tuple(found)
 
-    def _clear(self, part: LoadPart) -> None:
+    def _clear(self, span: LoadSpan, tables: Sequence[Int64s]) -> None:
         for routes in self._in:
             for each in routes:
                 here = self._rank.groups[each.route.dst_group]
-                table = part.tables[each.route.dst_group].table()
+                table = tables[each.route.dst_group]
                 each.copies.clear(
-                    partly_written_blocks(each.route, here.kind, here.attention_span, part.span, table)
+                    partly_written_blocks(each.route, here.kind, here.attention_span, span, table)
                 )
 
 

@@ -15,12 +15,13 @@ import numpy as np
 from kvferry.connector.access import peers_allowed
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
+from kvferry.connector.load import Load
 from kvferry.connector.load_figures import LoadFigures
-from kvferry.connector.messages import EndedRequests, LoadOrder, Report, StepOrders, StepReports, WorkerInfo
+from kvferry.connector.messages import EndedRequests, Report, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.producer import LEASE_SLOTS
 from kvferry.connector.worker.loads import Joined, Loads
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import LoadBegin, MovedByAll
+from kvferry.connector.worker.orders import MovedByAll
 from kvferry.connector.worker.stale import CHANGED, StaleEpochs
 from kvferry.errors import KVFerryError
 from kvferry.geometry import Group, RankGeometry
@@ -31,7 +32,6 @@ from kvferry.transport.costs_file import load_costs
 from kvferry.transport.key_file import read_keys
 from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWords, new_incarnation
-from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 
@@ -56,7 +56,7 @@ class WorkerHalf:
         self._transfers: Transfers | None = None
         self._mover: ChunkMover | None = None
         self._loads, self._joined = Loads(time.monotonic), Joined()
-        self._orders: dict[str, LoadOrder | LoadBegin] = {}
+        self._orders: dict[str, Load] = {}
         self._results: dict[str, ReadResult] = {}
         self._sent: set[str] = set()
         self._stale, self._void = StaleEpochs(), set[str]()
@@ -119,13 +119,13 @@ class WorkerHalf:
         """Begin a step: take all orders but those to store."""
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
+        for load in orders.loads:
+            self._loads.begin(load.key, load.timeout_seconds)
+            self._orders[load.key] = load
+            if orders.epoch in self._stale:
+                self._loads.give_up(load.key, CHANGED)
         if self._transfers is not None:
             self._begin_transfers(self._transfers, orders)
-        for begin in orders.chunks.begins:
-            self._loads.begin(begin.key, begin.timeout_seconds)
-            self._orders[begin.key] = begin
-            if orders.epoch in self._stale:
-                self._loads.give_up(begin.key, CHANGED)
         for key, why in orders.given_up.items():
             self._loads.give_up(key, why)
         if self._mover is not None:
@@ -142,22 +142,11 @@ class WorkerHalf:
         if orders.turns_ended:
             transfers.words.end(orders.turns_ended.values())
             self._reports.raised.update(dict.fromkeys(orders.turns_ended, 1))
-        for order in orders.orders:
-            self._loads.begin(order.key, order.timeout_seconds)
-            self._orders[order.key] = order
-            if self._stale.last is not None:
-                self._loads.landed(order.key, CHANGED)
-                continue
-            transfers.submit(
-                ReadOrder(
-                    order.key,
-                    order.peer,
-                    order.span,
-                    _arrays(order.src_tables),
-                    _arrays(order.dst_tables),
-                    order.lease,
-                )
-            )
+        for read in orders.reads:
+            if self._stale.last is None:
+                transfers.submit(read)
+            else:
+                self._loads.landed(read.key, CHANGED)
 
     def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
         """Keep what the step has computed.
@@ -170,7 +159,7 @@ class WorkerHalf:
         for tables, tokens in orders.saves:
             if self._mirror is not None:
                 span = LoadSpan(0, tokens, tokens + 1)
-                self._mirror.save(self._described().groups, self._needed(span, tables))
+                self._mirror.save(self._described().groups, self._needed(span, _arrays(tables)))
         if self._mover is not None and orders.chunks.stores:
             if orders.epoch in self._stale:
                 self._mover.refuse(orders.chunks, CHANGED)
@@ -185,14 +174,14 @@ class WorkerHalf:
         settled = self._loads.settle()
         received, failed = set(), set()
         for key, outcome in settled.reported.items():
-            order, failure = self._orders[key], outcome or (CHANGED if key in self._void else None)
-            if failure is None and self._mirror is not None and isinstance(order, LoadOrder):
-                self._mirror.load(self._described().groups, self._needed(order.span, order.dst_tables))
-            whole = self._joined.reported(order.attempt, order.loads, failure)
+            load, failure = self._orders[key], outcome or (CHANGED if key in self._void else None)
+            if failure is None and self._mirror is not None:
+                self._mirror.load(self._described().groups, self._needed(load.span, load.tables))
+            whole = self._joined.reported(load.attempt, load.loads, failure)
             if whole is not None:
-                received.add(order.request_id)
+                received.add(load.request_id)
             if whole is False:
-                failed.add(order.request_id)
+                failed.add(load.request_id)
             self._reports.reports[key] = _report(failure, key not in settled.released, self._results.get(key))
             self._reports.reported[key] = 1
         for key in settled.released:
@@ -235,11 +224,11 @@ class WorkerHalf:
             raise KVFerryError("a worker half was used before `start`")
         return self._geometry
 
-    def _needed(self, span: LoadSpan, tables: BlockIds) -> list[Int64s]:
+    def _needed(self, span: LoadSpan, tables: Sequence[Int64s]) -> list[Int64s]:
         groups = self._described().groups
         return [
             blocks_needed(group.kind, group.attention_span, group.block_tokens, span, table)
-            for group, table in zip(groups, _arrays(tables), strict=True)
+            for group, table in zip(groups, tables, strict=True)
         ]
 
 

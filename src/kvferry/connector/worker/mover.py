@@ -113,9 +113,12 @@ class ChunkMover:
         self._do(order.key, lambda routes: routes.store(order))
 
     def _part(self, part: LoadPart) -> None:
-        failure = self._do(part.key, lambda routes: routes.load(part))
+        load = part.load
+        failure = self._do(
+            part.key, lambda routes: routes.load(part.pieces, load.span, load.tables, first=part.first)
+        )
         if failure is not None:
-            self._failed.setdefault(part.load, failure)
+            self._failed.setdefault(load.key, failure)
 
     def _end(self, end: LoadEnd) -> None:
         failure = self._failed.pop(end.key, None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.connector.load import Load
 from kvferry.geometry import RankGeometry
 from kvferry.planning.chunk_cells import TableSlice
-from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import ArenaHandle
 
 
@@ -64,37 +64,15 @@ class LoadPart:
 
     Attributes:
         key: names the part.
-        load: names the load.
-        span: how much the whole load brings.
+        load: the load.
         pieces: by group, then by number.
-        tables: destination blocks per group of the engine.
         first: no part of this load came before.
     """
 
     key: str
-    load: str
-    span: LoadSpan
+    load: Load
     pieces: tuple[Piece, ...]
-    tables: tuple[TableSlice, ...]
     first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LoadBegin:
-    """A load from the tiers has begun; parts follow, then an end.
-
-    Attributes:
-        key: names the load.
-        request_id: the engine's.
-        timeout_seconds: when to give up, counted from when the rank hears of it.
-        attempt, loads: what the request waits for, and of how many loads it consists.
-    """
-
-    key: str
-    request_id: str
-    timeout_seconds: float
-    attempt: str
-    loads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +94,17 @@ class ChunkOrders:
 
     Attributes:
         arena: in the first step.
-        stores, begins, parts, ends: see each.
+        stores, parts, ends: see each.
     """
 
     arena: ArenaCard | None = None
     stores: list[StoreOrder] = field(default_factory=list)
-    begins: list[LoadBegin] = field(default_factory=list)
     parts: list[LoadPart] = field(default_factory=list)
     ends: list[LoadEnd] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Return whether there is any order."""
-        return bool(self.arena or self.stores or self.begins or self.parts or self.ends)
+        return bool(self.arena or self.stores or self.parts or self.ends)
 
 
 @dataclass(frozen=True, slots=True)

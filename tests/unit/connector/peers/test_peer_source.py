@@ -20,7 +20,6 @@ from kvferry.connector.peers.turn_finder import FoundTurn
 from kvferry.connector.pins import Pins
 from kvferry.connector.prompt_content import content_of
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.source import Load
 from kvferry.connector.stream import EventStream
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
@@ -31,6 +30,7 @@ from kvferry.transport.messages import KeptTurn, RankCard
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
 from support.engines import ranks
+from support.loads import made_up_load
 from support.lora import adapter, settled, slow_files
 from transport.cards import ATTENTION, cards, facts, spec, ticket
 
@@ -137,7 +137,7 @@ class Engine:
         (bid,) = self.source.bids(one, have)
         name = one.request_id
         span = LoadSpan(have, have + bid.tokens, 41)
-        load = Load(f"{name}#1", name, f"{name}#1", 1, bid, span, ([4, 5, 6],), 0.0)
+        load = made_up_load(f"{name}#1", span, [[4, 5, 6]], request_id=name, bid=bid)
         self.source.begin(load, one)
         return load
 
@@ -187,14 +187,15 @@ def test_a_load_is_ordered_with_the_peer_met_before():
     load = engine.begin(one, 8)
     meta = engine.step()
     assert meta.connects == {PEER: KNOWN.ranks}
-    (order,) = meta.orders
-    assert (order.key, order.request_id, order.peer, order.span) == ("a#1", "a", PEER, LoadSpan(8, 40, 41))
-    assert (order.src_tables, order.dst_tables, order.timeout_seconds) == (([1, 2, 3],), ([4, 5, 6],), 30.0)
-    assert (order.lease.slot, order.lease.generation, order.lease.incarnation) == (3, 7, 11)
+    (read,) = meta.reads
+    assert (read.key, read.peer, read.span) == ("a#1", PEER, LoadSpan(8, 40, 41))
+    assert [ids.tolist() for ids in read.src_tables] == [[1, 2, 3]]
+    assert read.dst_tables is load.tables
+    assert (read.lease.slot, read.lease.generation, read.lease.incarnation) == (3, 7, 11)
     assert engine.source.origin(load) == "peer"
     engine.begin(engine.arrive(offered("b")))
     assert engine.step().connects == {}, "workers know it"
-    assert engine.step().orders == []
+    assert engine.step().reads == []
 
 
 @pytest.mark.parametrize(
@@ -321,10 +322,10 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets(monkeyp
 def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, alignment_tokens):
     peer = RankCard(ranks(spec(block_tokens=theirs), [ATTENTION] * 2)[0], b"metadata", 4096, 64, 1)
     engine = Engine(PeerInfo(facts("engine", 11), (peer,)))
-    load = engine.begin(engine.arrive(offered()))
-    assert engine.source.alignments(load) == (alignment_tokens,)
+    engine.arrive(offered())
+    assert engine.source.alignments("a") == (alignment_tokens,)
     engine.client.answer = NOBODY
-    assert engine.source.alignments(load) == (1,), "nothing is known of it"
+    assert engine.source.alignments("a") == (1,), "nothing is known of it"
 
 
 def as_kind(rank, kind, attention_span):
@@ -348,7 +349,8 @@ def test_groups_are_told_by_their_layers_whatever_they_are_called(ours, theirs):
     (template,) = build_templates([peer], mine)
     assert {route.cell_tokens for route in template.routes} == {32}
     engine = Engine(PeerInfo(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
-    assert engine.source.alignments(engine.begin(engine.arrive(offered()))) == (32,)
+    engine.arrive(offered())
+    assert engine.source.alignments("a") == (32,)
 
 
 def test_a_peer_whose_late_reads_hold_too_much_is_refused():

@@ -135,7 +135,7 @@ def test_a_state_is_that_after_what_was_computed_be_it_a_token_ahead(ahead, toke
     assert engine.finish(turn(ahead=ahead))
     (kept,) = [one.kept for one in engine.keeper._turns.values()]
     assert (kept.tokens, kept.least) == (tokens, tokens)
-    assert kept.grant.block_ids[1] == [(tokens - 1) // BLOCK + 1]
+    assert kept.grant.block_ids[1].tolist() == [(tokens - 1) // BLOCK + 1]
 
 
 def test_a_state_that_is_not_certainly_that_of_the_tokens_is_not_kept():

@@ -8,11 +8,10 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.cache.writing import Behind
 from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.bids import Bidding
 from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.source import Load
 from kvferry.connector.tiers import source as tier_source
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
@@ -29,6 +28,7 @@ from kvferry.tiers.outcome import GetOutcome
 from kvferry.tiers.storage_tier import StoreUsage
 from support.block_pool import request
 from support.clock import Clock
+from support.loads import made_up_load
 from support.models import attention, model
 from support.slow_tiers import answer, fake_tiers, queue_by_hand, table_of
 
@@ -57,7 +57,7 @@ class Engine:
             CANONICAL.groups,
             [Behind(queue) for queue in self.queues],
         )
-        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, CANONICAL, Refusals(), 30.0)
+        self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, CANONICAL, Refusals())
         self.bidding = Bidding(2)
         assert self.source.arrived(self.one, self.bidding)
 
@@ -74,7 +74,7 @@ class Engine:
         bid = self.bid(have)
         self.loads += 1
         span = LoadSpan(have, have + bid.tokens, PROMPT)
-        load = Load(f"a#{self.loads}", "a", "a", 1, bid, span, (list(range(1, 8)),), 0.0)
+        load = made_up_load(f"a#{self.loads}", span, [range(1, 8)], bid=bid)
         self.source.begin(load, self.one)
         return load
 
@@ -123,13 +123,9 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     load = engine.begin(have=8)
     assert (engine.source.origin(load), engine.source.busy) == ("host", True)
     orders = engine.step()
-    assert [(begin.key, begin.request_id, begin.timeout_seconds) for begin in orders.begins] == [
-        ("a#1", "a", 30.0)
-    ]
     assert (numbers(orders), ends(orders)) == ([[1, 2, 3]], [("a#1", None)])
     (part,) = orders.parts
-    assert (part.load, part.span, part.first) == ("a#1", LoadSpan(8, PROMPT, PROMPT), True)
-    assert [stretch.ids for stretch in part.tables] == [tuple(range(1, 8))]
+    assert (part.load, part.first) == (load, True)
     assert not engine.step(), "all is said once"
     assert engine.holds() == 3
     engine.moved(part)
@@ -234,7 +230,7 @@ def test_a_load_that_is_dropped_is_ended_and_lets_go_of_what_ranks_have_not_been
     engine.source.dropped(load)
     engine.source.finished("a")
     orders = engine.step()
-    assert (len(orders.begins), numbers(orders)) == (1, [])
+    assert numbers(orders) == []
     assert ends(orders) == [("a#1", "nobody waits for it any more")]
     engine.source.dropped(load)
     assert ends(engine.step()) == []
@@ -276,7 +272,7 @@ def test_a_load_whose_request_has_lost_its_names_fails_rather_than_bringing_noth
     engine.store(0)
     engine.bid()
     engine.prompts.remove("a")
-    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), LoadSpan(0, 8, PROMPT), ([1, 2],), 0.0)
+    load = made_up_load("a#1", LoadSpan(0, 8, PROMPT), [[1, 2]])
     engine.source.begin(load, engine.one)
     assert ends(engine.step()) == [("a#1", "its chunks have no names any more")]
 
@@ -312,11 +308,8 @@ def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
 def test_content_of_chunks_begins_where_their_writers_count_on_it():
     engine = Engine()
     groups = [Group(GroupKind.SLIDING, 4, attention_span, ()) for attention_span in (CHUNK, CHUNK - 1)]
-    source = TierSource(
-        engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals(), 30.0
-    )
-    load = Load("a#1", "a", "a", 1, Bid(TIERS, ()), LoadSpan(0, CHUNK, PROMPT), ([], [], []), 0.0)
-    assert source.alignments(load) == (CHUNK, CHUNK, WINDOW_ALIGNMENT_TOKENS)
+    source = TierSource(engine.cache, engine.prompts, (*RANKS[0].groups, *groups), CANONICAL, Refusals())
+    assert source.alignments("a") == (CHUNK, CHUNK, WINDOW_ALIGNMENT_TOKENS)
 
 
 def parts(bids):
@@ -351,20 +344,20 @@ def test_an_end_of_which_the_beginning_is_gone_is_fetched_alone():
     assert parts([bid]) == [{"file": 12}]
     engine.loads += 1
     span = LoadSpan(0, 24, PROMPT, (12, 24))
-    engine.source.begin(Load("a#1.1", "a", "a#1", 2, bid, span, (list(range(1, 8)),), 0.0), engine.one)
-    begun = engine.step()
-    assert [(begin.attempt, begin.loads) for begin in begun.begins] == [("a#1", 2)]
+    load = made_up_load("a#1.1", span, [range(1, 8)], attempt="a#1", loads=2, bid=bid)
+    engine.source.begin(load, engine.one)
+    engine.step()
     for number in (1, 2):
         engine.answer(number, GetOutcome.HIT)
     (part,) = engine.step().parts
     assert [piece.number for piece in part.pieces] == [1, 2]
-    assert part.span == span
+    assert part.load is load
 
 
 def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
     engine = Engine([0, 1], [0, 1, 2, 3])
     engine.source = TierSource(
-        engine.cache, engine.prompts, RANKS[0].groups, CANONICAL, Refusals(), 30.0, apart=True
+        engine.cache, engine.prompts, RANKS[0].groups, CANONICAL, Refusals(), apart=True
     )
     engine.source.arrived(engine.one, engine.bidding)
     assert parts(engine.source.bids(engine.one, 0)) == [{"file": 16, "object": 12}, {"file": 16}]

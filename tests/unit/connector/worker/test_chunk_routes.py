@@ -17,6 +17,7 @@ from kvferry.memory.owned import allocate
 from kvferry.planning.chunk_cells import slice_table
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
+from support.loads import made_up_load
 
 KV = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
 STATE = StoredField("ssm", 4, 4, (("width", 6),)), StoredField("conv", 2, 0, (("width", 5),))
@@ -66,6 +67,11 @@ class Engine:
         return tuple(found)
 
 
+def arrays(engine: Engine) -> list[np.ndarray]:
+    """The whole tables of an engine."""
+    return [part.table() for part in engine.tables(0, TOKENS)]
+
+
 def engines(writer: int, reader: int) -> tuple[Engine, Engine]:
     shapes = {
         1: EngineShape(1, (4,), 32, "LBHNC", 40),
@@ -109,7 +115,7 @@ def test_what_one_engine_stored_another_loads_and_stores_the_same(
     span = LoadSpan(0, TOKENS, TOKENS + 1)
     before = [cache.buffer.clone() for cache in b.caches]
     for routes in b.routes(arena):
-        routes.load(LoadPart("p", "l", span, pieces, b.tables(0, TOKENS), first=True))
+        routes.load(pieces, span, arrays(b), first=True)
     assert any((cache.buffer != old).any() for cache, old in zip(b.caches, before, strict=True))
     arena.memory[4096:] = 0
     for routes in b.routes(arena):
@@ -150,8 +156,7 @@ def sliding(engine: Engine) -> int:
 def loaded(engine: Engine, arena: Arena, parts, span: LoadSpan) -> list[np.ndarray]:
     for routes in engine.routes(arena):
         for number, pieces in enumerate(parts):
-            tables = engine.tables(0, TOKENS)
-            routes.load(LoadPart(str(number), "l", span, pieces, tables, first=number == 0))
+            routes.load(pieces, span, arrays(engine), first=number == 0)
     return [cache.buffer.numpy().copy() for cache in engine.caches]
 
 
@@ -224,7 +229,8 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), lambda: waited.append(1))
     mover.load(ChunkOrders(arena=ArenaCard(arena.name, tuple(a.ranks), CHUNK)))
     mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), lambda: waited.append(1))
-    part = LoadPart("p", "l", LoadSpan(0, TOKENS, 400), pieces, tables[:1], first=True)
+    load = made_up_load("l", LoadSpan(0, TOKENS, 400), [tables[0].ids])
+    part = LoadPart("p", load, pieces, first=True)
     mover.load(ChunkOrders(parts=[part], ends=[LoadEnd("l", None)]))
     mover.close()
     moved = {one.key: one for one in mover.moved()}

@@ -10,9 +10,11 @@ import pytest
 
 from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import ChunkOrders, LoadBegin, StoreOrder
+from kvferry.connector.worker.orders import ChunkOrders, StoreOrder
 from kvferry.connector.worker.stale import StaleEpochs
 from kvferry.engines.vllm.compat import weights
+from kvferry.planning.select import LoadSpan
+from support.loads import made_up_load
 
 
 def test_no_epoch_is_stale_while_weights_stay() -> None:
@@ -50,7 +52,7 @@ def test_the_first_epoch_is_stale_even_if_nothing_was_computed() -> None:
 def test_steps_that_bring_kv_into_the_cache_are_told_from_those_that_do_not() -> None:
     assert not StepOrders().writes_cache
     assert StepOrders(computes=True).writes_cache
-    assert StepOrders(chunks=ChunkOrders(begins=[LoadBegin("a", "a", 1.0, "a", 1)])).writes_cache
+    assert StepOrders(loads=[made_up_load("a", LoadSpan(0, 8, 9), [])]).writes_cache
 
 
 def test_the_last_stale_epoch_of_any_worker_counts() -> None:
