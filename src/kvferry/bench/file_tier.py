@@ -12,10 +12,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvferry.bench.fio import FioReads, FioWrites, has_fio
 from kvferry.bench.movers import Mover
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
-from kvferry.bench.raw_files import ThreadReads, ThreadWrites, random_pages, write_file
+from kvferry.bench.raw_files import (
+    FioReads,
+    FioWrites,
+    ThreadReads,
+    ThreadWrites,
+    has_fio,
+    random_pages,
+    write_file,
+)
 from kvferry.bench.storage_chunks import (
     ChunkBodies,
     LoadMover,

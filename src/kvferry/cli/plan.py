@@ -116,8 +116,7 @@ def _print(made: Forecast, kept: TierForecast) -> None:
 
 
 def _print_json(made: Forecast, kept: TierForecast) -> None:
-    from kvferry.plan.numbers import as_json
-    from kvferry.plan.numbers_kept import kept_as_json
+    from kvferry.plan.numbers import as_json, kept_as_json
 
     print(json.dumps({**as_json(made), "tiers": kept_as_json(kept)}))
 

@@ -43,9 +43,9 @@ def top(
     import anyio
     from rich.console import Console
 
-    from kvferry.top.fetch import parse_address
     from kvferry.top.lines import text
     from kvferry.top.live import sampled, watch
+    from kvferry.top.poller import parse_address
 
     asked = list(dict.fromkeys(parse_address(url) for url in urls))
     console = Console(highlight=False)

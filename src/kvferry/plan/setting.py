@@ -2,17 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading
+from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
-from kvferry.plan.planes import apart
-from kvferry.plan.request import Tables, span_of, tables
 from kvferry.plan.side import EngineSide, shape
+from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, Template, build_templates
+
+
+def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
+    """Replace every layer that has both K and V by a layer for K and a layer for V.
+
+    Returns:
+        The new model, and for each kind of its layers the kind in `reading` that it is part of. Engines laid
+        K and V out like this before they packed both per head and token.
+    """
+    origin: dict[LayerCache, LayerCache] = {}
+    parts: dict[LayerCache, tuple[LayerCache, ...]] = {}
+    for store in dict.fromkeys(reading.cache.layers):
+        names = dict.fromkeys(field.name.partition(".")[0] for field in store.fields)
+        planes = [tuple(f for f in store.fields if f.name.partition(".")[0] == name) for name in names]
+        parts[store] = (
+            tuple(replace(store, fields=p) for p in planes) if set(names) == {"k", "v"} else (store,)
+        )
+        origin |= dict.fromkeys(parts[store], store)
+    made = [[part for store in stores for part in parts[store]] for stores in per_layer(reading)]
+    cache = replace(reading.cache, layers=tuple(part for layer in made for part in layer))
+    return replace(reading, cache=cache, kept=tuple(map(len, made))), origin
+
+
+_STEP = 2
+"""Distance of block ids: with every other block of the pool, no two blocks of a table are adjacent."""
+
+
+def span_of(tokens: int) -> LoadSpan:
+    """Return the span of a prompt without cached tokens. All tokens move but the last, which is computed."""
+    return LoadSpan(0, tokens - 1, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The block tables of the request on one side.
+
+    Attributes:
+        by_group: block ids by position, for each group; for a state group the one block of the snapshot.
+        num_blocks: number of blocks in the pool.
+    """
+
+    by_group: tuple[Int64s, ...]
+    num_blocks: int
+
+
+def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
+    """Return the block tables of all groups of one side. They share no block and have no null block."""
+    layers = reading.cache.layers
+    return scattered(
+        [
+            1 if layers[group.layers[0]].kind is GroupKind.STATE else -(-tokens // group.block_tokens)
+            for group in shape(reading, side, 1).groups
+        ]
+    )
+
+
+def scattered(blocks: Sequence[int]) -> Tables:
+    """Return tables with the given numbers of blocks.
+
+    >>> [table.tolist() for table in scattered([2, 1]).by_group], scattered([2, 1]).num_blocks
+    ([[1, 3], [5]], 7)
+    """
+    ids = 1 + _STEP * np.arange(sum(blocks), dtype=np.int64)
+    cuts = np.cumsum(blocks)[:-1]
+    return Tables(tuple(np.split(ids, cuts)), 1 + _STEP * len(ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from rich.table import Table
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import read_model
 from kvferry.geometry.store import LayerCache
+from kvferry.plan.find import entries
 from kvferry.plan.forecast import Forecast
 from kvferry.plan.moved import TransferEstimate
 from kvferry.plan.side import EngineSide
-from kvferry.plan.table import entries
 from kvferry.units import format_bytes, format_count, format_seconds
 
 _ALL = "all"

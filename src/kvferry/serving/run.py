@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
 
-from kvferry.serving.heap import map_large_allocations
 from kvferry.serving.router import RouterApp
+
+_M_MMAP_THRESHOLD = -3
+"""Parameter of ``mallopt(3)``."""
+_THRESHOLD_BYTES = 128 << 10
 
 _TICK_SECONDS = 0.2
 # For answers that are under way when the server is told to end: to be completed, and then to be cut short.
@@ -59,3 +63,14 @@ async def _serve(app: RouterApp, server: _Server, sock: socket.socket, keep_on: 
         await asyncio.wait({serving}, timeout=_DRAIN_SECONDS)
         app.end_answers()
         await serving
+
+
+def map_large_allocations() -> None:
+    """Have glibc map allocations of 128 KiB or more separately, so that freeing them returns the memory.
+
+    Otherwise glibc serves them from the heap after the first one was freed, and small allocations behind them
+    keep the heap from shrinking. asyncio reads into buffers of 256 KiB. Does nothing with other C libraries.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.connector.events import LoadOutcome
-from kvferry.top.quantile import quantile
-from kvferry.top.values import Values
+from kvferry.top.values import Values, quantile
 
 
 @dataclass(frozen=True, slots=True)

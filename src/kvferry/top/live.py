@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Sequence
+import termios
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import anyio
 from rich.console import Console
+from rich.text import Text
 
 from kvferry.observe.fetch import client
 from kvferry.top.addresses import FleetView
+from kvferry.top.layout import TextLine
 from kvferry.top.lines import screen
 from kvferry.top.poller import Poller
-from kvferry.top.terminal import draw, raw_keys, read_keys
+
+_CC = 6
+
+
+@contextmanager
+def raw_keys(fd: int) -> Iterator[None]:
+    """Read keys without echo and Enter inside the block."""
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        now = termios.tcgetattr(fd)
+        # Ctrl-Z would leave the screen as drawn.
+        now[_CC][termios.VSUSP] = b"\0"
+        termios.tcsetattr(fd, termios.TCSANOW, now)
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSAFLUSH, before)
+
+
+def read_keys(fd: int) -> str:
+    """Return the keys typed since the last call; empty at the end of input."""
+    try:
+        return os.read(fd, 1024).decode(errors="ignore")
+    except OSError:
+        return ""
+
+
+def draw(console: Console, lines: list[TextLine]) -> None:
+    """Fill the screen with the lines."""
+    text = Text("\n", no_wrap=True, overflow="crop", end="").join(
+        Text(line.text, style=line.look) for line in lines
+    )
+    console.update_screen(text)
+
 
 _LOOK_SECONDS = 0.1
 """Longest delay until a change, also of the terminal's size, is drawn."""

@@ -17,10 +17,21 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import KVFerryError, TransferError
-from kvferry.transport.backoff import pause_seconds
 from kvferry.transport.connected_peer import ConnectedPeer
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
+
+_LONGEST_SECONDS = 60.0
+
+
+def pause_seconds(failures: int) -> float:
+    """Return the pause after a number of consecutive failures: 0, then 1, 2, 4, ... seconds, at most 60.
+
+    >>> [pause_seconds(failures) for failures in (1, 2, 3, 4, 100)]
+    [0.0, 1.0, 2.0, 4.0, 60.0]
+    """
+    return 0.0 if failures < 2 else min(2.0 ** min(failures - 2, 10), _LONGEST_SECONDS)
+
 
 logger = logging.getLogger(__name__)
 

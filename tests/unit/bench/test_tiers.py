@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench import fio, tiers, tiers_report
+from kvferry.bench import raw_files, tiers, tiers_report
 from kvferry.bench.host_tier import tier_cases, verify_copies
 from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
 from kvferry.bench.storage_chunks import ChunkBodies, LoadMover, open_queue, store_all
@@ -27,7 +27,7 @@ def quiet(_: str) -> None:
 
 @pytest.mark.parametrize("has_fio", [False, True])
 def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fio: bool) -> None:
-    if has_fio and not fio.has_fio():
+    if has_fio and not raw_files.has_fio():
         pytest.skip("there is no fio here")
     monkeypatch.setattr("kvferry.bench.file_tier.has_fio", lambda: has_fio)
     folders = [tmp_path / name for name in ("files", "objects")]

@@ -17,8 +17,8 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.interior import page_interior
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import per_layer, read_model
+from kvferry.plan.find import entries
 from kvferry.plan.side import EngineSide, shape
-from kvferry.plan.table import entries
 from support.families import ARCHITECTURES, default_config
 from support.vllm_engine.built import ask
 

@@ -41,8 +41,7 @@ from kvferry.errors import ConfigError, KVFerryError, ProtocolError
 from kvferry.explain import client
 from kvferry.explain.client import ask_engines
 from kvferry.observe import socket_directory, trace_server
-from kvferry.observe.request_ids import matches_id
-from kvferry.observe.trace_server import TraceServer
+from kvferry.observe.trace_server import TraceServer, matches_id
 from kvferry.observe.traces import RequestTrace, TraceBuffer
 from kvferry.observe.wire import MAX_QUESTION_BYTES, EngineInfo, Question, decode_trace
 

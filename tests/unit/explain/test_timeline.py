@@ -26,7 +26,7 @@ from kvferry.connector.events import (
     ValuedBid,
 )
 from kvferry.connector.load_figures import LoadFigures
-from kvferry.explain.summary import summary
+from kvferry.explain.text import summary
 from kvferry.explain.timeline import timeline
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 

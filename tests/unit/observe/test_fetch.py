@@ -16,7 +16,7 @@ from kvferry.doctor import http_engine
 from kvferry.errors import ProtocolError
 from kvferry.observe import fetch as module
 from kvferry.observe.fetch import HttpReply, client, fetch, http_address
-from kvferry.top.fetch import fetch_address
+from kvferry.top.poller import fetch_address
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"

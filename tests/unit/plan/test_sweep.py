@@ -12,8 +12,8 @@ from kvferry.errors import GeometryError
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading, read_model
+from kvferry.plan.find import ModelEntry, entries
 from kvferry.plan.side import EngineSide, block_tokens, layout_of, shape
-from kvferry.plan.table import ModelEntry, entries
 from kvferry.planning.template import Template, build_templates
 
 pytestmark = pytest.mark.slow

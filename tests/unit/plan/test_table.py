@@ -6,9 +6,9 @@ import pytest
 
 from kvferry.geometry.models import read_model
 from kvferry.plan.cost import Pricing
+from kvferry.plan.find import entries, lookup, nearest
 from kvferry.plan.forecast import forecast
 from kvferry.plan.side import EngineSide, layout_of
-from kvferry.plan.table import entries, lookup, nearest
 from kvferry.planning.strategy import Costs
 
 BYTES_PER_TOKEN = {

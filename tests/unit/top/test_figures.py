@@ -15,8 +15,8 @@ from kvferry.top.derive import figures
 from kvferry.top.exposition import Scrape, parse_page
 from kvferry.top.figures import Figures
 from kvferry.top.lines import cached_share, screen, text
-from kvferry.top.quantile import HistogramBucket, quantile
 from kvferry.top.units import number
+from kvferry.top.values import HistogramBucket, quantile
 from kvferry.top.window import window
 from support.metrics_page import Page, busy, several
 

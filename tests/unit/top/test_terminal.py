@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.cli.top import as_plain
 from kvferry.errors import ConfigError
-from kvferry.top.fetch import parse_address
+from kvferry.top.poller import parse_address
 from support.metrics_page import Page, busy, several, shown
 from support.terminal import Terminal
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.observe.dashboard.expressions import ENGINE, gained, less, per_second, series, total
@@ -142,3 +144,25 @@ ALERTS = (
         "(kvferry_loads_total by outcome); until then a shorter load_timeout_seconds makes it cheaper.",
     ),
 )
+
+
+def rules() -> str:
+    """Return the alerts as YAML."""
+    return "\n".join(["groups:", "  - name: kvferry", "    rules:", *_lines()]) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    for alert in ALERTS:
+        yield from _rule(alert)
+
+
+def _rule(alert: Alert) -> Iterator[str]:
+    # What JSON quotes, YAML reads alike.
+    yield f"      - alert: {alert.name}"
+    yield f"        expr: {json.dumps(alert.expression)}"
+    yield f"        for: {alert.lasts}"
+    yield "        labels:"
+    yield f"          severity: {alert.severity}"
+    yield "        annotations:"
+    yield f"          summary: {json.dumps(alert.summary)}"
+    yield f"          description: {json.dumps(alert.action)}"
