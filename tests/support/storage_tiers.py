@@ -1,4 +1,4 @@
-"""One example of each kind of storage tier, over a folder. A kind without one fails `test_registry`."""
+"""One example of each kind of storage tier, over a folder. Every registered kind must have one."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ EXAMPLES: Mapping[str, Example] = {
         lambda folder: ObjectSettings(f"file://{folder}"), damage_files, ObjectSettings("odd://bucket")
     ),
 }
+
+
+def example_of(kind: str) -> Example:
+    """Return the example of a kind; fail if there is none."""
+    assert kind in EXAMPLES, f"add an example of a {kind} tier to tests/support/storage_tiers.py"
+    return EXAMPLES[kind]

@@ -1,5 +1,7 @@
 """The tiers of the settings: what is wrong is said in one sentence."""
 
+from pathlib import Path
+
 import pytest
 
 from kvferry.connector.config import parse_config
@@ -8,10 +10,12 @@ from kvferry.connector.tier_config import (
     read_tiers,
 )
 from kvferry.errors import ConfigError
+from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.objects.settings import ObjectSettings
 
+DOCS = Path(__file__).parents[3] / "docs" / "tiers.md"
 OBJECT = {"type": "object", "url": "s3://bucket/kv"}
 HOST, FILE = {"type": "host", "capacity": "1GiB"}, {"type": "file", "path": "/chunks"}
 
@@ -97,6 +101,13 @@ def test_what_is_wrong_is_said(given, says):
 )
 def test_places_that_may_differ_are_taken(given):
     assert len(read_tiers(given).slow) == len(given)
+
+
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
+def test_every_eviction_policy_can_be_configured_and_is_documented(name):
+    assert read_tiers([{**HOST, "eviction_policy": name}]).host.eviction_policy == name
+    (row,) = [line for line in DOCS.read_text().splitlines() if line.startswith("| `eviction_policy` |")]
+    assert f"`{name}`" in row
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.registry import STORAGE_TIERS, medium_of
 from kvferry.tiers.storage_settings import StorageSettings
 from support.chunk_files import key
-from support.storage_tiers import EXAMPLES
+from support.storage_tiers import example_of
 from support.stores import GROUP, NAMESPACE, OTHER, body, sections
 
 KINDS = pytest.mark.parametrize("kind", STORAGE_TIERS)
@@ -31,7 +31,7 @@ def opened(tmp_path):
     tiers = []
 
     def open_example(kind, namespace=NAMESPACE):
-        tiers.append(EXAMPLES[kind].settings(tmp_path).open(namespace, KeyTable(), []))
+        tiers.append(example_of(kind).settings(tmp_path).open(namespace, KeyTable(), []))
         return tiers[-1]
 
     yield open_example
@@ -58,7 +58,7 @@ def test_a_kind_is_complete(kind):
         set() if settings in OWN_CHECKS else {"trial_seconds", "try_out"}
     )
     assert needed <= set(vars(settings)), "methods of StorageSettings that a kind must define"
-    assert kind in EXAMPLES, "an example in tests/support/storage_tiers.py"
+    assert example_of(kind)
 
 
 @KINDS
@@ -77,7 +77,7 @@ def test_the_settings_of_a_kind_are_documented(kind):
 
 @KINDS
 def test_an_example_is_read_from_a_configuration(kind, tmp_path):
-    settings = EXAMPLES[kind].settings(tmp_path)
+    settings = example_of(kind).settings(tmp_path)
     given = {"type": kind, **msgspec.structs.asdict(settings), "write": "back", "load_weight": 0.5}
     expected = msgspec.structs.replace(settings, write="back", load_weight=0.5)
     assert read_tiers([given]).slow == (expected,)
@@ -85,15 +85,15 @@ def test_an_example_is_read_from_a_configuration(kind, tmp_path):
 
 @KINDS
 def test_two_tiers_at_one_location_are_refused_and_at_two_locations_are_not(kind, tmp_path):
-    (here, again), other = (EXAMPLES[kind].settings(tmp_path) for _ in range(2)), tmp_path / "other"
-    there = EXAMPLES[kind].settings(other)
+    (here, again), other = (example_of(kind).settings(tmp_path) for _ in range(2)), tmp_path / "other"
+    there = example_of(kind).settings(other)
     assert here.location == again.location != there.location
     assert str(tmp_path) in here.location.text
 
 
 @KINDS
 def test_storage_that_cannot_be_used_is_an_error_in_words(kind):
-    unusable = EXAMPLES[kind].unusable
+    unusable = example_of(kind).unusable
     unusable.check("tiers[0]")
     with pytest.raises(ConfigError, match=f"^{kind} tier: .*; "):
         unusable.open(NAMESPACE, KeyTable(), [])
@@ -101,12 +101,12 @@ def test_storage_that_cannot_be_used_is_an_error_in_words(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind, one in STORAGE_TIERS.items() if one not in OWN_CHECKS])
 def test_a_trial_says_whether_the_storage_can_be_used_and_leaves_nothing(kind, tmp_path):
-    settings = EXAMPLES[kind].settings(tmp_path)
+    settings = example_of(kind).settings(tmp_path)
     assert settings.trial_seconds > 0
     assert settings.try_out().advice == ""
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError):
-        EXAMPLES[kind].unusable.try_out()
+        example_of(kind).unusable.try_out()
 
 
 @KINDS
@@ -143,7 +143,7 @@ def test_outcomes_are_counted(kind, opened):
 def test_a_damaged_chunk_is_a_miss_and_is_forgotten(kind, opened, tmp_path):
     tier = opened(kind)
     tier.put(key(1), GROUP, body(1))
-    EXAMPLES[kind].damage(tmp_path)
+    example_of(kind).damage(tmp_path)
     assert fetch(tier, 1) is GetOutcome.CORRUPT
     assert not tier.contains([key(1)])[0]
     assert tier.put(key(1), GROUP, body(1)) is PutOutcome.STORED
