@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.connector.choices import check_keys, check_text, unusable
+from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight, read_tiers
 from kvferry.errors import ConfigError
 from kvferry.transport.allowed_peers import parse_allowed_peers
@@ -95,7 +96,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: bool | None = None
     chunk_tokens: int | None = None
     snapshot_tokens: int | None = None
-    source_policy: Literal["weight", "cost", "first"] = "weight"
+    source_policy: PolicyName = "weight"
     load_weight: float = 1.0
     turn_seconds: float = 0.0
     turn_share: float = 0.25

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from kvferry.connector.bids import Bid
 from kvferry.connector.speeds import Speeds
+
+PolicyName: TypeAlias = Literal["weight", "cost", "first"]
+"""The values of ``source_policy``."""
 
 MARGIN = 1.1
 """How many times better another bid must be than the one that was chosen before."""
@@ -74,6 +77,18 @@ class Cost:
         left = rest - sum(part.tokens for part in parts)
         seconds = loading + self._speeds.compute_seconds(left)
         return 1 / max(seconds, 1e-9)
+
+
+def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds) -> Policy:
+    """Return the policy of a configured name.
+
+    Args:
+        name: the value of ``source_policy``.
+        weights: of places, as in `Weight`.
+        speeds: measured, as in `Cost`.
+    """
+    policies: dict[str, Policy] = {"weight": Weight(weights), "cost": Cost(speeds), "first": First()}
+    return policies[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.pins import Pins
-from kvferry.connector.policies import Choice, Cost, First, Policy, Weight
+from kvferry.connector.policies import Choice, Policy, policy_named
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
@@ -152,12 +152,9 @@ class SchedulerHalf:
 
     def _policy(self) -> Policy:
         """Make the policy that chooses between sources."""
-        if self._config.source_policy == "first":
-            return First()
-        if self._config.source_policy == "cost":
-            return Cost(self._speeds)
         tiers = self._tiering.weights if self._tiering is not None else {}
-        return Weight({PEER: self._config.load_weight, **tiers})
+        weights = {PEER: self._config.load_weight, **tiers}
+        return policy_named(self._config.source_policy, weights, self._speeds)
 
     def _meet_peers(
         self, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts, pins: Pins[Block], pool: BlockPool

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.connector.bids import Bid, Part
-from kvferry.connector.policies import MARGIN, Choice, Cost, First, Weight, choose
+from kvferry.connector.policies import MARGIN, Choice, Cost, First, Weight, choose, policy_named
 from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
 
@@ -203,3 +203,10 @@ def test_what_weighs_nothing_is_not_taken_together_with_something_either():
     assert choose(Weight({"peer": 0.1}), [own, both], PROMPT, waits=True) is both
     tiers = bid("tiers", host=16, object=8)
     assert choose(Weight({"object": 0}), [own, tiers], PROMPT, waits=True) is tiers
+
+
+@pytest.mark.parametrize(("name", "taken"), [("weight", "many"), ("cost", "fast"), ("first", "first")])
+def test_each_configured_name_is_a_policy_of_its_own(name, taken):
+    policy = policy_named(name, {"host": 3.0}, speeds({"peer": 10.0, "host": 10.0, "computed": 20.0}))
+    bids = [bid("first", peer=100), bid("many", host=60), bid("fast", file=150)]
+    assert choose(policy, bids, PROMPT, waits=False).source == taken

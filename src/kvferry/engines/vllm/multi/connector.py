@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import Choice, Cost, First, Policy, Weight
+from kvferry.connector.policies import Choice, policy_named
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.step_times import StepTimes
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
@@ -74,12 +74,9 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             guard_arrivals()
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
-        policies: dict[str, Callable[[], Policy]] = {
-            "weight": lambda: Weight({child.name: child.load_weight for child in of}),
-            "cost": lambda: Cost(self._speeds),
-            "first": First,
-        }
-        choice = Choice(policies[settings.source_policy](), self._speeds, settings.patience_seconds)
+        weights = {child.name: child.load_weight for child in of}
+        policy = policy_named(settings.source_policy, weights, self._speeds)
+        choice = Choice(policy, self._speeds, settings.patience_seconds)
         self._choosing = Choosing(self._names, self._connectors, choice, settings.attempts)
         self._endings = Endings(self._names)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from kvferry.connector.choices import check_keys, unusable
+from kvferry.connector.policies import PolicyName
 from kvferry.connector.tier_config import check_weight
 from kvferry.errors import ConfigError
 
@@ -59,7 +60,7 @@ class MultiSettings(msgspec.Struct, frozen=True):
     """
 
     children: tuple[ChildSettings, ...]
-    source_policy: Literal["weight", "cost", "first"] = "weight"
+    source_policy: PolicyName = "weight"
     patience_seconds: float = 10.0
     attempts: int = 2
 
@@ -67,7 +68,7 @@ class MultiSettings(msgspec.Struct, frozen=True):
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
     """The keys besides ``connectors``, as given."""
 
-    source_policy: Literal["weight", "cost", "first"] = "weight"
+    source_policy: PolicyName = "weight"
     patience_seconds: float = 10.0
     attempts: int = 2
 
