@@ -115,7 +115,7 @@ wheel: $(VENV)/.dev ## build dist/kvferry-*.whl
 
 clean: ## remove builds and the caches of the tools; .venv stays
 	rm -rf dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find src benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help
 help: ## list the targets

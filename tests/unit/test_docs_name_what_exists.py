@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvferry"
 PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
-DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [path for folder in ("*.md", "docs/**/*.md", "examples/**/*.md") for path in sorted(ROOT.glob(folder))]
 
 found = find_spec("vllm")
 VLLM = [Path(folder) for folder in found.submodule_search_locations or []] if found else []

@@ -1,8 +1,36 @@
-"""What the connector needs of an engine.
+"""What the connector needs of an engine, and when an engine calls it.
 
 An engine package wraps its own objects so that they satisfy these protocols. All of them belong to the thread
 of the engine's scheduler: nothing here is called, and no object is read, from any other thread. Attributes of
 requests are live: the connector reads them again whenever it is called.
+
+**Admission of a request.** `half` is the `SchedulerHalf`:
+
+    half.on_new_request(request)
+    tokens = half.admission.matched(request, have)    None: run a step, then ask again
+    (blocks for all tokens up to have + tokens)
+    half.admission.allocated(request, blocks, tokens)
+    tokens > 0: run steps without the request until `WorkerHalf.ended` names it in `received`
+        also in `failed`: free its blocks, and ask `matched` again
+
+A load fills blocks from position ``have`` on. A group with a window needs blocks only from
+`planning.select.first_attended` of the next computed token on; null blocks stand for the others. The engine
+computes at least the last token, so of a load of all tokens it keeps one fewer.
+
+**A step**, also one without requests while a load, a store or a lease is under way. `worker` is the
+`WorkerHalf` of each rank:
+
+    orders = half.orders(step)            before the step's tokens count as computed
+    worker.begin(orders)
+    (the forward pass)
+    worker.save(orders, mark)
+    ended = worker.ended()
+    half.take_reports(worker.take_reports())
+    half.sent(ended.sent)                 the blocks of these requests, kept since `finished`, can be freed
+    half.step_done()
+
+**The end of a request.** Set `Request.is_complete`, call `half.finished`, and free the blocks, unless it says
+that they are kept. The connector holds references to blocks that are still read or written.
 """
 
 from __future__ import annotations
@@ -38,23 +66,29 @@ class BlockPool(Protocol):
     """The engine's block pool, which counts references to blocks.
 
     Attributes:
-        blocks: all blocks, by id.
+        blocks: all blocks, by id. Block 0 is the null block, which is never given out.
     """
 
     @property
     def blocks(self) -> Sequence[Block]: ...
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Add a reference to each block, so that no request gets it. Mutates the pool."""
+        """Add a reference to each block, so that no request gets it. Mutates the pool.
+
+        The connector calls it only while a request holds these blocks; none is null.
+        """
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Drop a reference to each block; those without any are free, the first to be reused first."""
+        """Drop a reference to each block; those without any are free, the first to be reused first.
+
+        Mutates the pool. The connector drops only references that it has added.
+        """
 
     def get_num_free_blocks(self) -> int:
         """Return the number of blocks that nobody holds."""
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Take blocks out of the prefix cache; whoever holds them keeps them."""
+        """Take blocks out of the prefix cache; whoever holds them keeps them. Mutates the pool."""
 
 
 class LoraAdapter(Protocol):
@@ -108,7 +142,8 @@ class Request(Protocol):
         request_id: unique in this engine while the request is alive.
         num_tokens: tokens of the prompt and of the answer so far.
         num_prompt_tokens: tokens of the prompt.
-        num_computed_tokens: tokens whose KV is in the request's blocks, or will be when the step is done.
+        num_computed_tokens: tokens whose KV is in the request's blocks, or will be after steps that were
+            scheduled before. `SchedulerHalf.orders` expects it without the tokens of its own step.
         num_preemptions: times that its blocks were taken from it.
         prompt_token_ids: the prompt; None if it is not made of token ids alone.
         all_token_ids: prompt and answer so far.
@@ -119,7 +154,8 @@ class Request(Protocol):
         kv_transfer_params: parameters from the client or router, unchecked.
         trace_headers: W3C trace context of the client, unchecked.
         own_hit: tokens that the engine's prefix cache had at its first admission; None after a preemption.
-        is_complete: it ended by itself, so everything it was to compute has been computed.
+        is_complete: it ended by itself, so everything it was to compute has been computed. Read when it has
+            ended.
         needs_blocks: it waits and has no blocks.
         was_rejected: it was refused before it reached the scheduler, so its prompt is not known here.
         why_no_cache: why it reads no cache, in words; None if it may.
@@ -198,7 +234,7 @@ class Step(Protocol):
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]: ...
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return the block tables of a request that the step computes."""
+        """Return the block tables of a request that the step computes, with the blocks that it writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

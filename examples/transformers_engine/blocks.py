@@ -1,0 +1,107 @@
+"""The block pool, and the block tables of a request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvferry.connector.engine import Block, BlockIds, CacheGroup
+from kvferry.errors import KVFerryError
+from kvferry.planning.select import first_attended
+
+
+@dataclass(slots=True, eq=False)
+class PoolBlock:
+    """A block; satisfies `Block`. Block 0 is the null block.
+
+    Attributes:
+        references: how many hold it.
+        block_hash: None, as this engine has no prefix cache.
+    """
+
+    block_id: int
+    references: int = 0
+    block_hash: None = None
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it stands for a position without a block."""
+        return self.block_id == 0
+
+
+class Pool:
+    """Blocks that requests, loads and stores hold; satisfies `BlockPool`. All groups share the ids.
+
+    Attributes:
+        blocks: by id.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [PoolBlock(number) for number in range(num_blocks)]
+        self._free = deque(self.blocks[1:])
+
+    def allocate(self) -> PoolBlock:
+        """Return a free block with one reference.
+
+        Raises:
+            KVFerryError: there is none.
+        """
+        if not self._free:
+            raise KVFerryError(f"all {len(self.blocks) - 1} blocks are in use; give the engine more blocks")
+        block = self._free.popleft()
+        block.references = 1
+        return block
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Add a reference to each block."""
+        for block in blocks:
+            self.blocks[block.block_id].references += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        """Drop a reference to each block; the null block has none."""
+        for block in ordered_blocks:
+            own = self.blocks[block.block_id]
+            if own.is_null:
+                continue
+            own.references -= 1
+            if not own.references:
+                self._free.append(own)
+
+    def get_num_free_blocks(self) -> int:
+        """Return the number of free blocks."""
+        return len(self._free)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Do nothing: there is no prefix cache."""
+
+
+class Tables:
+    """The blocks of one request; satisfies `RequestBlocks`.
+
+    Attributes:
+        blocks: by position, per group.
+    """
+
+    def __init__(self, pool: Pool, groups: Sequence[CacheGroup]) -> None:
+        self.blocks: list[list[PoolBlock]] = [[] for _ in groups]
+        self._pool, self._groups = pool, groups
+
+    def cover(self, tokens: int, next_token: int) -> None:
+        """Hold blocks for `tokens` tokens, except those that only tokens before `next_token` attend to."""
+        for group, held in zip(self._groups, self.blocks, strict=True):
+            first = max(first_attended(group.kind, group.attention_span, next_token), 0) // group.block_tokens
+            self._pool.free_blocks(held[:first])
+            held[:first] = [self._pool.blocks[0]] * first
+            while len(held) * group.block_tokens < tokens:
+                held.append(self._pool.allocate())
+
+    def free(self) -> None:
+        """Give all blocks back."""
+        for held in self.blocks:
+            self._pool.free_blocks(held)
+            held.clear()
+
+    def get_block_ids(self) -> BlockIds:
+        """Return their ids."""
+        return tuple([block.block_id for block in held] for held in self.blocks)

@@ -1,0 +1,140 @@
+"""Store a prompt's KV in one process, and continue from it in others.
+
+Each answer comes from a process of its own. Nothing but the directory passes from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from examples.transformers_engine.engine import Answer, Engine, Request
+from kvferry.serving.corpus import passages
+
+CHUNK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 300, 16
+
+
+class SpoiledEngine(Engine):
+    """An engine that zeroes what it has loaded, after all checks: the negative control."""
+
+    def load(self, request: Request) -> Counter[str]:
+        """Load as `Engine.load` does, then zero the loaded blocks."""
+        places = super().load(request)
+        for numbers, blocks in zip(self.pages.groups, request.tables.blocks, strict=True):
+            for number in numbers:
+                self.pages.layers[number][[block.block_id for block in blocks]] = 0
+        return places
+
+
+def answer(checkpoint: Path, directory: Path, kind: type[Engine] = Engine, times: int = 1) -> list[Answer]:
+    """Answer the same prompt several times, with chunks in host memory and in a directory.
+
+    Args:
+        checkpoint: folder of the model.
+        directory: where chunks are kept.
+        kind: engine to use.
+        times: number of answers.
+    """
+    torch.set_num_threads(1)  # the model is too small to be shared out
+    logging.disable_progress_bar()
+    tiers = [
+        {"type": "host", "capacity": "64MiB"},
+        {"type": "file", "path": str(directory), "capacity": "64MiB"},
+    ]
+    engine = kind(checkpoint, {"tiers": tiers, "chunk_tokens": CHUNK_TOKENS})
+    try:
+        return [engine.generate(prompt(checkpoint), ANSWER_TOKENS) for _ in range(times)]
+    finally:
+        engine.close()
+
+
+def prompt(checkpoint: Path) -> list[int]:
+    """Return a prompt of English text."""
+    text = next(passages(8 * PROMPT_TOKENS))
+    tokens: list[int] = AutoTokenizer.from_pretrained(checkpoint)(text)["input_ids"]
+    return tokens[:PROMPT_TOKENS]
+
+
+def damage(directory: Path) -> int:
+    """Change one byte of every chunk file; return the number of files."""
+    files = list(directory.rglob("*.kv"))
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    return len(files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One answer of the demonstration, and whether it is as it must be.
+
+    Attributes:
+        what: what was done.
+        answer: what the engine answered.
+        same: whether the tokens are those of the first process.
+        expected: whether `same` and the source of the KV are as they must be.
+    """
+
+    what: str
+    answer: Answer
+    same: bool
+    expected: bool
+
+    def __str__(self) -> str:
+        """Return three lines."""
+        places = [f"{tokens} from {place}" for place, tokens in self.answer.loaded.items()]
+        tokens = ", ".join([*places, f"{self.answer.computed} computed"])
+        verdict = "as expected" if self.expected else "NOT as expected"
+        return (
+            f"{self.what}\n"
+            f"  prompt tokens  {tokens}\n"
+            f"  answer         {'the same' if self.same else 'another'}, {verdict}: "
+            f"{' '.join(map(str, self.answer.token_ids))}"
+        )
+
+
+def demonstrate(checkpoint: Path, directory: Path, say: Callable[[str], None] = print) -> bool:
+    """Run the demonstration; return whether everything is as it must be.
+
+    Args:
+        checkpoint: folder of the model.
+        directory: an empty directory for chunks.
+        say: receives the text for people.
+    """
+    found: list[Outcome] = []
+
+    def show(what: str, given: Answer, loaded: dict[str, int], *, same: bool = True) -> None:
+        is_same = not found or given.token_ids == found[0].answer.token_ids
+        expected = is_same == same and dict(given.loaded) == loaded
+        found.append(Outcome(what=what, answer=given, same=is_same, expected=expected))
+        say(str(found[-1]))
+
+    first, second = _elsewhere(partial(answer, checkpoint, directory, times=2))
+    show("A process computes the prompt and stores its KV in host memory and in a directory.", first, {})
+    show("It answers again.", second, {"host": PROMPT_TOKENS})
+    (third,) = _elsewhere(partial(answer, checkpoint, directory))
+    show("That process has ended. A new one loads the KV from the directory.", third, {"file": PROMPT_TOKENS})
+    (fourth,) = _elsewhere(partial(answer, checkpoint, directory, SpoiledEngine))
+    show(
+        "Control: the loaded blocks are zeroed after all checks.", fourth, {"file": PROMPT_TOKENS}, same=False
+    )
+    files = damage(directory)
+    (fifth,) = _elsewhere(partial(answer, checkpoint, directory))
+    show(f"Control: one byte of each of the {files} chunk files is changed; their checksums tell.", fifth, {})
+    return all(one.expected for one in found)
+
+
+def _elsewhere(call: Callable[[], list[Answer]]) -> list[Answer]:
+    """Return the result of a call in a new process that ends with it."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(call).result()
