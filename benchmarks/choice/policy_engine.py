@@ -22,7 +22,8 @@ from typing import Any, Self
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.choice.workload import Workload
 from benchmarks.served import SteppedEngine
-from kvferry.connector.events import Event, LoadBegan, LoadEnded, LoadOutcome
+from kvferry.connector.events import Event, LoadBegan, LoadEnded
+from kvferry.connector.load_results import LoadOutcome
 from kvferry.errors import KVFerryError, TransferError
 
 FAR = "far "

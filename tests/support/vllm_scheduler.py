@@ -38,7 +38,7 @@ from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
 from kvferry.connector.bids import Bid, Part
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.events import MissReason, SourceMiss
+from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks

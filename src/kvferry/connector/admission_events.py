@@ -10,22 +10,19 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.engine import Request
 from kvferry.connector.events import (
     Arrived,
-    DecisionReason,
     Finished,
     LateBlocks,
     LoadBegan,
     LoadEnded,
-    LoadOutcome,
-    MissReason,
     Scheduled,
-    SourceMiss,
     SourcesAsked,
-    ValuedBid,
 )
 from kvferry.connector.load import Load
+from kvferry.connector.load_results import LoadOutcome
 from kvferry.connector.messages import Report
 from kvferry.connector.policies import Policy
 from kvferry.connector.source import Source

@@ -16,109 +16,12 @@ A *source* bids for requests: ``peer`` or ``tiers``. A *tier* holds tokens: ``pe
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
-from enum import StrEnum
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 from kvferry.connector.bids import Bid, Part
-from kvferry.connector.load_figures import NO_FIGURES, LoadFigures
-from kvferry.terminal import shown
-
-MAX_ID_CHARACTERS = 256
-"""Longest request id in an event; the middle of a longer one is left out."""
-
-
-class MissReason(StrEnum):
-    """Why a request got nothing from a source. Causes that cannot be distinguished are NOT_STORED."""
-
-    NOT_STORED = "not_stored"  # never stored, or evicted so long ago that no record is left
-    EVICTED = "evicted"  # stored before, and evicted recently
-    STORING = "storing"  # a store of it is under way
-    SHORT_PROMPT = "short_prompt"  # the prompt is shorter than a chunk
-    LOCAL = "local"  # the engine's own prefix cache already holds all usable tokens
-    OTHER_NAMESPACE = "other_namespace"  # the tiers hold another model of the same name
-    UNNAMED = "unnamed"  # no chunk key can be computed for the prompt's content
-    REFUSED = "refused"  # the offer or the peer is not usable
-    SKIPPED = "skipped"  # the request must not read a cache, for example with prompt logprobs
-    LOOKING = "looking"  # the look-up did not end in time
-    LOST_BID = "lost_bid"  # another source, or computing, was cheaper
-    BUSY = "busy"  # too many loads under way
-    NO_ROOM = "no_room"  # too few free blocks for the load and the tokens after it
-    ATTEMPTS = "attempts"  # the request had no load attempts left
-    CHECKSUM = "checksum"  # the bytes read are damaged
-    DEADLINE = "deadline"  # the load took longer than load_timeout_seconds
-    FAILED = "failed"  # the load failed for another reason
-
-
-class DecisionReason(StrEnum):
-    """Why admission took a bid, or took none."""
-
-    BEST = "the best bid"
-    LOOKING = "a source that is still looking may have more"
-    NOTHING = "no source has more"
-    COMPUTING = "computing is better"
-    SKIPPED = "it reads no cache"
-    NO_ROOM = "the engine has no blocks for a load and what comes after it"
-    ATTEMPTS = "no attempt is left"
-
-
-class LoadOutcome(StrEnum):
-    """How a load ended."""
-
-    READY = "ready"
-    FAILED = "failed"
-    EXPIRED = "expired"  # its deadline passed; late writes may still land in its blocks
-    DROPPED = "dropped"  # the request ended first, or another part of its prefix failed
-
-
-@dataclass(frozen=True, slots=True)
-class SourceMiss:
-    """Why a source bids nothing.
-
-    Attributes:
-        source: name of the source.
-        reason: the kind of miss.
-        group: number and kind of the KV cache group with a missing chunk, ``several`` for more than one,
-            empty if the miss has nothing to do with groups.
-        detail: text for people.
-    """
-
-    source: str
-    reason: MissReason
-    group: str = ""
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ValuedBid:
-    """A bid and its value.
-
-    Attributes:
-        source: name of the source. The bid names the peer.
-        bid: tokens by place, and whether the source is still looking.
-        value: value under the policy; 0 for an excluded bid.
-        excluded: why the bid may not be taken; empty if it may.
-    """
-
-    source: str
-    bid: Bid
-    value: float
-    excluded: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBytes:
-    """Bytes moved for a KV cache group, summed over all ranks.
-
-    Attributes:
-        group: number and kind.
-        strategy: name of the transfer strategy.
-        size: bytes.
-    """
-
-    group: str
-    strategy: str
-    size: int
+from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
+from kvferry.connector.load_results import NO_FIGURES, GroupBytes, LoadFigures, LoadOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,10 +290,3 @@ RequestEvent: TypeAlias = (
     | LeaseEnded
 )
 Event: TypeAlias = RequestEvent | TierChanged | LateBlocks
-
-
-def with_short_id(event: Event) -> Event:
-    """Return the event with a request id of at most `MAX_ID_CHARACTERS`; clients choose ids of any length."""
-    if isinstance(event, TierChanged | LateBlocks) or len(event.request_id) <= MAX_ID_CHARACTERS:
-        return event
-    return replace(event, request_id=shown(event.request_id, MAX_ID_CHARACTERS))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.connector.load import Load
-from kvferry.connector.load_figures import NO_FIGURES, LoadFigures
+from kvferry.connector.load_results import NO_FIGURES, LoadFigures
 from kvferry.connector.worker.orders import ChunkOrders, MovedByAll
 from kvferry.geometry import RankGeometry
 from kvferry.transport.messages import RankCard

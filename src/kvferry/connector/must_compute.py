@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.connector.bids import leads_on
+from kvferry.connector.decisions import MissReason
 from kvferry.connector.engine import Request
-from kvferry.connector.events import MissReason
 
 
 def must_compute(request: Request, have: int) -> tuple[MissReason, str] | None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
-from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.load import Load
+from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import Report, StepOrders
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import ParamSpec, TypeAlias
 
-from kvferry.connector.events import Event, with_short_id
+from kvferry.connector.events import Event, LateBlocks, TierChanged
 from kvferry.terminal import shown
 
 logger = logging.getLogger(__name__)
 _SHOWN = 1000
+MAX_ID_CHARACTERS = 256
+"""Longest request id in an event; the middle of a longer one is left out."""
 
 _P = ParamSpec("_P")
 
@@ -53,7 +56,7 @@ class EventStream:
 
         Removes and logs a listener that raises.
         """
-        event = with_short_id(event)
+        event = _with_short_id(event)
         for listener in tuple(self._listeners):
             try:
                 listener(event)
@@ -64,3 +67,10 @@ class EventStream:
                     "served as before; tell kvferry's authors",
                     listener, shown(repr(event), _SHOWN),
                 )  # fmt: skip
+
+
+def _with_short_id(event: Event) -> Event:
+    """Return the event with a request id of at most `MAX_ID_CHARACTERS`; clients choose ids of any length."""
+    if isinstance(event, TierChanged | LateBlocks) or len(event.request_id) <= MAX_ID_CHARACTERS:
+        return event
+    return replace(event, request_id=shown(event.request_id, MAX_ID_CHARACTERS))

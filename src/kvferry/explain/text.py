@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.connector import events
-from kvferry.connector.events import DecisionReason, LoadOutcome
+from kvferry.connector.decisions import DecisionReason
+from kvferry.connector.load_results import LoadOutcome
 from kvferry.explain.client import EngineTrace
 from kvferry.explain.timeline import TimelineEntry, timeline
 from kvferry.observe.metrics_listener import trim_parts

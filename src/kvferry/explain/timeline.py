@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector import events
-from kvferry.connector.events import DecisionReason, LoadOutcome, RequestEvent, SourceMiss
+from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
+from kvferry.connector.events import RequestEvent
+from kvferry.connector.load_results import LoadOutcome
 from kvferry.observe.metrics_listener import trim_parts
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers.names import TIERS
@@ -192,7 +194,7 @@ def _lack(lack: SourceMiss) -> str:
     return f"{_words(lack.reason)}: {lack.detail}" if lack.detail else f"{_words(lack.reason)}."
 
 
-def _words(miss: events.MissReason) -> str:
+def _words(miss: MissReason) -> str:
     return str(miss).replace("_", " ")
 
 

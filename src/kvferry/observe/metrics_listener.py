@@ -13,7 +13,9 @@ from typing import Any
 
 from kvferry.connector import events
 from kvferry.connector.bids import Part
-from kvferry.connector.events import DecisionReason, Event, LoadOutcome, MissReason, SourceMiss
+from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
+from kvferry.connector.events import Event
+from kvferry.connector.load_results import LoadOutcome
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.tiers.names import HOST
 

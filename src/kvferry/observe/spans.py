@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvferry.connector import events
-from kvferry.connector.events import DecisionReason, Event, LoadOutcome
+from kvferry.connector.decisions import DecisionReason
+from kvferry.connector.events import Event
+from kvferry.connector.load_results import LoadOutcome
 from kvferry.observe.metrics_listener import trim_parts
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]

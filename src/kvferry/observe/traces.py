@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from kvferry.connector import events
+from kvferry.connector.decisions import SourceMiss
 from kvferry.connector.events import Event, RequestEvent
 
 EVENTS_PER_REQUEST = 16
@@ -178,7 +179,7 @@ def _texts(event: RequestEvent) -> list[str]:
     return [event.reason] if isinstance(event, events.SourceRefused) else []
 
 
-def _shorten_misses(lacks: tuple[events.SourceMiss, ...]) -> tuple[events.SourceMiss, ...]:
+def _shorten_misses(lacks: tuple[SourceMiss, ...]) -> tuple[SourceMiss, ...]:
     return tuple(replace(one, detail=_short(one.detail)) for one in lacks)
 
 

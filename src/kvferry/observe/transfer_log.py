@@ -8,7 +8,9 @@ import os
 from collections.abc import Sequence
 from io import FileIO
 
-from kvferry.connector.events import MAX_ID_CHARACTERS, Event, LoadBegan, LoadEnded, LoadOutcome
+from kvferry.connector.events import Event, LoadBegan, LoadEnded
+from kvferry.connector.load_results import LoadOutcome
+from kvferry.connector.stream import MAX_ID_CHARACTERS
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.private_file import open_private

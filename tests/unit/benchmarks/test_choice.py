@@ -16,7 +16,8 @@ from benchmarks.choice.measure import ChoiceJob, MeasuredChoice, Replay, SourceS
 from benchmarks.choice.policy_engine import CompletedLoad, LoadListener, ReplayAnswer
 from benchmarks.choice.workload import Prompt, Workload
 from kvferry.connector.bids import Part
-from kvferry.connector.events import LoadBegan, LoadEnded, LoadOutcome
+from kvferry.connector.events import LoadBegan, LoadEnded
+from kvferry.connector.load_results import LoadOutcome
 from kvferry.connector.stream import EventStream
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.spread import Spread

@@ -14,20 +14,11 @@ from kvferry.connector import admission
 from kvferry.connector.admission import Admission
 from kvferry.connector.admission_events import AdmissionEvents
 from kvferry.connector.bids import Bid, Part
+from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.events import (
-    DecisionReason,
-    GroupBytes,
-    LateBlocks,
-    LoadEnded,
-    LoadOutcome,
-    MissReason,
-    Scheduled,
-    SourceMiss,
-    SourcesAsked,
-)
+from kvferry.connector.events import LateBlocks, LoadEnded, Scheduled, SourcesAsked
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins

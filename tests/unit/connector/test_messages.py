@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.load_results import LoadFigures
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.worker.half import _report
 from kvferry.transport.lane import ReadResult

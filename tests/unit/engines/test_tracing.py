@@ -11,7 +11,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.connector.events import Arrived, LoadBegan, LoadEnded, LoadOutcome, MissReason
+from kvferry.connector.decisions import MissReason
+from kvferry.connector.events import Arrived, LoadBegan, LoadEnded
+from kvferry.connector.load_results import LoadOutcome
 from kvferry.engines.vllm.compat.spans import is_traced
 from kvferry.engines.vllm.tracing import tracing
 

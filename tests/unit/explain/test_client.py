@@ -17,26 +17,21 @@ import pytest
 
 from kvferry.cli.main import app
 from kvferry.connector.bids import Bid, Part
+from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
-    DecisionReason,
     Event,
     Finished,
-    GroupBytes,
     LeaseEnded,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
-    LoadOutcome,
-    MissReason,
     Scheduled,
-    SourceMiss,
     SourceRefused,
     SourcesAsked,
     StoreBegan,
-    ValuedBid,
 )
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.errors import ConfigError, KVFerryError, ProtocolError
 from kvferry.explain import client
 from kvferry.explain.client import ask_engines

@@ -7,25 +7,20 @@ from dataclasses import replace
 import pytest
 
 from kvferry.connector.bids import Bid, Part
+from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
-    DecisionReason,
     Finished,
-    GroupBytes,
     LeaseEnded,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
-    LoadOutcome,
-    MissReason,
     RequestEvent,
     Scheduled,
-    SourceMiss,
     SourceRefused,
     SourcesAsked,
-    ValuedBid,
 )
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.explain.text import summary
 from kvferry.explain.timeline import timeline
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks

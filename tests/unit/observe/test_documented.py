@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvferry.connector.events import MissReason
+from kvferry.connector.decisions import MissReason
 from kvferry.observe.exposed_names import CONNECTOR, exposed_name
 from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
 

@@ -9,29 +9,24 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvferry.connector.bids import Bid, Part
+from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
-    DecisionReason,
     Event,
     Finished,
-    GroupBytes,
     LateBlocks,
     LeaseEnded,
     LeaseExtended,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
-    LoadOutcome,
-    MissReason,
     Scheduled,
-    SourceMiss,
     SourcesAsked,
     StoreBegan,
     StoreEnded,
     TierChanged,
-    ValuedBid,
 )
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.observe.metrics import METRICS, MetricKind
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.observe.metrics_listener import MetricsListener

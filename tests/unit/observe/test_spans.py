@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from kvferry.connector.bids import Bid, Part
+from kvferry.connector.decisions import DecisionReason, MissReason
 from kvferry.connector.events import (
     Arrived,
-    DecisionReason,
     Event,
     Finished,
-    GroupBytes,
     LeaseEnded,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
-    LoadOutcome,
-    MissReason,
     Scheduled,
     SourcesAsked,
     StoreBegan,
     StoreEnded,
 )
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.observe.spans import SpanListener, TraceSpan
 
 HEADERS = (("traceparent", "00-1-2-01"),)

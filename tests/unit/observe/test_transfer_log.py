@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kvferry.connector.bids import Part
-from kvferry.connector.events import Event, LoadBegan, LoadEnded, LoadOutcome, MissReason
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.decisions import MissReason
+from kvferry.connector.events import Event, LoadBegan, LoadEnded
+from kvferry.connector.load_results import LoadFigures, LoadOutcome
 from kvferry.connector.stream import EventStream
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region

@@ -19,9 +19,10 @@ from math import gcd
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Block, Request
-from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.load import Load
+from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.claims import Claim, Claims
 from kvferry.connector.peers.offer import read_offer

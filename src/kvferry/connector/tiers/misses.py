@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.connector.events import MissReason, SourceMiss
+from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.planning.coverage import Coverage
 from kvferry.tiers.host.counters import HostMissReason
 from kvferry.tiers.names import TIERS

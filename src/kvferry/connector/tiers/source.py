@@ -23,9 +23,10 @@ import numpy as np
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Fetch
 from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
-from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.load import Load
+from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.tiers.misses import lack_of

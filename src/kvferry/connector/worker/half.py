@@ -16,7 +16,7 @@ from kvferry.connector.access import peers_allowed
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.connector.load import Load
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.load_results import LoadFigures
 from kvferry.connector.messages import EndedRequests, Report, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.producer import LEASE_SLOTS
 from kvferry.connector.worker.loads import Joined, Loads

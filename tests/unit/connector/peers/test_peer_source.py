@@ -9,8 +9,9 @@ import pytest
 
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bid, Bidding, Part
-from kvferry.connector.events import GroupBytes, MissReason, SourceMiss, SourceRefused
-from kvferry.connector.load_figures import LoadFigures
+from kvferry.connector.decisions import MissReason, SourceMiss
+from kvferry.connector.events import SourceRefused
+from kvferry.connector.load_results import GroupBytes, LoadFigures
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers import claims, source as peer_source
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS

@@ -9,7 +9,8 @@ from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.cache.writing import Behind
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bidding
-from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
+from kvferry.connector.decisions import MissReason, SourceMiss
+from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.tiers import source as tier_source

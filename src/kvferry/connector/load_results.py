@@ -1,8 +1,33 @@
-"""Amounts and times of a load, on one worker or over all of them."""
+"""Values that tell how a load ended, what it moved, and how long its stages took."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class LoadOutcome(StrEnum):
+    """How a load ended."""
+
+    READY = "ready"
+    FAILED = "failed"
+    EXPIRED = "expired"  # its deadline passed; late writes may still land in its blocks
+    DROPPED = "dropped"  # the request ended first, or another part of its prefix failed
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    """Bytes moved for a KV cache group, summed over all ranks.
+
+    Attributes:
+        group: number and kind.
+        strategy: name of the transfer strategy.
+        size: bytes.
+    """
+
+    group: str
+    strategy: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
