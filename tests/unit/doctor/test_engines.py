@@ -14,6 +14,7 @@ from msgspec import structs
 from kvferry.doctor import http_engine
 from kvferry.doctor.engines import Target, examine_engines, parse_target
 from kvferry.doctor.finding import State
+from kvferry.engines.vllm.version import TESTED
 from kvferry.errors import ConfigError
 from kvferry.keys import prompt_digest
 from kvferry.serving.role import Role
@@ -103,7 +104,7 @@ def engine(port: int | None, **changes) -> dict[str, object]:
     }
     answers: dict[str, object] = {
         "/health": "",
-        "/version": {"version": "0.32.0"},
+        "/version": {"version": f"{TESTED}.0"},
         "/metrics": KVFERRY_METRICS,
         "/v1/models": {"data": [{"id": "m"}]},
         "/v1/completions": {"kv_transfer_params": params},

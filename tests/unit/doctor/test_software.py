@@ -6,6 +6,7 @@ from kvferry.doctor import software
 from kvferry.doctor.finding import State
 from kvferry.doctor.limits import ProcessResult
 from kvferry.doctor.probes import parse_output
+from kvferry.engines.vllm.version import TESTED
 
 MARK = "kvferry doctor: "
 
@@ -21,21 +22,21 @@ def test_what_a_probe_says_is_found_among_what_libraries_print():
 
 @pytest.mark.parametrize(
     ("version", "state"),
-    [(None, State.NOTE), ("0.32.1", State.OK), ("0.31.0", State.BAD), ("0.320.0", State.BAD)],
+    [(None, State.NOTE), (f"{TESTED}.1", State.OK), ("0.31.0", State.BAD), (f"{TESTED}0.0", State.BAD)],
 )
 def test_vllm_must_be_the_tested_one(version, state):
     assert software.vllm(version).state is state
 
 
 def test_a_connector_that_loads():
-    ended = told({"version": "0.32.0"}, {"connector": True, "platform": True, "device": "cuda"})
+    ended = told({"version": f"{TESTED}.0"}, {"connector": True, "platform": True, "device": "cuda"})
     loaded, hybrid = software.connector(lambda: ended)
-    assert (loaded.state, loaded.found) == (State.OK, "vLLM 0.32.0 loads it, for cuda")
+    assert (loaded.state, loaded.found) == (State.OK, f"vLLM {TESTED}.0 loads it, for cuda")
     assert hybrid.state is State.OK
 
 
 def test_a_platform_without_the_hybrid_manager():
-    ended = told({"version": "0.32.0"}, {"connector": True, "platform": False, "device": "tpu"})
+    ended = told({"version": f"{TESTED}.0"}, {"connector": True, "platform": False, "device": "tpu"})
     assert software.connector(lambda: ended)[1].state is State.BAD
 
 

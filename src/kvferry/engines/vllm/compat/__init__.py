@@ -1,7 +1,8 @@
 """Code that depends on vLLM's version: every import and attribute that moves between releases.
 
-Written against vLLM 0.32. A contract test introspects the installed one, and import-linter keeps the
-connector's other modules from importing vLLM. Callers import from the module that has the function.
+Written against one minor release (`engines.vllm.version`). A contract test introspects the installed one, and
+import-linter keeps the connector's other modules from importing vLLM. Callers import from the module that has
+the function.
 
 - `contract`: the classes of the connector interface
 - `connectors`: connectors by name, and configurations for connectors within one
