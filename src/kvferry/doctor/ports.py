@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from kvferry.doctor.finding import Finding, note, ok
 
+_PROC = Path("/proc")
+_LISTEN = "0A"
+_TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 _CHILD = "kvferry.transport.metadata_sandbox"
 _SHUT = "close it to all but peers: docs/network.md has a firewall rule and a NetworkPolicy"
 
@@ -39,11 +45,29 @@ class Port:
 
 def listening_ports(process: int) -> list[Port]:
     """Return the TCP ports of a process; none if it is gone or another user's."""
-    try:
-        open_sockets = psutil.Process(process).net_connections("tcp")
-    except psutil.Error:
-        return []
-    return sorted(Port(process, *one.laddr) for one in open_sockets if one.status == psutil.CONN_LISTEN)
+    held = set()
+    with suppress(OSError):
+        for entry in os.scandir(_PROC / str(process) / "fd"):
+            with suppress(OSError):
+                held.add(str(Path(entry.path).readlink()))
+    return sorted(
+        Port(process, address, number)
+        for address, number, inode in _sockets(process)
+        if f"socket:[{inode}]" in held
+    )
+
+
+def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
+    """Yield (address, port, inode) of the listening sockets in a process's network namespace; see proc(5)."""
+    # psutil reads this process's own namespace only, so it finds no port of an engine in a container.
+    for table, family in _TABLES:
+        with suppress(OSError):
+            for line in (_PROC / str(process) / "net" / table).read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _LISTEN:
+                    digits, _, port = columns[1].partition(":")
+                    words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
+                    yield socket.inet_ntop(family, b"".join(words)), int(port, 16), columns[9]
 
 
 def engine_of(port: int) -> dict[int, str]:
