@@ -17,7 +17,7 @@ from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.storage_chunks import open_queue
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.cache.writing import Behind
+from kvferry.cache.writing import SlowTier
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.measuring.spread import Spread
@@ -133,7 +133,7 @@ def measure(
     table = KeyTable()
     behind = IndexOnlyTier([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]], table)
     with open_queue(behind, "file") as queue:
-        cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (Behind(queue),))
+        cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (SlowTier(queue),))
         progress(f"looking for prompts of {tokens:,} tokens")
         took = [
             (place, _look(group, prompts[place][n], cache)) for n in range(repeats + 1) for place in PLACES

@@ -17,7 +17,7 @@ from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.cache.writing import Behind
+from kvferry.cache.writing import SlowTier
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
 from kvferry.connector.bids import Part
@@ -128,7 +128,7 @@ class KnownChunks:
             if (slot := self.host.reserve(key, key[-1])) is not None:
                 self.host.commit(slot)
         spaces = bench_namespace(chunk_group(canonical.groups[0], CHUNK_TOKENS))
-        self.behind: list[Behind] = []
+        self.behind: list[SlowTier] = []
         for name, of in zip(SLOW, keys[1:], strict=True):
             root = folder / name
             root.mkdir()
@@ -141,7 +141,7 @@ class KnownChunks:
                 store.refresh()
             queue = TierQueue(store, name)
             stack.callback(queue.close, _PATIENCE_SECONDS)
-            self.behind.append(Behind(queue))
+            self.behind.append(SlowTier(queue))
             if not store.contains(of).all():
                 raise TransferError(f"{root} does not show all {len(of)} chunks; does somebody else use it?")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair
 from kvferry.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.fetch import Fetch, Want
+from kvferry.cache.fetch import Fetch, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.cache.writing import Behind
+from kvferry.cache.writing import SlowTier
 from kvferry.connector.bids import Bid
 from kvferry.connector.load import Load
 from kvferry.connector.worker.mover import ChunkMover
@@ -95,7 +95,7 @@ class PromptLoads:
             ranks.arena.region.length, [self.chunk_bytes], EVICTION_POLICIES["lru"], store.keys.table
         )
         self._cache = ChunkCache(
-            host, ranks.arena.bytes_at, canonical.groups, [Behind(TierQueue(store, FileSettings.kind))]
+            host, ranks.arena.bytes_at, canonical.groups, [SlowTier(TierQueue(store, FileSettings.kind))]
         )
         mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.name, (geometry,), CHUNK_TOKENS)))
 
@@ -112,7 +112,7 @@ class PromptLoads:
         self._cache.clear()
         wall, cpu = time.perf_counter(), _others_cpu()
         fetch = self._cache.reading.fetch(
-            [Want(0, number, key, CHUNK_TOKENS) for number, key in enumerate(self._keys)]
+            [WantedChunk(0, number, key, CHUNK_TOKENS) for number, key in enumerate(self._keys)]
         )
         copying: dict[str, Sequence[Slot]] = {}
         while copying or not fetch.over:

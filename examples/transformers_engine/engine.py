@@ -190,8 +190,8 @@ class Engine:
 
     def _compute(self, request: Request) -> None:
         """Compute all tokens that have no KV yet, and the next token of the answer."""
-        have, total = request.num_computed_tokens, request.num_tokens
-        request.tables.cover(total, have)
+        local_tokens, total = request.num_computed_tokens, request.num_tokens
+        request.tables.cover(total, local_tokens)
         self._step(request)
         request.num_computed_tokens = total
 
@@ -219,9 +219,9 @@ class Engine:
 
     def _forward(self, request: Request) -> None:
         """Run the model over the tokens without KV; write their KV, and append the likeliest next token."""
-        have = request.num_computed_tokens
-        cache = self.pages.cache(request.tables.get_block_ids(), have)
-        ids = torch.tensor([request.all_token_ids[have:]])
+        local_tokens = request.num_computed_tokens
+        cache = self.pages.cache(request.tables.get_block_ids(), local_tokens)
+        ids = torch.tensor([request.all_token_ids[local_tokens:]])
         with torch.inference_mode():
             logits = self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
         request.answer_token_ids.append(int(logits[0, -1].argmax()))

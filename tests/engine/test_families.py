@@ -180,7 +180,9 @@ def test_a_prompt_that_is_all_here_moves_nothing_and_releases_the_producer(pair:
     pair.decode.call("admitted")
     again = pair.through([text])[0]
     assert not again["moved"]
-    assert [(have, load) for _, have, load in pair.decode.call("admitted")] == [(2 * block, 0)]
+    assert [(local_tokens, load) for _, local_tokens, load in pair.decode.call("admitted")] == [
+        (2 * block, 0)
+    ]
     assert pair.prefill.call("requests_left") == 0
     pair.agree(again, pair.reference([text])[0])
     pair.forget()

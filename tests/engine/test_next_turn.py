@@ -106,9 +106,9 @@ def test_only_what_is_missing_is_read_and_a_longer_turn_takes_the_place_of_a_sho
     ((_, tokens),) = pair.decode.call("kept_turns")
     assert tokens == len(said) - 1
     pair.through([said + prompt(50, 3)])
-    ((source, have, total),) = pair.prefill.call("new_loads")
+    ((source, local_tokens, total),) = pair.prefill.call("new_loads")
     assert (source, total) == ("peer", tokens)
-    assert (have > 0) == pair.prefix_caching
+    assert (local_tokens > 0) == pair.prefix_caching
 
 
 @pytest.mark.usefixtures("ended")

@@ -19,7 +19,7 @@ def files_of(engine: Any, text: list[int], salt: str, adapter: str = "", namespa
     """Paths of the chunks of a prompt that are in the file tier, in the engine's namespace or this one."""
     store, chunks = _store(engine), _chunks_of(engine, text, salt, adapter)
     of = bytes.fromhex(namespace) if namespace else store._namespace
-    paths = (chunk_path(store._root, of, key) for key in chunks.every(len(text)))
+    paths = (chunk_path(store._root, of, key) for key in chunks.all_keys(len(text)))
     return [path for path in paths if Path(path).exists()]
 
 

@@ -112,7 +112,7 @@ def expect(
                 value[index] = bytes_[moved]
                 must[(where - region.address)[wanted]] = True
                 if cleared and field.axis("token") and layer.page.block_tokens:
-                    left = _left_over(layer, needs, span.have, first, block_tokens[layer.name])
+                    left = _left_over(layer, needs, span.local_tokens, first, block_tokens[layer.name])
                     value[(where - region.address)[left]] = 0
                     must[(where - region.address)[left]] = True
     return Expected(before, value, must)
@@ -124,7 +124,7 @@ def visible(kind: GroupKind, attention_span: int, span: LoadSpan) -> set[int]:
     The next computed token is the first that is not loaded, but the last prompt token is always computed.
     """
     next_token = span.total if span.total < span.prompt else span.prompt - 1
-    missing = range(span.have, span.total)
+    missing = range(span.local_tokens, span.total)
     if kind is GroupKind.SLIDING:
         return {t for t in missing if t > next_token - attention_span}
     if kind is GroupKind.CHUNKED:
@@ -152,11 +152,13 @@ def _moved(
     return np.isin(first, sorted(needs)), np.isin(first, sorted(whole))
 
 
-def _left_over(layer: Layer, needs: set[int], have: int, first: np.ndarray, src_tokens: int) -> np.ndarray:
+def _left_over(
+    layer: Layer, needs: set[int], local_tokens: int, first: np.ndarray, src_tokens: int
+) -> np.ndarray:
     """Mask over elements: in a block of which something is moved, but not this, and that held nothing."""
     size = layer.page.block_tokens
     whole = cells_of(needs, src_tokens, size)
-    touched = {t // size for t in whole if t // size * size >= have}
+    touched = {t // size for t in whole if t // size * size >= local_tokens}
     return np.isin(first // size, sorted(touched)) & ~np.isin(first, sorted(whole))
 
 

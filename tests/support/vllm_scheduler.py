@@ -104,16 +104,16 @@ class Played:
         self._biddings[request.request_id] = bidding
         return True
 
-    def bids(self, request: Any, have: int) -> Sequence[Bid]:
-        tokens = min(self.total.get(request.request_id, 0), request.num_tokens) - have
+    def bids(self, request: Any, local_tokens: int) -> Sequence[Bid]:
+        tokens = min(self.total.get(request.request_id, 0), request.num_tokens) - local_tokens
         return [Bid(self.name, (Part(self.name, tokens),))] if tokens > 0 else []
 
-    def head(self, request: Any, have: int, alignment_tokens: int) -> Bid | None:
+    def head(self, request: Any, local_tokens: int, alignment_tokens: int) -> Bid | None:
         return None
 
     tail = head
 
-    def lack(self, request: Any, have: int) -> SourceMiss:
+    def lack(self, request: Any, local_tokens: int) -> SourceMiss:
         return SourceMiss(self.name, MissReason.NOT_STORED)
 
     def room(self, bid: Bid, blocks: int) -> bool:
@@ -210,9 +210,9 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         self.admission.on_new_request(self.wrap(request))
 
-    def get_num_new_matched_tokens(self, request: Any, have: int) -> tuple[int | None, bool]:
-        tokens = self.admission.matched(self.wrap(request), have)
-        self.asked = have
+    def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        tokens = self.admission.matched(self.wrap(request), local_tokens)
+        self.asked = local_tokens
         return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:

@@ -55,12 +55,12 @@ class Case:
     src: EngineSpec
     dst: EngineSpec
     total: int = 200
-    have: int = 0
+    local_tokens: int = 0
 
 
 CASES = {
     "alike, scattered": Case(DENSE, dense(), dense()),
-    "alike, part of the prompt is there": Case(DENSE, dense(), dense(), have=64),
+    "alike, part of the prompt is there": Case(DENSE, dense(), dense(), local_tokens=64),
     "alike, one token": Case(DENSE, dense(), dense(), total=1),
     "alike, hybrid": Case(HYBRID, hybrid(), hybrid()),
     "latent": Case(LATENT, dense(2, kind=GroupKind.MLA), dense(1, kind=GroupKind.MLA)),
@@ -74,7 +74,7 @@ CASES = {
     "block 24 to 16": Case(DENSE, dense(block=24), dense(block=16)),
     "block 784 to 400": Case(DENSE, dense(block=784), dense(block=400), total=1700),
     "block 400 to 784, kernel blocks of 16, TP 1 to 2": Case(
-        DENSE, dense(block=400, kernels=25), dense(2, block=784, kernels=49), total=1700, have=784
+        DENSE, dense(block=400, kernels=25), dense(2, block=784, kernels=49), total=1700, local_tokens=784
     ),
     "block 528 to 1056, K transposed, kernel blocks of 16 and 32": Case(
         DENSE,
@@ -94,7 +94,7 @@ CASES = {
 @pytest.mark.parametrize("strategy", [None, *Strategy], ids=lambda s: s or "chosen")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_what_is_read_is_what_was_written(world, case, strategy):
-    span = LoadSpan(case.have, case.total, case.total)
+    span = LoadSpan(case.local_tokens, case.total, case.total)
     src_tables = scattered_tables(case.src, case.total, 1)
     dst_tables = scattered_tables(case.dst, case.total, 2)
     producer = world.shared_producer(case.src, case.families, src_tables)

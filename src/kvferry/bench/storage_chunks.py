@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from kvferry.cache.tier_queue import Done, Read, TierQueue
+from kvferry.cache.tier_queue import Done, ReadEnded, TierQueue
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.namespace import Namespace
@@ -192,6 +192,6 @@ def _all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None])
 
 
 def _check(name: str, done: Done) -> None:
-    expected = GetOutcome.HIT if isinstance(done, Read) else PutOutcome.STORED
+    expected = GetOutcome.HIT if isinstance(done, ReadEnded) else PutOutcome.STORED
     if done.what is not expected:
         raise TransferError(f"{name} tier: a chunk is {done.what}, expected {expected}")

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from kvferry.cache.counts import CacheCounts, TransferTimes
 from kvferry.cache.reading import Reading
-from kvferry.cache.tier_queue import Read
-from kvferry.cache.writing import Behind, Writing
+from kvferry.cache.tier_queue import ReadEnded
+from kvferry.cache.writing import SlowTier, Writing
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning.coverage import NO_TIER
 from kvferry.tiers.format.body import chunk_group
@@ -45,7 +45,7 @@ class ChunkCache:
         host: HostTier,
         body: Callable[[int, int], memoryview],
         groups: Sequence[CanonicalGroup],
-        behind: Sequence[Behind] = (),
+        slow_tiers: Sequence[SlowTier] = (),
     ) -> None:
         """Create the cache with the chunks that the slow tiers already have.
 
@@ -53,20 +53,20 @@ class ChunkCache:
             host: an empty host tier, which the cache takes over.
             body: function from an offset and a size in bytes to writable memory of the arena.
             groups: the canonical groups that chunks belong to.
-            behind: slow tiers, the fastest first, which the cache takes over.
+            slow_tiers: slow tiers, the fastest first, which the cache takes over.
 
         Raises:
             ValueError: the tiers do not share one key table.
         """
-        if any(one.queue.tier.keys.table is not host.keys.table for one in behind):
+        if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("tiers of one cache share a table of tags")
         self.counts, self._events = CacheCounts(), 0
         self._times = TransferTimes()
         self._host = host
         self._memory, self._groups = body, tuple(groups)
         self._files: dict[tuple[int, int], ChunkGroup] = {}
-        self.writing = tuple(Writing(one, host, self._body) for one in behind)
-        self._queues = [one.queue for one in behind]
+        self.writing = tuple(Writing(one, host, self._body) for one in slow_tiers)
+        self._queues = [one.queue for one in slow_tiers]
         self.reading = Reading(host, self.writing, self._body, self._file, self.counts)
 
     @property
@@ -97,13 +97,13 @@ class ChunkCache:
         return why
 
     @property
-    def stranger(self) -> str:
+    def same_name_namespace(self) -> str:
         """Digest of another namespace whose model has the same name, in a tier where this namespace is empty.
 
         An empty string if no tier reports one.
         """
         return next(
-            (queue.around.same_name_namespace for queue in self._queues if queue.around.same_name_namespace),
+            (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
             "",
         )
 
@@ -162,14 +162,14 @@ class ChunkCache:
         for queue, writing in zip(self._queues, self.writing, strict=True):
             for done in queue.done():
                 self._events += 1
-                if isinstance(done, Read):
+                if isinstance(done, ReadEnded):
                     if done.what is GetOutcome.HIT:
                         self._times.reads.setdefault(queue.name, []).append(done.seconds)
-                    self.reading.came(done.key, done.what)
+                    self.reading.on_read_ended(done.key, done.what)
                 else:
                     if done.what is PutOutcome.STORED:
                         self._times.writes.setdefault(queue.name, []).append(done.seconds)
-                    writing.wrote(done.key)
+                    writing.on_write_ended(done.key)
         self.reading.advance()
         for writing in self.writing:
             self._events += writing.pump()

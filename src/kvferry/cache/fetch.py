@@ -10,7 +10,7 @@ from kvferry.tiers.outcome import GetOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class WantedChunk:
     """A chunk that a load takes.
 
     Attributes:
@@ -31,9 +31,9 @@ class Fetch:
     """The chunks of one load on their way to host memory. `reading.Reading` fills it, the load empties it.
 
     Attributes:
-        left: chunks that are not yet held or being read.
+        remaining: chunks that are not yet held or being read.
         without: names of tiers to leave out.
-        coming: chunks that are being read, by key.
+        reading: chunks that are being read, by key.
         ready: chunks that lie in host memory, held for this load until they are closed.
         tiers: names of the tiers that chunks came from.
         failed: names of tiers that could not read a chunk. A tier that no longer has a chunk has not failed:
@@ -42,10 +42,10 @@ class Fetch:
         miss: outcome of the chunk that caused the failure.
     """
 
-    left: deque[Want] = field(default_factory=deque)
+    remaining: deque[WantedChunk] = field(default_factory=deque)
     without: frozenset[str] = frozenset()
-    coming: dict[bytes, Want] = field(default_factory=dict)
-    ready: deque[tuple[Want, Slot]] = field(default_factory=deque)
+    reading: dict[bytes, WantedChunk] = field(default_factory=dict)
+    ready: deque[tuple[WantedChunk, Slot]] = field(default_factory=deque)
     tiers: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failure: str | None = None
@@ -54,9 +54,9 @@ class Fetch:
     @property
     def over(self) -> bool:
         """Return whether no further chunk will become ready."""
-        return self.failure is not None or not (self.left or self.coming)
+        return self.failure is not None or not (self.remaining or self.reading)
 
-    def take(self) -> list[tuple[Want, Slot]]:
+    def take(self) -> list[tuple[WantedChunk, Slot]]:
         """Return the chunks that became ready since the last call; the caller closes their slots."""
         found = list(self.ready)
         self.ready.clear()

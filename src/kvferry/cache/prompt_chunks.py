@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvferry.cache.fetch import Want
+from kvferry.cache.fetch import WantedChunk
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
@@ -34,7 +34,7 @@ class PromptChunks:
         self._of_any = self._more()
 
     @property
-    def tails(self) -> bool:
+    def has_tail(self) -> bool:
         """Return whether a prefix may end inside a chunk; False if any group is a state."""
         return all(group.kind is not GroupKind.STATE for group in self._groups)
 
@@ -46,7 +46,7 @@ class PromptChunks:
         """Return the key of the chunk from the last chunk boundary before `tokens` to `tokens`."""
         return _of_group(self.keys.at(tokens), group)
 
-    def every(self, prompt: int) -> list[bytes]:
+    def all_keys(self, prompt: int) -> list[bytes]:
         """Return the keys of all chunks that a tier may have, the first chunk first.
 
         Args:
@@ -54,7 +54,7 @@ class PromptChunks:
         """
         whole, rest = divmod(prompt, self.keys.chunk_tokens)
         of_any = self.keys.chunks()
-        if rest and self.tails:
+        if rest and self.has_tail:
             of_any.insert(whole, self.keys.at(prompt))
         return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
 
@@ -64,25 +64,28 @@ class PromptChunks:
         return self.key(group, number) if whole else self.tail(group, cut.tokens)
 
     def look_up(
-        self, tokens: int, have: int, places: Callable[[Tags], TierNumbers], *, in_full: bool = True
+        self, tokens: int, local_tokens: int, places: Callable[[Tags], TierNumbers], *, in_full: bool = True
     ) -> Coverage:
         """Return the longest prefix that the engine can continue from.
 
         Args:
             tokens: number of tokens of the request, all of which `keys` covers.
-            have: number of tokens that the engine has.
+            local_tokens: number of tokens that the engine has.
             places: function from key tags to the numbers of the tiers that chunks would come from.
             in_full: whether all tokens may be loaded, including the last one.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
-        ends_inside = in_full and rest > 0 and self.tails
+        ends_inside = in_full and rest > 0 and self.has_tail
         cut = ChunkedPrompt(
-            tokens if ends_inside else whole * self.keys.chunk_tokens, self.keys.chunk_tokens, tokens, have
+            tokens if ends_inside else whole * self.keys.chunk_tokens,
+            self.keys.chunk_tokens,
+            tokens,
+            local_tokens,
         )
         tags = self._tags(cut)
         return coverage(self._groups, cut, places(tags.ravel()).reshape(tags.shape))
 
-    def wants(self, found: Coverage, span: LoadSpan) -> Iterator[Want]:
+    def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
         """Yield the chunks to load for a prefix, or for a part of it, in order of their numbers."""
         cut = found.cut
         numbers = chunks_to_load(self._groups, cut, span.total, span.part)
@@ -93,7 +96,7 @@ class PromptChunks:
             state = self._groups[group].kind is GroupKind.STATE
             whole = last == (number + 1) * size
             key = self.key(group, number) if whole else self.tail(group, last)
-            yield Want(group, number, key, 0 if state else last - number * size)
+            yield WantedChunk(group, number, key, 0 if state else last - number * size)
 
     def _tags(self, cut: ChunkedPrompt) -> Tags:
         """Return the tags of all chunks' keys, without computing the keys.

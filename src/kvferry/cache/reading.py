@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.cache.counts import CacheCounts
-from kvferry.cache.fetch import Fetch, Want
+from kvferry.cache.fetch import Fetch, WantedChunk
 from kvferry.cache.writing import Writing
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -73,7 +73,7 @@ class Reading:
         self.fetches: list[Fetch] = []
         self.events = 0
         self._host, self._writing, self._body, self._file = host, writing, body, file
-        self._queues = [one.behind.queue for one in writing]
+        self._queues = [one.slow_tier.queue for one in writing]
         self._firsts: dict[tuple[bool, ...], TierNumbers] = {}
         self._counts = counts
 
@@ -88,28 +88,28 @@ class Reading:
             without: names of tiers to leave out.
         """
         names = frozenset(without)
-        asked = (True, *(queue.name not in names and not queue.unread for queue in self._queues))
+        asked = (True, *(queue.name not in names and not queue.refuses_reads for queue in self._queues))
         found = self._first_of(asked).take(self._host.keys.table.tier_bits(tags))
         if self.incoming:
             coming = np.maximum(found, self._coming(tags, names))
             found = np.where((found > 0) & (found < NO_TIER), coming, found)
         return found
 
-    def fetch(self, wants: Iterable[Want], without: Iterable[str] = ()) -> Fetch:
+    def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
         """Start to bring chunks to host memory and hold them there. `advance` continues the returned fetch.
 
         Chunks in host memory are held first, before room for others is made there.
 
         Args:
-            wants: chunks, in the order in which they are looked up.
+            wanted_chunks: chunks, in the order in which they are looked up.
             without: names of tiers to leave out.
         """
         self.events += 1
         fetch = Fetch(without=frozenset(without))
-        for want in wants:
+        for want in wanted_chunks:
             slot = self._host.open(want.key)
             if slot is None:
-                fetch.left.append(want)
+                fetch.remaining.append(want)
             else:
                 self._give(fetch, want, slot, HOST)
         self.fetches.append(fetch)
@@ -120,19 +120,19 @@ class Reading:
         """Cancel a fetch and release its slots. Chunks that are being read still go to host memory."""
         for _, slot in fetch.take():
             self._host.close(slot)
-        fetch.left.clear()
-        fetch.coming.clear()
+        fetch.remaining.clear()
+        fetch.reading.clear()
 
-    def awaited(self, fetch: Fetch) -> set[str]:
+    def awaited_tiers(self, fetch: Fetch) -> set[str]:
         """Return the names of the tiers that a fetch still waits for."""
-        return {self._queues[self.incoming[key].source].name for key in fetch.coming}
+        return {self._queues[self.incoming[key].source].name for key in fetch.reading}
 
     def origin(self, fetch: Fetch) -> str:
         """Return the name of the slowest tier that a fetch has used so far; host memory if none."""
-        asked = self.awaited(fetch) | fetch.tiers
+        asked = self.awaited_tiers(fetch) | fetch.tiers
         return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
 
-    def came(self, key: bytes, what: GetOutcome) -> None:
+    def on_read_ended(self, key: bytes, what: GetOutcome) -> None:
         """Process the end of a read: keep the chunk, or read it from the next tier if there is one."""
         incoming = self.incoming[key]
         name = self._queues[incoming.source].name
@@ -142,7 +142,7 @@ class Reading:
             return
         self._counts.missed[name, what] += 1
         for fetch in incoming.waiting:
-            if key in fetch.coming and what is GetOutcome.IO_ERROR:
+            if key in fetch.reading and what is GetOutcome.IO_ERROR:
                 fetch.failed.add(name)
         if incoming.others:
             incoming.source = incoming.others.pop(0)
@@ -184,14 +184,14 @@ class Reading:
 
     def _advance(self, fetch: Fetch) -> None:
         """Hold or read the remaining chunks of a fetch as far as host memory has room."""
-        while fetch.left and fetch.failure is None and self._bring(fetch, fetch.left[0]):
-            fetch.left.popleft()
+        while fetch.remaining and fetch.failure is None and self._bring(fetch, fetch.remaining[0]):
+            fetch.remaining.popleft()
 
-    def _bring(self, fetch: Fetch, want: Want) -> bool:
+    def _bring(self, fetch: Fetch, want: WantedChunk) -> bool:
         """Hold a chunk of host memory, or start its read; return False if there is no room for it yet."""
         if incoming := self.incoming.get(want.key):
             incoming.waiting.append(fetch)
-            fetch.coming[want.key] = want
+            fetch.reading[want.key] = want
         elif (slot := self._host.hold(want.key)) is not None:
             self._give(fetch, want, slot, HOST)
         elif sources := self._sources(fetch, want.key):
@@ -201,7 +201,7 @@ class Reading:
             group = self._file(want.group, want.tokens)
             incoming = _Incoming(slot, group, sources[0], sources[1:], [fetch])
             self.incoming[want.key] = incoming
-            fetch.coming[want.key] = want
+            fetch.reading[want.key] = want
             self._read(incoming)
         else:
             fetch.failure, fetch.miss = "a chunk has gone since it was offered", GetOutcome.ABSENT
@@ -227,16 +227,16 @@ class Reading:
         for writing in self._writing[: incoming.source]:
             writing.owe(key, incoming.group)
         for fetch in incoming.waiting:
-            want, slot = fetch.coming.pop(key, None), None
+            want, slot = fetch.reading.pop(key, None), None
             if want is not None and (slot := self._host.hold(key)) is not None:
                 self._give(fetch, want, slot, name)
 
-    def _give(self, fetch: Fetch, want: Want, slot: Slot, name: str) -> None:
+    def _give(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
         fetch.ready.append((want, slot))
         fetch.tiers.add(name)
         self._counts.fetched[name] += 1
 
     def _fail(self, incoming: _Incoming, why: str, what: GetOutcome | None = None) -> None:
         for fetch in incoming.waiting:
-            if fetch.coming.pop(incoming.slot.key, None) is not None and fetch.failure is None:
+            if fetch.reading.pop(incoming.slot.key, None) is not None and fetch.failure is None:
                 fetch.failure, fetch.miss = why, what

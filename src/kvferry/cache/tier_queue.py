@@ -35,7 +35,7 @@ REFRESH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
+class WriteEnded:
     """The result of a store, which no longer reads its memory."""
 
     key: bytes
@@ -44,7 +44,7 @@ class Wrote:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadEnded:
     """The result of a fetch, which no longer writes its memory."""
 
     key: bytes
@@ -52,7 +52,7 @@ class Read:
     seconds: float = field(default=0.0, compare=False)
 
 
-Done: TypeAlias = Wrote | Read
+Done: TypeAlias = WriteEnded | ReadEnded
 
 
 class TierQueue:
@@ -60,7 +60,7 @@ class TierQueue:
 
     Attributes:
         name: name of the tier, unique within an engine.
-        around: last known usage of the tier's storage.
+        usage: last known usage of the tier's storage.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class TierQueue:
             clock: monotonic seconds.
         """
         self.name = name
-        self.tier, self.around = tier, StoreUsage()
+        self.tier, self.usage = tier, StoreUsage()
         self._clock, self._looking = clock, threading.Lock()
-        self._reading, self._writing = _UnderWay(clock), _UnderWay(clock)
+        self._reading, self._writing = _Operations(clock), _Operations(clock)
         self._most_writes = 4 * writers
         self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
         self._closing = threading.Event()
@@ -100,7 +100,7 @@ class TierQueue:
         return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.contains(keys)
 
     @property
-    def unread(self) -> bool:
+    def refuses_reads(self) -> bool:
         """Return whether the tier currently accepts no reads: it is stuck for reading or paused."""
         return self._reading.stuck or self.tier.paused
 
@@ -174,7 +174,7 @@ class TierQueue:
         except Exception:
             logger.exception("%s tier: fetch of %s", self.name, key.hex())
             what = GetOutcome.IO_ERROR
-        self._reading.end(Read(key, what, self._clock() - began))
+        self._reading.end(ReadEnded(key, what, self._clock() - began))
 
     def _write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
         began = self._clock()
@@ -185,12 +185,12 @@ class TierQueue:
             what = PutOutcome.IO_ERROR
         seconds = self._clock() - began
         self._look_around()
-        self._writing.end(Wrote(key, what, seconds))
+        self._writing.end(WriteEnded(key, what, seconds))
 
     def _look_around(self) -> None:
         try:
             with self._looking:  # what was looked at last is what is told last
-                self.around = self.tier.usage()
+                self.usage = self.tier.usage()
         except Exception:
             logger.exception("%s tier: what lies around", self.name)
 
@@ -220,7 +220,7 @@ class TierQueue:
             logger.exception("%s tier: what was used", self.name)
 
 
-class _UnderWay:
+class _Operations:
     """The reads or the writes whose result has not been collected.
 
     Worker threads call `end`. The engine's thread calls the other methods.

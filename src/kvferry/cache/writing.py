@@ -20,7 +20,7 @@ WRITE_BACK_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class SlowTier:
     """A slow tier behind host memory, and when chunks are written to it.
 
     Attributes:
@@ -37,13 +37,13 @@ class Writing:
     """The chunks owed to one tier, and those being written. Only the engine's thread may use it.
 
     Attributes:
-        behind: the slow tier.
+        slow_tier: the slow tier.
         host: the host tier that has the chunks.
         body: function from a slot to its writable memory.
         lost: number of chunks that were evicted from host memory before they were written.
     """
 
-    behind: Behind
+    slow_tier: SlowTier
     host: HostTier
     body: Callable[[Slot], memoryview]
     lost: int = 0
@@ -56,28 +56,28 @@ class Writing:
 
     def owe(self, key: bytes, group: ChunkGroup) -> None:
         """Queue a chunk of host memory for writing, unless the tier has it or is writing it."""
-        if key not in self._held and not self.behind.queue.tier.contains([key])[0]:
+        if key not in self._held and not self.slow_tier.queue.tier.contains([key])[0]:
             self._owed[key] = group
 
     @property
     def due(self) -> bool:
         """Return whether chunks are to be written once the tier has room; False for a stuck tier."""
-        return bool(self._owed) and self._wanted and not self.behind.queue.stuck_for_writing
+        return bool(self._owed) and self._wanted and not self.slow_tier.queue.stuck_for_writing
 
     @property
     def under_way(self) -> bool:
         """Return whether chunks are being written; False for a stuck tier."""
-        return bool(self._held) and not self.behind.queue.stuck_for_writing
+        return bool(self._held) and not self.slow_tier.queue.stuck_for_writing
 
     def pump(self) -> int:
         """Start as many writes as the tier has room for; return the number of chunks no longer owed."""
         if not (before := len(self._owed)):
             return 0
-        while self._owed and self._wanted and self.behind.queue.can_write:
+        while self._owed and self._wanted and self.slow_tier.queue.can_write:
             self._write_next()
         return before - len(self._owed)
 
-    def wrote(self, key: bytes) -> None:
+    def on_write_ended(self, key: bytes) -> None:
         """Release the slot of a chunk whose write has ended, whether or not the tier stored it."""
         self.host.close(self._held.pop(key))
 
@@ -93,7 +93,7 @@ class Writing:
     @property
     def _wanted(self) -> bool:
         full = self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
-        return full or not self.behind.write_back
+        return full or not self.slow_tier.write_back
 
     def _write_next(self) -> None:
         key, group = self._owed.popitem(last=False)
@@ -102,4 +102,4 @@ class Writing:
             self.lost += 1
             return
         self._held[key] = slot
-        self.behind.queue.write(key, group, self.body(slot))
+        self.slow_tier.queue.write(key, group, self.body(slot))

@@ -147,8 +147,8 @@ class Admission:
         if sources:
             self._known[request.request_id] = _RequestState(bidding=bidding, sources=sources)
 
-    def matched(self, request: Request, have: int) -> int | None:
-        """Return the tokens that can be loaded beyond `have`; None to be asked again later."""
+    def matched(self, request: Request, local_tokens: int) -> int | None:
+        """Return the tokens that can be loaded beyond `local_tokens`; None to be asked again later."""
         if self._parts.evict():
             return None  # some of what the engine has just found for this request may be among them
         known = self._known.get(request.request_id)
@@ -158,13 +158,13 @@ class Admission:
         if standing is Standing.ASIDE:
             return None
         if standing is Standing.NO_ROOM:
-            self._events.no_room(request.request_id, have)
+            self._events.no_room(request.request_id, local_tokens)
             return 0
-        if (why := must_compute(request, have)) is not None:
+        if (why := must_compute(request, local_tokens)) is not None:
             known.taken = None
-            self._events.not_asked(request, known.sources, have, *why)
+            self._events.not_asked(request, known.sources, local_tokens, *why)
             return 0
-        return self._best(known, request, have)
+        return self._best(known, request, local_tokens)
 
     def allocated(self, request: Request, blocks: RequestBlocks, external: int) -> None:
         """Begin the load of `external` tokens, 0 for none, into the blocks that the request now has."""
@@ -182,10 +182,10 @@ class Admission:
             self._settle(request.request_id, known)
             self._events.unserved(request)
             return
-        plan, have = taken
+        plan, local_tokens = taken
         known.broken = False
-        self._phases.wait(known, request, have + external)
-        self._begin(known, request, blocks, plan.parts(have, external, request.num_tokens))
+        self._phases.wait(known, request, local_tokens + external)
+        self._begin(known, request, blocks, plan.parts(local_tokens, external, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
         """Count the tokens that a request waits for, by the place most of each load comes from."""
@@ -278,27 +278,29 @@ class Admission:
                 self._given_up[one.load.key] = OTHER_PART
                 one.source.dropped(one.load)
 
-    def _best(self, known: _RequestState, request: Request, have: int) -> int | None:
+    def _best(self, known: _RequestState, request: Request, local_tokens: int) -> int | None:
         """Take the best bid and return its tokens; None while the request waits for it, or for room."""
-        plans = self._plans(known, request, have)
-        best = self._phases.best(known, plans, request, have)
+        plans = self._plans(known, request, local_tokens)
+        best = self._phases.best(known, plans, request, local_tokens)
         bids = [(plan.last, plan.bid) for plan in plans]
         self._events.asked(
-            request, known.sources, known.bidding, have, bids, None if best is None else best.bid
+            request, known.sources, known.bidding, local_tokens, bids, None if best is None else best.bid
         )
-        return self._phases.propose(known, best, have, lambda plan: self._has_room(plan, request, have))
+        return self._phases.propose(
+            known, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)
+        )
 
-    def _plans(self, known: _RequestState, request: Request, have: int) -> list[LoadPlan]:
+    def _plans(self, known: _RequestState, request: Request, local_tokens: int) -> list[LoadPlan]:
         """Return the plans that may be taken."""
-        found = load_plans(known.sources, request, have, self._alignment_tokens)
-        return [plan for plan in found if not self._in_part(plan, request, have)]
+        found = load_plans(known.sources, request, local_tokens, self._alignment_tokens)
+        return [plan for plan in found if not self._in_part(plan, request, local_tokens)]
 
-    def _has_room(self, plan: LoadPlan, request: Request, have: int) -> bool:
+    def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         """Return whether a plan's loads leave the blocks that others need, even if they are late."""
-        tokens, total = request.num_tokens, have + plan.bid.tokens
+        tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
             source.room(bid, self._most_written(span))
-            for source, bid, span in plan.parts(have, plan.bid.tokens, tokens)
+            for source, bid, span in plan.parts(local_tokens, plan.bid.tokens, tokens)
         )
 
     def _begin(
@@ -331,12 +333,12 @@ class Admission:
             self._events.began(source, load)
         self._parts.begin(request, load.tables, span, source.alignments(request.request_id))
 
-    def _in_part(self, plan: LoadPlan, request: Request, have: int) -> bool:
+    def _in_part(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         """Return whether a plan would fill a block in part where that is not allowed.
 
         Return False while a source of the plan is still looking: nobody knows yet.
         """
-        span = LoadSpan(have, have + plan.bid.tokens, request.num_tokens)
+        span = LoadSpan(local_tokens, local_tokens + plan.bid.tokens, request.num_tokens)
         return not plan.bid.looking and self._parts.refuses(span, plan.last.alignments(request.request_id))
 
     def _settle(self, request_id: str, known: _RequestState) -> None:

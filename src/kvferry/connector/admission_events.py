@@ -77,25 +77,25 @@ class AdmissionEvents:
         request: Request,
         sources: Sequence[Source],
         bidding: Bidding,
-        have: int,
+        local_tokens: int,
         offers: Sequence[tuple[Source, Bid]],
         best: Bid | None,
     ) -> None:
         """Tell what sources bid, unless they bid the same last time."""
-        now = (have, [bid for _, bid in offers], best, bidding.spent)
+        now = (local_tokens, [bid for _, bid in offers], best, bidding.spent)
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == now:
             return
-        rest = request.num_tokens - have
+        rest = request.num_tokens - local_tokens
         bids = tuple(self._valued(source, bid, bidding, rest) for source, bid in offers)
         silent = [source for source in sources if not any(of is source for of, _ in offers)]
         event = SourcesAsked(
             request.request_id,
             time.monotonic(),
-            local_tokens=have,
+            local_tokens=local_tokens,
             bids=bids,
             compute_value=self._policy.value(None, rest),
-            misses=tuple(source.lack(request, have) for source in silent),
+            misses=tuple(source.lack(request, local_tokens) for source in silent),
             chosen=best,
             why=_why(bids, bidding, best),
         )
@@ -104,31 +104,31 @@ class AdmissionEvents:
 
     @log_errors
     def not_asked(
-        self, request: Request, sources: Sequence[Source], have: int, miss: MissReason, detail: str
+        self, request: Request, sources: Sequence[Source], local_tokens: int, miss: MissReason, detail: str
     ) -> None:
         """Tell why nothing may be loaded whatever sources have, unless it was told last time."""
         last = self._asked.get(request.request_id)
-        if last is not None and last[0] == (have, miss):
+        if last is not None and last[0] == (local_tokens, miss):
             return
         event = SourcesAsked(
             request.request_id,
             time.monotonic(),
-            local_tokens=have,
+            local_tokens=local_tokens,
             bids=(),
-            compute_value=self._policy.value(None, request.num_tokens - have),
+            compute_value=self._policy.value(None, request.num_tokens - local_tokens),
             misses=tuple(SourceMiss(source.name, miss, detail=detail) for source in sources),
             chosen=None,
             why=DecisionReason.SKIPPED if miss is MissReason.SKIPPED else DecisionReason.NOTHING,
         )
-        self._asked[request.request_id] = (have, miss), event
+        self._asked[request.request_id] = (local_tokens, miss), event
         self._events.emit(event)
 
     @log_errors
-    def no_room(self, request_id: str, have: int) -> None:
+    def no_room(self, request_id: str, local_tokens: int) -> None:
         """Tell that there was no room for the chosen load, and that the request does not wait for it."""
         _, last = self._asked[request_id]
         now = time.monotonic()
-        event = replace(last, at=now, local_tokens=have, chosen=None, why=DecisionReason.NO_ROOM)
+        event = replace(last, at=now, local_tokens=local_tokens, chosen=None, why=DecisionReason.NO_ROOM)
         self._asked[request_id] = None, event
         self._events.emit(event)
 

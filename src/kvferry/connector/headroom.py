@@ -91,8 +91,8 @@ class Headroom:
         )
 
 
-def _between(group: CacheGroup, have: int, tokens: int) -> int:
+def _between(group: CacheGroup, local_tokens: int, tokens: int) -> int:
     """Return the blocks that a group adds between two numbers of tokens."""
     if group.kind is GroupKind.STATE:
         return STATE_BLOCKS
-    return max(-(-tokens // group.block_tokens) - -(-have // group.block_tokens), 0)
+    return max(-(-tokens // group.block_tokens) - -(-local_tokens // group.block_tokens), 0)

@@ -34,15 +34,19 @@ class LoadPlan:
         """The source of the last part."""
         return self.legs[-1][0]
 
-    def parts(self, have: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
+    def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
         """Return (source, bid, span) of every leg that the engine does not have by now.
 
         Args:
-            have: tokens that the engine had when the plan was made.
+            local_tokens: tokens that the engine had when the plan was made.
             external: tokens of the prefix that it lacks now.
             prompt: tokens of the prompt.
         """
-        total, last, found = have + self.bid.tokens, have, list[tuple[Source, Bid, LoadSpan]]()
+        total, last, found = (
+            local_tokens + self.bid.tokens,
+            local_tokens,
+            list[tuple[Source, Bid, LoadSpan]](),
+        )
         for source, bid in self.legs:
             first, last = last, last + bid.tokens
             span = LoadSpan(total - external, total, prompt, (first, last) if len(self.legs) > 1 else None)
@@ -65,29 +69,29 @@ def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
 
 
 def load_plans(
-    sources: Sequence[Source], request: Request, have: int, alignment_tokens: int
+    sources: Sequence[Source], request: Request, local_tokens: int, alignment_tokens: int
 ) -> list[LoadPlan]:
     """Return the plans with each source alone, then those with two sources.
 
     Args:
         sources: those that may serve the request.
         request: the request.
-        have: tokens that the engine has.
+        local_tokens: tokens that the engine has.
         alignment_tokens: see `common_alignment`.
     """
-    found = [LoadPlan(bid, ((one, bid),)) for one in sources for bid in one.bids(request, have)]
+    found = [LoadPlan(bid, ((one, bid),)) for one in sources for bid in one.bids(request, local_tokens)]
     if len(sources) > 1 and alignment_tokens:
-        found += _composed(sources, request, have, alignment_tokens)
+        found += _composed(sources, request, local_tokens, alignment_tokens)
     return found
 
 
 def _composed(
-    sources: Sequence[Source], request: Request, have: int, alignment_tokens: int
+    sources: Sequence[Source], request: Request, local_tokens: int, alignment_tokens: int
 ) -> Iterator[LoadPlan]:
     for first in sources:
-        if (head := first.head(request, have, alignment_tokens)) is None:
+        if (head := first.head(request, local_tokens, alignment_tokens)) is None:
             continue
         for last in sources:
-            tail = last.tail(request, have, have + head.tokens) if last is not first else None
+            tail = last.tail(request, local_tokens, local_tokens + head.tokens) if last is not first else None
             if tail is not None:
                 yield LoadPlan(Bid.composed(head, tail), ((first, head), (last, tail)))

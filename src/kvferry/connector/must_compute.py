@@ -7,20 +7,20 @@ from kvferry.connector.decisions import MissReason
 from kvferry.connector.engine import Request
 
 
-def must_compute(request: Request, have: int) -> tuple[MissReason, str] | None:
+def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
     """Return why a request loads nothing, as a word and a sentence; None if sources may be asked.
 
     Args:
         request: the request.
-        have: tokens that the engine's own prefix cache has.
+        local_tokens: tokens that the engine's own prefix cache has.
     """
     if (why := request.why_no_cache) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
-    if leads_on(request.num_tokens - have):
+    if leads_on(request.num_tokens - local_tokens):
         return None
-    if have:
+    if local_tokens:
         return (
             MissReason.LOCAL,
-            f"{have} of {request.num_tokens} tokens are here, and the last is always computed",
+            f"{local_tokens} of {request.num_tokens} tokens are here, and the last is always computed",
         )
     return MissReason.SHORT_PROMPT, "its only token is always computed"

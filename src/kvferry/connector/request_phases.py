@@ -111,7 +111,7 @@ class RequestPhases:
         return Standing.ASK
 
     def best(
-        self, state: RequestState[PlanT], plans: Sequence[PlanT], request: Request, have: int
+        self, state: RequestState[PlanT], plans: Sequence[PlanT], request: Request, local_tokens: int
     ) -> PlanT | None:
         """Return the plan to take, or the one to wait for; None to compute.
 
@@ -119,9 +119,9 @@ class RequestPhases:
             state: of the request.
             plans: in the order of their sources.
             request: the request.
-            have: tokens that the engine has.
+            local_tokens: tokens that the engine has.
         """
-        rest = request.num_tokens - have
+        rest = request.num_tokens - local_tokens
         best = self._choice.of(
             state.bidding.open((plan.bid for plan in plans), rest),
             rest,
@@ -131,14 +131,18 @@ class RequestPhases:
         return next((plan for plan in plans if plan.bid is best), None)
 
     def propose(
-        self, state: RequestState[PlanT], plan: PlanT | None, have: int, has_room: Callable[[PlanT], bool]
+        self,
+        state: RequestState[PlanT],
+        plan: PlanT | None,
+        local_tokens: int,
+        has_room: Callable[[PlanT], bool],
     ) -> int | None:
-        """Return the tokens to load beyond `have`; None while the request waits for its plan, or for room.
+        """Return the tokens to load beyond `local_tokens`; None while the request waits for its plan or room.
 
         Args:
             state: of the request.
             plan: the `best` one.
-            have: tokens that the engine has.
+            local_tokens: tokens that the engine has.
             has_room: whether the loads of a plan leave the blocks that others need.
         """
         state.crowded = False
@@ -146,7 +150,7 @@ class RequestPhases:
             state.taken = None
             return 0
         if not plan.bid.looking:
-            state.taken, state.crowded = (plan, have), not has_room(plan)
+            state.taken, state.crowded = (plan, local_tokens), not has_room(plan)
             if not state.crowded:
                 return plan.bid.tokens
             if state.waiting.seconds >= self._choice.patience_seconds:

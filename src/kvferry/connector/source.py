@@ -28,24 +28,24 @@ class Source(Protocol):
     def declined(self, request: Request) -> SourceMiss | None:
         """Return why the request cannot be served; None if nobody asked for that."""
 
-    def bids(self, request: Request, have: int) -> Sequence[Bid]:
-        """Return bids for tokens beyond the `have` that the engine has. May be called again."""
+    def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
+        """Return bids for tokens beyond the `local_tokens` that the engine has. May be called again."""
 
-    def lack(self, request: Request, have: int) -> SourceMiss:
+    def lack(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return why the last `bids` were none."""
 
-    def head(self, request: Request, have: int, alignment_tokens: int) -> Bid | None:
+    def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
         """Return a bid for the beginning of a prefix whose rest another source has.
 
         It brings only layers that see all tokens. Called after `bids`, with the same arguments.
 
         Args:
             request: the request.
-            have: tokens that the engine has.
+            local_tokens: tokens that the engine has.
             alignment_tokens: the beginning ends at a multiple of so many tokens.
         """
 
-    def tail(self, request: Request, have: int, first: int) -> Bid | None:
+    def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
         """Return a bid for the rest of a prefix, from token `first` on. Called as `head`."""
 
     def room(self, bid: Bid, blocks: int) -> bool:

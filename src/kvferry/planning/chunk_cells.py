@@ -164,7 +164,7 @@ def cells_to_load(
         ]
     low, high = needed_tokens(group.kind, group.attention_span, span)
     check_part_edges(route, group.kind, span)
-    low = max(low // route.cell_tokens * route.cell_tokens, span.have)
+    low = max(low // route.cell_tokens * route.cell_tokens, span.local_tokens)
     chunks, found = chunk_table(numbers), []
     for run in runs_of(numbers):
         first, last = max(low, run.start * chunk_tokens), min(high, run.stop * chunk_tokens)

@@ -64,23 +64,27 @@ class ChunkedPrompt:
             tail.
         chunk_tokens: tokens of a chunk.
         prompt: tokens of the whole prompt.
-        have: tokens of the prefix that the engine has computed, in every group; need not be a boundary. In a
-            sliding-window group the engine may hold the trailing window only. That is enough, because a
-            longer prefix needs no older tokens.
+        local_tokens: tokens of the prefix that the engine has computed, in every group; need not be a
+            boundary. In a sliding-window group the engine may hold the trailing window only. That is enough,
+            because a longer prefix needs no older tokens.
         first: tokens of the prefix that another source brings to groups that attend to all tokens.
     """
 
     tokens: int
     chunk_tokens: int
     prompt: int
-    have: int = 0
+    local_tokens: int = 0
     first: int = 0
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1 or not 0 <= self.tokens <= self.prompt or min(self.have, self.first) < 0:
+        if (
+            self.chunk_tokens < 1
+            or not 0 <= self.tokens <= self.prompt
+            or min(self.local_tokens, self.first) < 0
+        ):
             raise TransferError(
                 f"cannot look up {self.tokens} of {self.prompt} tokens in chunks of {self.chunk_tokens}, "
-                f"with {self.have} computed"
+                f"with {self.local_tokens} computed"
             )
 
     @property
@@ -133,7 +137,7 @@ class Coverage:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longest usable prefix; `ChunkedPrompt.have` if no chunk extends it."""
+        """Tokens of the longest usable prefix; `ChunkedPrompt.local_tokens` if no chunk extends it."""
         return self.longest()[0]
 
     @property
@@ -148,7 +152,9 @@ class Coverage:
         Windows and states may be missing at its end.
         """
         each = zip(self.groups, self.alone, strict=True)
-        return min((tokens for group, tokens in each if attends_to_all(group.kind)), default=self.cut.have)
+        return min(
+            (tokens for group, tokens in each if attends_to_all(group.kind)), default=self.cut.local_tokens
+        )
 
     @property
     def better(self) -> int | None:
@@ -166,7 +172,10 @@ class Coverage:
         if at is None:
             return ()
         end = int(self.ends[at])
-        span, found = LoadSpan(self.cut.have, end, self.cut.prompt, (min(self.cut.first, end), end)), []
+        span, found = (
+            LoadSpan(self.cut.local_tokens, end, self.cut.prompt, (min(self.cut.first, end), end)),
+            [],
+        )
         for number, (group, slowest) in enumerate(zip(self.groups, self.slowest, strict=True)):
             if slowest[at] == NO_TIER:
                 run = _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, self.cut)
@@ -180,7 +189,8 @@ class Coverage:
             before: number of the tier, at least 1.
 
         Returns:
-            (tokens, number of the slowest tier used); tokens are `ChunkedPrompt.have` if no chunk extends it.
+            (tokens, number of the slowest tier used); tokens are `ChunkedPrompt.local_tokens` if no chunk
+            extends it.
         """
         return self._last(self.of_all, before)
 
@@ -190,7 +200,7 @@ class Coverage:
 
     def _last(self, slowest: TierNumbers, before: int) -> tuple[int, int]:
         good = (self.usable & (slowest < before)).nonzero()[0]
-        return (int(self.ends[good[-1]]), int(slowest[good[-1]])) if len(good) else (self.cut.have, 0)
+        return (int(self.ends[good[-1]]), int(slowest[good[-1]])) if len(good) else (self.cut.local_tokens, 0)
 
     def _better(self) -> int | None:
         """Return the number of the chunk that ends at `better`."""
@@ -214,8 +224,8 @@ def coverage(groups: Sequence[GroupPattern], cut: ChunkedPrompt, places: TierNum
         cut: the prompt.
         places: number of the tier that each chunk of a group comes from, int64 of shape (groups,
             `cut.chunks`); `NO_TIER` if none has it. In a state group, the tier of the snapshot at the chunk's
-            end. Attention chunks inside `cut.have` may be missing. For the tail of an attention group, a
-            longer chunk that begins with it serves as well.
+            end. Attention chunks inside `cut.local_tokens` may be missing. The tail of an attention group
+            may also come from a longer chunk that begins with it.
 
     Raises:
         TransferError: `places` is of another shape, or there is no group.
@@ -244,7 +254,7 @@ def _covered(
     kept.
     """
     ends = cut.boundaries if before is None else before.ends
-    usable = ends > max(cut.have, cut.first)
+    usable = ends > max(cut.local_tokens, cut.first)
     if cut.tokens > longest_usable_prefix(groups, cut.prompt):
         usable[-1:] = False
     slowest = tuple(
@@ -272,7 +282,7 @@ def chunks_to_load(
     Args:
         groups: all groups of the model.
         cut: the prompt.
-        tokens: a boundary; `cut.have` or less needs no chunk.
+        tokens: a boundary; `cut.local_tokens` or less needs no chunk.
         part: as in `LoadSpan`. If it ends before `tokens`, `tokens` need not be a boundary.
 
     Returns:
@@ -281,9 +291,9 @@ def chunks_to_load(
     Raises:
         TransferError: `tokens` is no boundary, or lies beyond `longest_usable_prefix`.
     """
-    if tokens <= cut.have:
+    if tokens <= cut.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)
-    span = LoadSpan(cut.have, tokens, cut.prompt, part)
+    span = LoadSpan(cut.local_tokens, tokens, cut.prompt, part)
     whole = span.ends == tokens
     on_boundary = not whole or tokens == cut.tokens or tokens % cut.chunk_tokens == 0
     if not on_boundary or span.ends > min(cut.tokens, longest_usable_prefix(groups, cut.prompt)):
@@ -317,10 +327,10 @@ def _slowest(group: GroupPattern, cut: ChunkedPrompt, ends: Int64s, places: Tier
         return places
     if attends_to_all(group.kind):
         run = places.copy()
-        run[: max(cut.have, cut.first) // cut.chunk_tokens] = 0
+        run[: max(cut.local_tokens, cut.first) // cut.chunk_tokens] = 0
         return np.maximum.accumulate(run, out=run)
     computed, after = np.minimum(ends, cut.prompt - 1), np.arange(1, len(ends) + 1)
-    low = np.maximum(first_attended(group.kind, group.attention_span, computed), cut.have)
+    low = np.maximum(first_attended(group.kind, group.attention_span, computed), cut.local_tokens)
     bounds = np.empty((len(ends), 2), np.int64)
     bounds[:, 0], bounds[:, 1] = np.where(low < ends, low // cut.chunk_tokens, after), after
     found = np.maximum.reduceat(np.concatenate((places, _NONE)), bounds.ravel())[::2]

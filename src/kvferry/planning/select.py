@@ -31,13 +31,13 @@ class LoadSpan:
     tokens. Other layers need only the end of the prefix, which comes with the last part.
 
     Attributes:
-        have: tokens that the destination has before the load, from the start of the prompt.
+        local_tokens: tokens that the destination has before the load, from the start of the prompt.
         total: tokens that it has after the load.
         prompt: tokens of the whole prompt.
         part: tokens ``[first, last)`` of this part; None for all.
     """
 
-    have: int
+    local_tokens: int
     total: int
     prompt: int
     part: tuple[int, int] | None = None
@@ -54,7 +54,7 @@ class LoadSpan:
     @property
     def begins(self) -> int:
         """First token that moves, in layers that see all tokens."""
-        return self.have if self.part is None else max(self.have, self.part[0])
+        return self.local_tokens if self.part is None else max(self.local_tokens, self.part[0])
 
     @property
     def ends(self) -> int:
@@ -88,11 +88,11 @@ def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -
 def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple[int, int]:
     """Return the tokens ``[low, high)`` that a continuation needs and the destination lacks.
 
-    >>> needed_tokens(GroupKind.SLIDING, 24, LoadSpan(have=0, total=64, prompt=64))   # next: 63, sees 40..63
+    >>> needed_tokens(GroupKind.SLIDING, 24, LoadSpan(0, total=64, prompt=64))   # next: 63, sees 40..63
     (40, 64)
-    >>> needed_tokens(GroupKind.FULL, 0, LoadSpan(have=16, total=64, prompt=64))
+    >>> needed_tokens(GroupKind.FULL, 0, LoadSpan(local_tokens=16, total=64, prompt=64))
     (16, 64)
-    >>> head = LoadSpan(have=16, total=64, prompt=64, part=(16, 48))
+    >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
     >>> needed_tokens(GroupKind.FULL, 0, head), needed_tokens(GroupKind.SLIDING, 24, head)
     ((16, 48), (48, 48))
 
@@ -103,7 +103,7 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
     elif span.ends < span.total:
         low = span.ends
     else:
-        low = max(span.have, first_attended(kind, attention_span, span.next_token))
+        low = max(span.local_tokens, first_attended(kind, attention_span, span.next_token))
     return min(low, span.ends), span.ends
 
 
@@ -141,7 +141,7 @@ def partial_block(
     low, high = needed_tokens(kind, attention_span, span)
     first = low // block_tokens
     loaded_from = low // alignment_tokens * alignment_tokens
-    return first if low < high and max(first * block_tokens, span.have) < loaded_from else None
+    return first if low < high and max(first * block_tokens, span.local_tokens) < loaded_from else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,10 +193,10 @@ def select_cells(
             )
         return _cells(route, src_table, dst_table, np.zeros(1, np.int64))
     first = low // route.cell_tokens
-    if first * route.cell_tokens < span.have:
+    if first * route.cell_tokens < span.local_tokens:
         raise TransferError(
-            f"the local prefix ends at token {span.have}, inside the cell of {route.cell_tokens} tokens from "
-            f"{first * route.cell_tokens}; it must end on one"
+            f"the local prefix ends at token {span.local_tokens}, inside the cell of "
+            f"{route.cell_tokens} tokens from {first * route.cell_tokens}; it must end on one"
         )
     check_part_edges(route, kind, span)
     cells = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
@@ -230,7 +230,7 @@ def partly_written_blocks(
         for b, at in ((first // route.dst_cells, first), ((last - 1) // route.dst_cells, last))
         if at % route.dst_cells
     }
-    return dst_table[sorted(b for b in partial if b * block_tokens >= span.have)]
+    return dst_table[sorted(b for b in partial if b * block_tokens >= span.local_tokens)]
 
 
 def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
@@ -242,7 +242,7 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
     if span.part is None or not attends_to_all(kind):
         return
     block = route.cell_tokens * route.dst_cells
-    for at in ({span.begins} - {span.have}) | ({span.ends} - {span.total}):
+    for at in ({span.begins} - {span.local_tokens}) | ({span.ends} - {span.total}):
         if at % block:
             raise TransferError(
                 f"a part of a prefix begins or ends at token {at}, inside a block of {block}; it must do so "
@@ -286,7 +286,7 @@ def unwritten_blocks_needed(
     """Return ids of the blocks that `needed_tokens` tokens lie in and that hold nothing of this prompt yet.
 
     >>> table = np.arange(10, 16)
-    >>> unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(have=24, total=64, prompt=64), table).tolist()
+    >>> unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(24, 64, prompt=64), table).tolist()
     [12, 13]
 
     Args:
@@ -295,7 +295,7 @@ def unwritten_blocks_needed(
     ids = blocks_needed(kind, attention_span, block_tokens, span, table)
     if kind is not GroupKind.STATE:  # its snapshot is written as a whole
         first = needed_tokens(kind, attention_span, span)[0] // block_tokens
-        ids = ids[int(first * block_tokens < span.have) :]
+        ids = ids[int(first * block_tokens < span.local_tokens) :]
     found: Int64s = ids[ids != NULL_BLOCK]
     return found
 
@@ -303,7 +303,7 @@ def unwritten_blocks_needed(
 def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
     """Return the positions of a group's blocks that a load may write.
 
-    >>> head = LoadSpan(have=16, total=64, prompt=64, part=(16, 48))
+    >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
     >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)
     (slice(1, 3, None), slice(1, 0, None))
     """
@@ -312,13 +312,13 @@ def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice
         return slice(span.begins // block_tokens, None if last else -(-span.ends // block_tokens))
     if kind is GroupKind.STATE:
         return slice(0, None if last else 0)
-    return slice(span.have // block_tokens, None if last else 0)
+    return slice(span.local_tokens // block_tokens, None if last else 0)
 
 
 def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan) -> int:
     """Return an upper bound of the blocks that a load may write in a group: `writable_blocks` without nulls.
 
-    >>> span = LoadSpan(have=16, total=64, prompt=65)
+    >>> span = LoadSpan(local_tokens=16, total=64, prompt=65)
     >>> max_writable_blocks(GroupKind.FULL, 0, 16, span), max_writable_blocks(GroupKind.SLIDING, 20, 16, span)
     (3, 2)
     """
@@ -329,6 +329,6 @@ def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int,
     first = (
         span.begins
         if attends_to_all(kind)
-        else max(span.have, first_attended(kind, attention_span, span.total))
+        else max(span.local_tokens, first_attended(kind, attention_span, span.total))
     )
     return -(-span.ends // block_tokens) - first // block_tokens

@@ -389,8 +389,8 @@ def bids(engine: Any) -> list[int]:
         admission = _scheduler(engine).connector.scheduler.half.admission
         inner = admission.matched
 
-        def matched(request: Any, have: int) -> int | None:
-            tokens = inner(request, have)
+        def matched(request: Any, local_tokens: int) -> int | None:
+            tokens = inner(request, local_tokens)
             if tokens is not None:
                 engine.bids.append(tokens)
             return tokens
@@ -578,9 +578,9 @@ def digests_of_offer(engine: Any, offer: dict[str, Any]) -> Digests:
     return digests(engine, granted(engine, offer), offer["remote_num_tokens"])
 
 
-def digests(engine: Any, tables: list[list[int]], tokens: int, have: int = 0) -> Digests:
+def digests(engine: Any, tables: list[list[int]], tokens: int, local_tokens: int = 0) -> Digests:
     """What a continuation after `tokens` tokens needs, as `pages.digests_of` has it."""
-    return digests_of(worker_half(engine), tables, LoadSpan(have, tokens, tokens + 1))
+    return digests_of(worker_half(engine), tables, LoadSpan(local_tokens, tokens, tokens + 1))
 
 
 class Witness:
@@ -598,10 +598,10 @@ class Witness:
         self._matched = admission.matched
         admission.matched = self._asked
 
-    def _asked(self, request: Any, have: int) -> int | None:
-        tokens = self._matched(request, have)
+    def _asked(self, request: Any, local_tokens: int) -> int | None:
+        tokens = self._matched(request, local_tokens)
         if tokens is not None:
-            self.admitted.append((request.request_id, have, tokens))
+            self.admitted.append((request.request_id, local_tokens, tokens))
         return tokens
 
     def _watched(self) -> Any:

@@ -83,7 +83,7 @@ def _watched(half: Any) -> Any:
         del half.unread[key]
         if load.request_id in results.failed:
             continue
-        span = [load.span.have, load.span.total, load.span.prompt, load.span.part]
+        span = [load.span.local_tokens, load.span.total, load.span.prompt, load.span.part]
         digests = digests_of(half, load.tables, load.span)
         tables = [ids.tolist() for ids in read.src_tables]
         half.witnessed.append({"span": span, "tables": tables, "digests": digests})

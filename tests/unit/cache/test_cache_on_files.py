@@ -11,9 +11,9 @@ import numpy as np
 
 from kvferry.cache import tier_queue
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.fetch import Want
+from kvferry.cache.fetch import WantedChunk
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.cache.writing import Behind
+from kvferry.cache.writing import SlowTier
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -44,7 +44,7 @@ class Cache:
         self.host = HostTier(SLOTS * SIZE, [SIZE], EVICTION_POLICIES["lru"], table)
         self.store = FileTier(folder, NAMESPACE, capacity=1 << 24, table=table)
         self.queue = TierQueue(self.store, "file")
-        self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [Behind(self.queue)])
+        self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [SlowTier(self.queue)])
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
         return memoryview(self.memory)[offset : offset + size]
@@ -73,7 +73,7 @@ class Cache:
 
     def load(self, *keys: bytes) -> bool:
         """Whether all could be loaded; what was is right, and nothing is held afterwards."""
-        fetch = self.cache.reading.fetch([Want(0, at, key, CHUNK) for at, key in enumerate(keys)])
+        fetch = self.cache.reading.fetch([WantedChunk(0, at, key, CHUNK) for at, key in enumerate(keys)])
         self.until(lambda: fetch.over)
         taken = fetch.take()
         for want, slot in taken:

@@ -13,9 +13,9 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.fetch import Want
+from kvferry.cache.fetch import WantedChunk
 from kvferry.cache.tier_queue import STUCK_SECONDS
-from kvferry.cache.writing import WRITE_BACK_SHARE, Behind
+from kvferry.cache.writing import WRITE_BACK_SHARE, SlowTier
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -68,7 +68,7 @@ def tokens_of(key):
 
 
 def want(key):
-    return Want(group_of(key), KEYS.index(key), key, tokens_of(key))
+    return WantedChunk(group_of(key), KEYS.index(key), key, tokens_of(key))
 
 
 class Cache:
@@ -81,7 +81,7 @@ class Cache:
         self.host = HostTier(pages * PAGE, sizes, EVICTION_POLICIES[policy], table_of(tiers))
         self.tiers = tiers
         self.queues = [queue_by_hand(tier, self.clock) for tier in tiers]
-        behind = [Behind(q, q.name in write_back) for q in self.queues]
+        behind = [SlowTier(q, q.name in write_back) for q in self.queues]
         self.cache = ChunkCache(self.host, arena.bytes_at, GROUPS, behind)
 
     def at(self, slot):
@@ -358,7 +358,7 @@ class Living(RuleBasedStateMachine):
                 assert set(here) <= set(keys)
             if not fetch.over:
                 assert self.cache.busy
-            assert self.cache.reading.awaited(fetch) <= {queue.name for queue in self.queues}
+            assert self.cache.reading.awaited_tiers(fetch) <= {queue.name for queue in self.queues}
 
     @invariant()
     def every_hold_is_somebodys(self):
@@ -444,9 +444,9 @@ def test_a_chunk_that_is_computed_anew_is_owed_to_the_tiers_that_lack_it_alone()
 def test_a_chunk_that_a_tier_has_not_comes_from_the_next_one():
     made = cache([FULL], [FULL])
     fetch = made.fetch(FULL)
-    assert made.cache.reading.awaited(fetch) == {"file"}
+    assert made.cache.reading.awaited_tiers(fetch) == {"file"}
     made.answer(0, "read", FULL, GetOutcome.CORRUPT)
-    assert made.cache.reading.awaited(fetch) == {"object"}
+    assert made.cache.reading.awaited_tiers(fetch) == {"object"}
     made.answer(1, "read", FULL, GetOutcome.HIT)
     assert (fetch.failure, names_of(fetch), fetch.tiers) == (None, [FULL], {"object"})
     assert made.cache.counts.missed == Counter({("file", GetOutcome.CORRUPT): 1})
@@ -523,7 +523,9 @@ def test_after_a_load_with_room_for_half_of_it_the_beginning_stays():
     prompt = [b"%031d" % n + b"\0" for n in range(8)]
     tiers = fake_tiers([(key, content(key)) for key in prompt])
     made = Cache(ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, tiers)
-    fetch = made.cache.reading.fetch([Want(0, number, key, CHUNK) for number, key in enumerate(prompt)])
+    fetch = made.cache.reading.fetch(
+        [WantedChunk(0, number, key, CHUNK) for number, key in enumerate(prompt)]
+    )
     while not fetch.over:  # as they come, from the first on
         made.answer(0, "read", made.jobs(0)[0][1], GetOutcome.HIT)
         for _, slot in fetch.take():
@@ -662,7 +664,7 @@ def test_tiers_of_one_cache_share_a_table_of_tags():
             HostTier(PAGE, [PAGE], EVICTION_POLICIES["lru"]),
             ARENA.bytes_at,
             GROUPS[:1],
-            [Behind(made.queues[0])],
+            [SlowTier(made.queues[0])],
         )
 
 

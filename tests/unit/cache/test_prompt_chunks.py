@@ -36,11 +36,11 @@ def key_of(tokens, chunk, group, end):
     return ChunkKeys(chunk, tokens[:end]).at(end)[:-1] + bytes((group,))
 
 
-def usable(groups, tokens, chunk, have, stored, end):
+def usable(groups, tokens, chunk, local_tokens, stored, end):
     """Whether a prefix of `end` tokens can be continued from, token by token."""
     following = min(end, len(tokens) - 1)
     for number, group in enumerate(groups):
-        needed = range(have, end)
+        needed = range(local_tokens, end)
         if group.kind is GroupKind.STATE:
             needed = range(end - 1, end)
             if end > len(tokens) - 1:
@@ -66,7 +66,7 @@ def test_every_chunk_of_a_prompt_and_what_was_added_to_it_from_the_first_on(grou
     tokens = list(range(15))  # 10 of them the prompt
     chunks = PromptChunks(groups, ChunkKeys(4, tokens))
     expected = [key_of(tokens, 4, group, end) for end in ends for group in range(len(groups))]
-    assert chunks.every(10) == expected
+    assert chunks.all_keys(10) == expected
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -75,7 +75,7 @@ def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, gr
     tokens = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
     ends = [end for end in range(1, length + 1) if end % chunk == 0 or end == length]
     gone = data.draw(st.sets(st.tuples(st.integers(0, len(groups) - 1), st.sampled_from(ends)), max_size=4))
-    have = data.draw(st.integers(0, length))
+    local_tokens = data.draw(st.integers(0, length))
     stored = {
         key_of(tokens, chunk, group, end)
         for group in range(len(groups))
@@ -88,26 +88,35 @@ def test_what_is_found_and_wanted_is_what_a_search_token_by_token_finds(data, gr
     if begun:
         chunks.look_up(begun, 0, in_host(()))
     keys.extend(tokens[begun:])
-    found = chunks.look_up(length, have, in_host(stored))
+    found = chunks.look_up(length, local_tokens, in_host(stored))
 
     tails = all(group.kind is not GroupKind.STATE for group in groups)
     ends = [end for end in ends if end % chunk == 0 or tails]
     best = max(
-        (end for end in ends if end > have and usable(groups, tokens, chunk, have, stored, end)), default=have
+        (
+            end
+            for end in ends
+            if end > local_tokens and usable(groups, tokens, chunk, local_tokens, stored, end)
+        ),
+        default=local_tokens,
     )
     assert found.tokens == best
-    wants = list(chunks.wants(found, LoadSpan(have, best, length)))
-    assert [want.number for want in wants] == sorted(want.number for want in wants)
-    for want in wants:
+    wanted_chunks = list(chunks.wanted_chunks(found, LoadSpan(local_tokens, best, length)))
+    assert [want.number for want in wanted_chunks] == sorted(want.number for want in wanted_chunks)
+    for want in wanted_chunks:
         end = min((want.number + 1) * chunk, best)
         assert want.key == key_of(tokens, chunk, want.group, end)
         assert want.key in stored
         state = groups[want.group].kind is GroupKind.STATE
         assert want.tokens == (0 if state else end - want.number * chunk)
     fewer = stored.difference
-    for want in wants:
-        assert not usable(groups, tokens, chunk, have, fewer([want.key]), best), "nothing is wanted in vain"
-    assert best == have or usable(groups, tokens, chunk, have, {want.key for want in wants}, best)
+    for want in wanted_chunks:
+        assert not usable(groups, tokens, chunk, local_tokens, fewer([want.key]), best), (
+            "nothing is wanted in vain"
+        )
+    assert best == local_tokens or usable(
+        groups, tokens, chunk, local_tokens, {want.key for want in wanted_chunks}, best
+    )
 
 
 def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it():
@@ -119,8 +128,10 @@ def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it
     found = chunks.look_up(40, 0, in_host(every - gone))
     assert (found.tokens, found.beginning) == (0, 0)
     assert found.after(20) == 32
-    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, LoadSpan(0, 32, 40, (20, 32)))]
-    assert wants == [(0, 2, 8), (0, 3, 8), (1, 3, 8), (2, 3, 0)]
+    wanted_chunks = [
+        (w.group, w.number, w.tokens) for w in chunks.wanted_chunks(found, LoadSpan(0, 32, 40, (20, 32)))
+    ]
+    assert wanted_chunks == [(0, 2, 8), (0, 3, 8), (1, 3, 8), (2, 3, 0)]
     assert found.after(12) == 0, "a chunk that is gone is needed then"
 
 
@@ -131,8 +142,10 @@ def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
     there = {chunks.key(0, number) for number in (0, 1, 2, 4)}
     found = chunks.look_up(40, 8, in_host(there))
     assert (found.tokens, found.beginning) == (8, 24)
-    wants = [(w.group, w.number, w.tokens) for w in chunks.wants(found, LoadSpan(8, 39, 40, (8, 20)))]
-    assert wants == [(0, 1, 8), (0, 2, 8)]
+    wanted_chunks = [
+        (w.group, w.number, w.tokens) for w in chunks.wanted_chunks(found, LoadSpan(8, 39, 40, (8, 20)))
+    ]
+    assert wanted_chunks == [(0, 1, 8), (0, 2, 8)]
 
 
 def test_groups_of_one_prompt_have_keys_of_their_own_and_a_tail_is_no_chunk():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvferry.cache.tier_queue import STUCK_SECONDS, Read, TierQueue, Wrote
+from kvferry.cache.tier_queue import STUCK_SECONDS, ReadEnded, TierQueue, WriteEnded
 from kvferry.tiers.files.direct_io import whole_pages
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
@@ -41,7 +41,7 @@ def heard(queue, count):
         found += queue.done()
         time.sleep(0.001)
     assert len(found) == count
-    return sorted(found, key=lambda done: (isinstance(done, Read), done.key))
+    return sorted(found, key=lambda done: (isinstance(done, ReadEnded), done.key))
 
 
 def test_chunks_go_to_files_and_come_back(tmp_path):
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_a_miss_and_known_no_more(tmp_path):
     path = file_of(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     queue.read(KEY, GROUP, whole_pages(len(body(1))))
-    assert heard(queue, 1) == [Read(KEY, GetOutcome.CORRUPT)]
+    assert heard(queue, 1) == [ReadEnded(KEY, GetOutcome.CORRUPT)]
     assert not queue.known([KEY])[0]
     queue.close(5)
 
@@ -79,7 +79,7 @@ def test_what_a_tier_raises_is_an_io_error(caplog):
     queue.write(KEY, GROUP, memoryview(bytearray(1)))
     answer(queue, "read", KEY, RuntimeError)
     answer(queue, "write", KEY, RuntimeError)
-    assert queue.done() == [Read(KEY, GetOutcome.IO_ERROR), Wrote(KEY, PutOutcome.IO_ERROR)]
+    assert queue.done() == [ReadEnded(KEY, GetOutcome.IO_ERROR), WriteEnded(KEY, PutOutcome.IO_ERROR)]
     assert [record.getMessage() for record in caplog.records] == [
         f"file tier: {what} of {KEY.hex()}" for what in ("fetch", "store")
     ]
@@ -167,7 +167,7 @@ def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
     assert not tier.closed, "an operation is under way"
     assert "gate tier: a read or write has not ended 0.2 s after the engine began to stop" in caplog.text
     tier.opened.set()
-    assert heard(queue, 1) == [Read(KEY, GetOutcome.ABSENT)]
+    assert heard(queue, 1) == [ReadEnded(KEY, GetOutcome.ABSENT)]
 
 
 def test_closing_writes_what_was_given_and_closes_the_tier():

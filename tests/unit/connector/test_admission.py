@@ -67,7 +67,7 @@ class Stand:
     def declined(self, request):
         return None if self.miss is None else SourceMiss(self.name, self.miss)
 
-    def lack(self, request, have):
+    def lack(self, request, local_tokens):
         return SourceMiss(self.name, self.miss or MissReason.NOT_STORED, "0 full_attention")
 
     def brought(self, load, report):
@@ -76,14 +76,16 @@ class Stand:
     def blame(self, load, report):
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
-    def bids(self, request, have):
-        return [offer(self.name, self.total - have, self.looking)] if self.total > have else []
+    def bids(self, request, local_tokens):
+        return (
+            [offer(self.name, self.total - local_tokens, self.looking)] if self.total > local_tokens else []
+        )
 
-    def head(self, request, have, alignment_tokens):
-        tokens = self.head_until // alignment_tokens * alignment_tokens - have
+    def head(self, request, local_tokens, alignment_tokens):
+        tokens = self.head_until // alignment_tokens * alignment_tokens - local_tokens
         return offer(self.name, tokens) if tokens > 0 else None
 
-    def tail(self, request, have, first):
+    def tail(self, request, local_tokens, first):
         return offer(self.name, self.total - first, self.looking) if self.total > first else None
 
     def room(self, bid, blocks):
@@ -148,9 +150,9 @@ class Engine:
         self.admission.on_new_request(one)
         return one
 
-    def admit(self, one, have=0):
+    def admit(self, one, local_tokens=0):
         """As the engine does; what it would load."""
-        tokens = self.admission.matched(one, have)
+        tokens = self.admission.matched(one, local_tokens)
         if tokens is not None:
             self.allocate(one, tokens)
         return tokens
@@ -328,7 +330,7 @@ def test_a_load_is_described_whole():
     source = Stand("one", 24)
     engine = Engine(source)
     one = engine.arrive()
-    assert engine.admit(one, have=8) == 16
+    assert engine.admit(one, local_tokens=8) == 16
     load = source.load
     assert (load.request_id, load.source, load.span) == ("a", "one", LoadSpan(8, 24, PROMPT))
     assert [ids.tolist() for ids in load.tables] == [[b.block_id for b in of] for of in engine.held["a"]]
@@ -365,7 +367,7 @@ def test_what_a_load_writes_is_pinned_until_every_worker_has_landed():
     source = Stand("one", 24)
     engine = Engine(source)
     one = engine.arrive()
-    engine.admit(one, have=8)
+    engine.admit(one, local_tokens=8)
     table, window = engine.held["a"]
     assert [block.ref_cnt for block in table] == [1, 1] + [2] * 8
     assert [block.ref_cnt for block in window] == [0, 1] + [2] * 8, "the null block is nobody's"
@@ -465,7 +467,7 @@ def test_nothing_is_loaded_where_only_the_last_token_is_left():
     source = Stand("tiers", PROMPT)
     engine = Engine(source, workers=1)
     one = engine.arrive()
-    assert engine.admit(one, have=PROMPT - 1) == 0
+    assert engine.admit(one, local_tokens=PROMPT - 1) == 0
     engine.compute(one)
     only = request("b", [7])
     engine.admission.on_new_request(only)
@@ -594,7 +596,7 @@ def test_a_preempted_request_is_served_again(served):
         engine.admit(one)
         source.total = 24
     engine.free(one)
-    assert engine.admit(one, have=4) == 20
+    assert engine.admit(one, local_tokens=4) == 20
     assert source.heard[-1] == ("begin", 4, 24)
 
 
@@ -726,7 +728,7 @@ def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
     near, far = Stand("near", 0, head_until=18), Stand("far", 39)
     engine = Engine(near, far, policy=Weight({"near": 2.0}))
     one = engine.arrive()
-    assert engine.admit(one, have=4) == 35
+    assert engine.admit(one, local_tokens=4) == 35
     assert (near.heard, far.heard) == ([("begin", 4, 16)], [("begin", 16, 39)]), "16: where a block ends"
     assert (near.load.span, far.load.span) == (
         LoadSpan(4, 39, PROMPT, (4, 16)),

@@ -20,14 +20,14 @@ class Source:
         self.name, self.tokens, self.ends = name, tokens, ends
         self.asked = []
 
-    def bids(self, request, have):
-        return [bid(self.name, self.tokens - have)] if self.tokens > have else []
+    def bids(self, request, local_tokens):
+        return [bid(self.name, self.tokens - local_tokens)] if self.tokens > local_tokens else []
 
-    def head(self, request, have, alignment_tokens):
+    def head(self, request, local_tokens, alignment_tokens):
         end = self.tokens // alignment_tokens * alignment_tokens
-        return bid(self.name, end - have) if end > have else None
+        return bid(self.name, end - local_tokens) if end > local_tokens else None
 
-    def tail(self, request, have, first):
+    def tail(self, request, local_tokens, first):
         self.asked.append(first)
         return bid(self.name, self.ends - first) if self.ends > first else None
 

@@ -68,7 +68,7 @@ class Case:
         kinds: kind and attention_span of every group.
         ours, theirs: tokens of a block, by group, of the engine and of its peer.
         chunk_tokens: of the tiers.
-        prompt, offered, have: tokens of the prompt, of which the peer offers so many, and are here.
+        prompt, offered, local_tokens: tokens of the prompt, of which the peer offers so many, and are here.
         since: how many times more of the prompt comes to be here until the loads begin.
         rows: by canonical group, where its chunks are.
         peer_first: the peer is asked first.
@@ -80,7 +80,7 @@ class Case:
     chunk_tokens: int
     prompt: int
     offered: int
-    have: int
+    local_tokens: int
     since: int
     rows: np.ndarray
     peer_first: bool
@@ -128,12 +128,14 @@ def cases(draw: Any) -> Case:
     chunk_tokens = draw(st.sampled_from((2, 4, 5, 6, 8, 16)))
     prompt = draw(st.integers(20, 120))
     step, last = lcm(*ours), prompt - any(kind is STATE for kind, _ in kinds)
-    have = step * draw(st.integers(0, (prompt - 1) // step // 2))
+    local_tokens = step * draw(st.integers(0, (prompt - 1) // step // 2))
     offered = draw(st.one_of(st.just(last), st.integers(1, last), st.integers(max(1, last - 2), last)))
     canonical, chunks = len({*kinds}), -(-prompt // chunk_tokens)
     rows = np.array([draw(row(chunks)) for _ in range(canonical)], np.int64)
     since = draw(st.sampled_from((0, 0, 1, 2)))
-    return Case(kinds, ours, theirs, chunk_tokens, prompt, offered, have, since, rows, draw(st.booleans()))
+    return Case(
+        kinds, ours, theirs, chunk_tokens, prompt, offered, local_tokens, since, rows, draw(st.booleans())
+    )
 
 
 @st.composite
@@ -155,15 +157,15 @@ class Chunks:
     tiers = ("file", "object")
 
     def __init__(self, rows: np.ndarray) -> None:
-        self._rows, self.wants = rows, []
+        self._rows, self.wanted_chunks = rows, []
         self.reading = self
 
     def places(self, tags: np.ndarray, without: set[str]) -> np.ndarray:
         assert not without
         return self._rows[:, : len(tags) // len(self._rows)].ravel()
 
-    def fetch(self, wants: Any, without: set[str]) -> SimpleNamespace:
-        self.wants = list(wants)
+    def fetch(self, wanted_chunks: Any, without: set[str]) -> SimpleNamespace:
+        self.wanted_chunks = list(wanted_chunks)
         return SimpleNamespace()
 
 
@@ -251,13 +253,13 @@ class Engine:
         self.alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in case.rank.groups)
 
     def offers(self) -> list[Any]:
-        return load_plans(self.sources, self.one, self.case.have, self.alignment_tokens)
+        return load_plans(self.sources, self.one, self.case.local_tokens, self.alignment_tokens)
 
     def loads(self, offer: Any, here: int) -> list[tuple[LoadSpan, list[Brought]]]:
         """What each load of an offer brings, by group; `here` tokens are here by now."""
         case, found = self.case, []
         tables = tuple([1] if kind is STATE else list(range(1, BLOCKS)) for kind, _ in case.kinds)
-        parts = offer.parts(case.have, case.have + offer.bid.tokens - here, case.prompt)
+        parts = offer.parts(case.local_tokens, case.local_tokens + offer.bid.tokens - here, case.prompt)
         for source, bid, span in parts:
             load = made_up_load(f"a#{len(found)}", span, tables, attempt="a", loads=len(parts), bid=bid)
             source.begin(load, self.one)
@@ -303,7 +305,7 @@ class Engine:
     def _fetched(self, span: LoadSpan) -> list[Brought]:
         case, found = self.case, [Brought() for _ in self.case.kinds]
         numbers = defaultdict[int, list[int]](list)
-        for want in self.cache.wants:
+        for want in self.cache.wanted_chunks:
             assert case.rows[want.group, want.number] < NO_TIER, "it is nowhere"
             numbers[want.group].append(want.number)
         for canonical, (of, template) in enumerate(zip(case.canonical.groups, self._from_pools, strict=True)):
@@ -329,10 +331,10 @@ class Engine:
 def test_loads_of_an_offer_bring_each_token_that_is_looked_at_once_and_nothing_else(case: Case) -> None:
     engine = Engine(case)
     for offer in engine.offers():
-        end = case.have + offer.bid.tokens
-        here = case.have + case.step * case.since
+        end = case.local_tokens + offer.bid.tokens
+        here = case.local_tokens + case.step * case.since
         if here >= end:
-            here = case.have
+            here = case.local_tokens
         loads = engine.loads(offer, here)
         for number, ((kind, _), size) in enumerate(zip(case.kinds, case.ours, strict=True)):
             each = [brought[number] for _, brought in loads]
@@ -353,7 +355,7 @@ def test_loads_of_an_offer_bring_each_token_that_is_looked_at_once_and_nothing_e
                 assert one.blocks | one.cleared <= {*pinned}, "it is nobody's when it is written"
                 if kind in SEES_ALL:
                     assert {span.begins % size, (span.ends - end) and span.ends % size} == {0}
-        since = "more" if here > case.have else "no more"
+        since = "more" if here > case.local_tokens else "no more"
         event(f"{len(offer.legs)} in {len(loads)}, {since} has come since")
 
 
@@ -371,13 +373,13 @@ def boundaries(case: Case) -> list[int]:
     ends = [*range(case.chunk_tokens, last + 1, case.chunk_tokens)]
     if last == case.prompt and not case.stateful:
         ends.append(last)
-    return [end for end in {*ends} if end > case.have and not (case.stateful and end == case.prompt)]
+    return [end for end in {*ends} if end > case.local_tokens and not (case.stateful and end == case.prompt)]
 
 
 def lacks(case: Case, group: int, end: int, first: int) -> bool:
     """Some chunk that a prefix up to `end` takes of a group is nowhere; before `first` others bring it."""
     kind, _ = case.kinds[group]
-    tokens = {end - 1} if kind is STATE else case.looked_at(group, end, case.have)
+    tokens = {end - 1} if kind is STATE else case.looked_at(group, end, case.local_tokens)
     if kind in SEES_ALL:
         tokens -= {*range(first)}
     of = case.canonical.index(case.rank.groups[group].label)
@@ -388,7 +390,11 @@ def lacks(case: Case, group: int, end: int, first: int) -> bool:
 def test_all_that_two_have_together_is_offered(case: Case) -> None:
     engine = Engine(case)
     found = {
-        (offer.legs[0][0].name, case.have + offer.legs[0][1].tokens, case.have + offer.bid.tokens)
+        (
+            offer.legs[0][0].name,
+            case.local_tokens + offer.legs[0][1].tokens,
+            case.local_tokens + offer.bid.tokens,
+        )
         for offer in engine.offers()
         if len(offer.legs) == 2
     }
@@ -396,10 +402,10 @@ def test_all_that_two_have_together_is_offered(case: Case) -> None:
     seeing = [number for number in groups if case.kinds[number][0] in SEES_ALL]
     alignment_tokens = lcm(*(case.ours[number] for number in seeing))
     begun = min(
-        max((end for end in boundaries(case) if not lacks(case, number, end, 0)), default=case.have)
+        max((end for end in boundaries(case) if not lacks(case, number, end, 0)), default=case.local_tokens)
         for number in seeing
     )
-    if case.have < (meeting := begun // alignment_tokens * alignment_tokens) < case.offered:
+    if case.local_tokens < (meeting := begun // alignment_tokens * alignment_tokens) < case.offered:
         expected.add((engine.tiers.name, meeting, case.offered))
     meeting = case.offered // alignment_tokens * alignment_tokens
     ends = [
@@ -407,7 +413,7 @@ def test_all_that_two_have_together_is_offered(case: Case) -> None:
         for end in boundaries(case)
         if end > meeting and not any(lacks(case, number, end, meeting) for number in groups)
     ]
-    if meeting > case.have and ends:
+    if meeting > case.local_tokens and ends:
         expected.add((engine.peer.name, meeting, max(ends)))
     assert found == expected
     event(f"{len(found)} ways")

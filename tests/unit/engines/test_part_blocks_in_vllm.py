@@ -125,39 +125,41 @@ class Engine:
                 self.loading.remove(loaded)
                 self.promote(*loaded)
         for one in list(self.waiting):
-            blocks, have, _ = self.manager.get_computed_blocks(one)
+            blocks, local_tokens, _ = self.manager.get_computed_blocks(one)
             if not self.watch.evict():
-                self.admit(one, blocks, have)
+                self.admit(one, blocks, local_tokens)
         self.watch.end_pass()
 
-    def admit(self, one: Request, blocks: Any, have: int) -> None:
-        self.check_hit(one, blocks.blocks, have)
+    def admit(self, one: Request, blocks: Any, local_tokens: int) -> None:
+        self.check_hit(one, blocks.blocks, local_tokens)
         offer = self.draw.choice(
             [0, one.num_tokens - 1, one.num_tokens, self.draw.randrange(one.num_tokens + 1)]
         )
         span = LoadSpan(
-            have, max(have, offer - (offer == one.num_tokens and self.lets_go(offer))), one.num_tokens
+            local_tokens,
+            max(local_tokens, offer - (offer == one.num_tokens and self.lets_go(offer))),
+            one.num_tokens,
         )
-        found = {"num_new_computed_tokens": have, "new_computed_blocks": blocks}
-        if span.total == have:
-            if self.compute(one, have, **found):
+        found = {"num_new_computed_tokens": local_tokens, "new_computed_blocks": blocks}
+        if span.total == local_tokens:
+            if self.compute(one, local_tokens, **found):
                 self.waiting.remove(one)
                 self.running.append(one)
             return
-        loaded = {"num_external_computed_tokens": span.total - have, "delay_cache_blocks": True}
+        loaded = {"num_external_computed_tokens": span.total - local_tokens, "delay_cache_blocks": True}
         if not self.allocate(one, 0, **found, **loaded):
             return
         self.waiting.remove(one)
         self.watch.forget(one.request_id)
-        alignments = [self.alignment_tokens(group.block_tokens, have) for group in self.groups]
+        alignments = [self.alignment_tokens(group.block_tokens, local_tokens) for group in self.groups]
         tables = tuple([block.block_id for block in table] for table in self.tables(one))
         self.watch.begin(one, tables, span, alignments)
         self.parts += self.watch.without(one.request_id, tables) != tables
         one.num_computed_tokens = span.total
         self.loading.append((one, span, alignments))
 
-    def alignment_tokens(self, block: int, have: int) -> int:
-        return self.draw.choice([n for n in range(1, block + 1) if block % n == 0 and have % n == 0])
+    def alignment_tokens(self, block: int, local_tokens: int) -> int:
+        return self.draw.choice([n for n in range(1, block + 1) if block % n == 0 and local_tokens % n == 0])
 
     def lets_go(self, total: int) -> bool:
         """The engine would let go of what the last token sees, so that token is not loaded."""
@@ -172,7 +174,9 @@ class Engine:
         for number, (group, alignment_tokens) in enumerate(zip(self.groups, alignments, strict=True)):
             low, high = needed_tokens(group.kind, group.attention_span, span)
             if low < high:
-                self.write(one, number, max(low // alignment_tokens * alignment_tokens, span.have, 0), high)
+                self.write(
+                    one, number, max(low // alignment_tokens * alignment_tokens, span.local_tokens, 0), high
+                )
         self.manager.cache_blocks(one, one.num_computed_tokens)
         one.num_computed_tokens -= one.num_computed_tokens == one.num_tokens
         self.promoted.append(one)
@@ -240,14 +244,19 @@ class Engine:
             != hash(tuple(one.all_token_ids[: at + 1]))
         ]
 
-    def check_hit(self, one: Request, tables: Any, have: int) -> None:
-        self.hits += bool(have)
-        for number, group in enumerate(self.groups if have else ()):
-            low = first_attended(group.kind, self.windows[number], have) if group.attention_span else 0
-            self.wrong += self.missing(one, tables, number, low, have)
+    def check_hit(self, one: Request, tables: Any, local_tokens: int) -> None:
+        self.hits += bool(local_tokens)
+        for number, group in enumerate(self.groups if local_tokens else ()):
+            low = (
+                first_attended(group.kind, self.windows[number], local_tokens) if group.attention_span else 0
+            )
+            self.wrong += self.missing(one, tables, number, low, local_tokens)
             if group.attention_span:
-                begin = max(first_attended(group.kind, group.attention_span, have), 0) // group.block_tokens
-                self.believed += self.missing(one, tables, number, begin * group.block_tokens, have)
+                begin = (
+                    max(first_attended(group.kind, group.attention_span, local_tokens), 0)
+                    // group.block_tokens
+                )
+                self.believed += self.missing(one, tables, number, begin * group.block_tokens, local_tokens)
 
 
 def lived(shape: str, mode: str, passes: int = 120, seeds: int = 4) -> list[Engine]:

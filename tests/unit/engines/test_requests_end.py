@@ -129,9 +129,9 @@ class Serving(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         connector = self.engine.connector
-        for have, total, tokens in connector.loads:
+        for local_tokens, total, tokens in connector.loads:
             event("loaded all" if total == tokens else "loaded a part")
-            assert min(total, tokens - 1) > have, "the last token is computed, whatever was loaded"
+            assert min(total, tokens - 1) > local_tokens, "the last token is computed, whatever was loaded"
         connector.loads.clear()
         assert connector.most <= ATTEMPTS + 1, "nothing was computed between so many admissions"
 

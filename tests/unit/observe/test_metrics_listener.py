@@ -39,12 +39,14 @@ def bid(source: str, tokens: int, *, looking: bool = False) -> Bid:
     return Bid(source, (Part("peer" if source == "peer" else "host", tokens),), looking)
 
 
-def asked(name="a", bids=(), misses=(), chosen=None, why=DecisionReason.NOTHING, have=0) -> SourcesAsked:
+def asked(
+    name="a", bids=(), misses=(), chosen=None, why=DecisionReason.NOTHING, local_tokens=0
+) -> SourcesAsked:
     valued = tuple(ValuedBid(one.source, one, 1.0) for one in bids)
     return SourcesAsked(
         name,
         0.0,
-        local_tokens=have,
+        local_tokens=local_tokens,
         bids=valued,
         compute_value=0.0,
         misses=tuple(misses),
@@ -53,11 +55,19 @@ def asked(name="a", bids=(), misses=(), chosen=None, why=DecisionReason.NOTHING,
     )
 
 
-def began(load="a#1", source="peer", total=80, have=0, parts=None) -> LoadBegan:
+def began(load="a#1", source="peer", total=80, local_tokens=0, parts=None) -> LoadBegan:
     name, attempt = load.partition("#")[0], load.partition(".")[0]
-    parts = parts or bid(source, total - have).parts
+    parts = parts or bid(source, total - local_tokens).parts
     return LoadBegan(
-        name, 0.0, load=load, source=source, peer=source, parts=parts, begin=have, end=total, attempt=attempt
+        name,
+        0.0,
+        load=load,
+        source=source,
+        peer=source,
+        parts=parts,
+        begin=local_tokens,
+        end=total,
+        attempt=attempt,
     )
 
 
@@ -328,14 +338,21 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
     events: list[Event] = [Arrived(name, 0.0, tokens=PROMPT, sources=tuple(sources))]
     loads = 0
     for _ in range(draw(st.integers(1, 3))):  # admissions: the first, and those after a preemption
-        at_hand = have = draw(st.integers(0, PROMPT - 1))
+        at_hand = local_tokens = draw(st.integers(0, PROMPT - 1))
         for _ in range(draw(st.integers(0, 3))):  # attempts
             source, loads = draw(st.sampled_from(sources)), loads + 1
-            total = draw(st.integers(have + 1, PROMPT))
-            events.append(asked(name, bids=[bid(source, total - have)], why=DecisionReason.BEST, have=have))
+            total = draw(st.integers(local_tokens + 1, PROMPT))
+            events.append(
+                asked(
+                    name,
+                    bids=[bid(source, total - local_tokens)],
+                    why=DecisionReason.BEST,
+                    local_tokens=local_tokens,
+                )
+            )
             outcome = draw(st.sampled_from([LoadOutcome.READY, LoadOutcome.FAILED, LoadOutcome.EXPIRED]))
             load = f"{name}#{loads}"
-            events.append(began(load, source, total, have))
+            events.append(began(load, source, total, local_tokens))
             miss = (
                 None
                 if outcome is LoadOutcome.READY
@@ -361,7 +378,7 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
                     ]
                 )
             )
-            events.append(asked(name, misses=lacking, why=why, have=have))
+            events.append(asked(name, misses=lacking, why=why, local_tokens=local_tokens))
         events.append(Scheduled(name, 1.0, at_hand, PROMPT))
     events = events[: draw(st.integers(1, len(events)))]
     return [*events, Finished(name, 2.0), *_left_behind(events)]

@@ -138,10 +138,10 @@ def test_which_blocks_hold_nothing_yet(kind, attention_span, span, expected):
     assert unwritten_blocks_needed(kind, attention_span, 16, span, np.arange(10, 15)).tolist() == expected
 
 
-@pytest.mark.parametrize("have", [0, 16, 40])
-def test_the_block_of_a_snapshot_holds_nothing_yet_whatever_prefix_is_here(have):
+@pytest.mark.parametrize("local_tokens", [0, 16, 40])
+def test_the_block_of_a_snapshot_holds_nothing_yet_whatever_prefix_is_here(local_tokens):
     assert unwritten_blocks_needed(
-        GroupKind.STATE, 0, 16, LoadSpan(have, 64, 65), np.array([7])
+        GroupKind.STATE, 0, 16, LoadSpan(local_tokens, 64, 65), np.array([7])
     ).tolist() == [7]
 
 

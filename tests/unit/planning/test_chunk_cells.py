@@ -107,8 +107,8 @@ def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, ch
 def test_what_parts_of_a_load_bring_is_what_it_brings_at_once(data, block, chunk, kind, attention_span):
     _, into = routes(block, chunk)
     total = data.draw(st.integers(1, TOKENS))
-    have = data.draw(st.integers(0, (total - 1) // into.cell_tokens)) * into.cell_tokens
-    span = LoadSpan(have, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
+    local_tokens = data.draw(st.integers(0, (total - 1) // into.cell_tokens)) * into.cell_tokens
+    span = LoadSpan(local_tokens, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
     group = GroupPattern(kind, 0 if kind is GroupKind.FULL else attention_span)
     low, high = needed_tokens(kind, group.attention_span, span)
     assume(low < high)

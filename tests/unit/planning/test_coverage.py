@@ -72,8 +72,8 @@ def cases(draw):
     groups = [group(kind, draw(windows) if kind in (SLIDING, CHUNKED) else 0) for kind in kinds]
     tokens = draw(st.integers(0, 50))
     prompt = tokens + draw(st.sampled_from((0, 0, 1, 1, 2, 9)))
-    have, first = (draw(st.sampled_from((0, 0, draw(st.integers(0, prompt))))) for _ in range(2))
-    cut = ChunkedPrompt(tokens, draw(st.integers(1, 9)), prompt, have, first)
+    local_tokens, first = (draw(st.sampled_from((0, 0, draw(st.integers(0, prompt))))) for _ in range(2))
+    cut = ChunkedPrompt(tokens, draw(st.integers(1, 9)), prompt, local_tokens, first)
     rows = [draw(row(cut.chunks)) for _ in groups]
     return Case(groups, cut, np.array(rows, np.int64).reshape(len(groups), cut.chunks))
 
@@ -96,7 +96,7 @@ def seen(group: LayerCache, cut: ChunkedPrompt, end: int) -> list[int]:
     computed = end if end < cut.prompt else cut.prompt - 1
     return [
         token
-        for token in range(min(cut.have, end), end)
+        for token in range(min(cut.local_tokens, end), end)
         if (group.kind in (FULL, MLA) and token >= cut.first)
         or (group.kind is SLIDING and computed - token < group.attention_span)
         or (group.kind is CHUNKED and computed // group.attention_span == token // group.attention_span)
@@ -105,7 +105,7 @@ def seen(group: LayerCache, cut: ChunkedPrompt, end: int) -> list[int]:
 
 def wanted(group: LayerCache, cut: ChunkedPrompt, end: int) -> set[int]:
     """Chunks that a prefix up to `end` takes of one group."""
-    if end <= max(cut.have, cut.first):
+    if end <= max(cut.local_tokens, cut.first):
         return set()
     if group.kind is STATE:
         return {(end - 1) // cut.chunk_tokens}
@@ -120,7 +120,7 @@ def ends_of(case: Case) -> list[int]:
     return sorted(
         end
         for end in ends
-        if end > max(case.cut.have, case.cut.first) and not (stateful and end == case.cut.prompt)
+        if end > max(case.cut.local_tokens, case.cut.first) and not (stateful and end == case.cut.prompt)
     )
 
 
@@ -140,9 +140,9 @@ def lacking(case: Case, end: int) -> dict[int, int]:
 def oracle(case: Case) -> Told:
     ends = ends_of(case)
     usable = [end for end in ends if not lacking(case, end)]
-    tokens = max(usable, default=case.cut.have)
+    tokens = max(usable, default=case.cut.local_tokens)
     alone = tuple(
-        max((end for end in ends if number not in lacking(case, end)), default=case.cut.have)
+        max((end for end in ends if number not in lacking(case, end)), default=case.cut.local_tokens)
         for number in range(len(case.groups))
     )
     beyond = [end for end in ends if end > tokens]
@@ -158,9 +158,9 @@ def oracle(case: Case) -> Told:
 def test_coverage_is_what_going_token_by_token_finds(case: Case):
     found = case.coverage
     assert found == oracle(case)
-    event("something to gain" if found.tokens > case.cut.have else "nothing to gain")
+    event("something to gain" if found.tokens > case.cut.local_tokens else "nothing to gain")
     event(f"{len(found.missing)} groups fail at the next")
-    if found.tokens % case.cut.chunk_tokens and found.tokens > case.cut.have:
+    if found.tokens % case.cut.chunk_tokens and found.tokens > case.cut.local_tokens:
         event("a tail is used")
 
 
@@ -188,7 +188,7 @@ def test_the_beginning_is_what_all_groups_have_that_see_everything(case: Case):
     each = [tokens for group, tokens in zip(case.groups, oracle(case).alone, strict=True)
             if group.kind in (FULL, MLA)]  # fmt: skip
     found = coverage(case.groups, case.cut, case.places).beginning
-    assert found == min(each, default=case.cut.have)
+    assert found == min(each, default=case.cut.local_tokens)
 
 
 @given(cases())
@@ -207,7 +207,7 @@ def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
 @given(cases())
 def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
     for end in ends_of(case):
-        span = LoadSpan(case.cut.have, end, case.cut.prompt, (case.cut.first, end))
+        span = LoadSpan(case.cut.local_tokens, end, case.cut.prompt, (case.cut.first, end))
         for group, chunks in zip(case.groups, loaded(case, end), strict=True):
             if group.kind is not STATE:
                 low, high = needed_tokens(group.kind, group.attention_span, span)
@@ -258,7 +258,7 @@ def test_the_prefix_is_where_all_can_continue_not_where_the_shortest_ends():
 
 
 @pytest.mark.parametrize(
-    ("have", "row", "tokens"),
+    ("local_tokens", "row", "tokens"),
     [
         (16, ".xxx", 64),
         (17, ".xxx", 64),
@@ -268,12 +268,12 @@ def test_the_prefix_is_where_all_can_continue_not_where_the_shortest_ends():
         (70, "....", 70),
     ],
 )
-def test_what_the_engine_has_need_not_be_at_hand(have, row, tokens):
-    assert prefix([group(FULL)], ChunkedPrompt(64, 16, 100, have), row).tokens == tokens
+def test_what_the_engine_has_need_not_be_at_hand(local_tokens, row, tokens):
+    assert prefix([group(FULL)], ChunkedPrompt(64, 16, 100, local_tokens), row).tokens == tokens
 
 
 def test_a_snapshot_is_needed_at_the_boundary_whatever_the_engine_has():
-    cut = ChunkedPrompt(64, 16, 100, have=32)
+    cut = ChunkedPrompt(64, 16, 100, local_tokens=32)
     assert prefix([group(FULL), group(STATE)], cut, "..xx", "xx..").tokens == 32
     assert prefix([group(FULL), group(STATE)], cut, "..xx", "..x.").tokens == 48
     assert [chunks.tolist() for chunks in chunks_to_load([group(FULL), group(STATE)], cut, 64)] == [
@@ -378,10 +378,10 @@ def test_the_beginning_of_a_prefix_is_chunks_of_what_sees_everything(case: Case,
     end = data.draw(st.integers(1, max(case.cut.prompt, 1)))
     last = data.draw(st.integers(0, min(end - 1, case.cut.tokens)))
     stateful = any(group.kind is STATE for group in case.groups)
-    if end <= case.cut.have or (stateful and last == case.cut.prompt):
+    if end <= case.cut.local_tokens or (stateful and last == case.cut.prompt):
         return
     chunks = chunks_to_load(case.groups, case.cut, end, (case.cut.first, last))
-    begin, size = max(case.cut.have, case.cut.first), case.cut.chunk_tokens
+    begin, size = max(case.cut.local_tokens, case.cut.first), case.cut.chunk_tokens
     for group, found in zip(case.groups, chunks, strict=True):
         attends_to_all = group.kind in (FULL, MLA)
         assert set(found.tolist()) == (

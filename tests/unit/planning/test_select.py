@@ -155,13 +155,13 @@ def test_uncovered_are_blocks_that_cells_fill_in_part_and_that_held_nothing(
     found = replace(route(src_tokens, dst_tokens), src_blocks=40, dst_blocks=40)
     ids = np.arange(1, 40)
     seen = 0
-    for have in range(0, 100, found.cell_tokens):
-        for total in range(have, 200, 7):
-            span = LoadSpan(have, total, total + 1)
+    for local_tokens in range(0, 100, found.cell_tokens):
+        for total in range(local_tokens, 200, 7):
+            span = LoadSpan(local_tokens, total, total + 1)
             cells = select_cells(found, kind, attention_span, span, ids, ids)
             blocks, counts = np.unique(cells.dst_block, return_counts=True)
             partial = blocks[counts < found.dst_cells]
-            wanted = [b for b in partial.tolist() if (b - 1) * dst_tokens >= have]
+            wanted = [b for b in partial.tolist() if (b - 1) * dst_tokens >= local_tokens]
             assert partly_written_blocks(found, kind, attention_span, span, ids).tolist() == wanted
             seen += len(wanted)
     assert (seen > 0) == (found.dst_cells > 1)
@@ -176,17 +176,17 @@ def test_a_snapshot_leaves_nothing_uncovered():
     attention_span=st.integers(1, 40),
     block=st.integers(1, 24),
     alignment_tokens=st.integers(1, 24),
-    have=st.integers(0, 8),
+    local_tokens=st.integers(0, 8),
     total=st.integers(1, 120),
     rest=st.integers(0, 3),
 )
 def test_a_part_block_is_one_whose_beginning_was_not_there_and_is_not_loaded(
-    kind, attention_span, block, alignment_tokens, have, total, rest
+    kind, attention_span, block, alignment_tokens, local_tokens, total, rest
 ):
-    span = LoadSpan(min(have * block, total), total, total + rest)
+    span = LoadSpan(min(local_tokens * block, total), total, total + rest)
     low, high = needed_tokens(kind, 0 if kind is FULL else attention_span, span)
     loaded = (
-        {*range(low // alignment_tokens * alignment_tokens, high), *range(span.have)}
+        {*range(low // alignment_tokens * alignment_tokens, high), *range(span.local_tokens)}
         if low < high
         else set(range(high))
     )
@@ -209,10 +209,10 @@ def test_parts_of_a_prefix_bring_what_it_brings_at_once_and_nothing_twice(data, 
     of = state_route() if kind is STATE else route(*blocks)
     attention_span = attention_span if kind in (SLIDING, CHUNKED) else 0
     total = data.draw(st.integers(1, 96))
-    have = data.draw(st.integers(0, (total - 1) // 32)) * 32
-    span = LoadSpan(have, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
-    middle = data.draw(st.integers(have // blocks[1], total // blocks[1])) * blocks[1]
-    parts = [replace(span, part=(have, middle)), replace(span, part=(middle, total))]
+    local_tokens = data.draw(st.integers(0, (total - 1) // 32)) * 32
+    span = LoadSpan(local_tokens, total, data.draw(st.sampled_from([total, total + 1, total + 50])))
+    middle = data.draw(st.integers(local_tokens // blocks[1], total // blocks[1])) * blocks[1]
+    parts = [replace(span, part=(local_tokens, middle)), replace(span, part=(middle, total))]
     src, dst = (table(*range(1, 1 + (1 if kind is STATE else -(-96 // size)))) for size in blocks)
     of = replace(of, src_blocks=99, dst_blocks=99)
     assume(middle < total)
@@ -239,8 +239,11 @@ def test_a_part_that_begins_or_ends_inside_a_block_is_an_error(part):
 
 
 SPANS = st.builds(
-    lambda have, rest, beyond, part: LoadSpan(
-        have, have + rest, have + rest + beyond, (have, have + 16) if part else None
+    lambda local_tokens, rest, beyond, part: LoadSpan(
+        local_tokens,
+        local_tokens + rest,
+        local_tokens + rest + beyond,
+        (local_tokens, local_tokens + 16) if part else None,
     ),
     st.integers(0, 60),
     st.integers(17, 60),
@@ -263,7 +266,7 @@ def test_blocks_begun_hold_something_that_is_needed_and_nothing_that_is_there(
     expected = [
         ids[at]
         for at in range(count)
-        if ids[at] and tokens[at] & set(range(low, high)) and not tokens[at] & set(range(span.have))
+        if ids[at] and tokens[at] & set(range(low, high)) and not tokens[at] & set(range(span.local_tokens))
     ]
     assert unwritten_blocks_needed(kind, attention_span, block, span, table(*ids)).tolist() == expected
 
@@ -271,7 +274,10 @@ def test_blocks_begun_hold_something_that_is_needed_and_nothing_that_is_there(
 @pytest.mark.parametrize(("span", "begun"), [(LoadSpan(0, 64, 65), [7]), (LoadSpan(24, 64, 65), [7])])
 def test_the_block_of_a_snapshot_is_begun_wherever_the_prefix_here_ends(span, begun):
     assert unwritten_blocks_needed(STATE, 0, 16, span, table(7)).tolist() == begun
-    assert unwritten_blocks_needed(STATE, 0, 16, replace(span, part=(span.have, 48)), table(7)).tolist() == []
+    assert (
+        unwritten_blocks_needed(STATE, 0, 16, replace(span, part=(span.local_tokens, 48)), table(7)).tolist()
+        == []
+    )
 
 
 @given(st.sampled_from((FULL, MLA, SLIDING, CHUNKED)), st.integers(1, 40), st.integers(1, 24), SPANS)

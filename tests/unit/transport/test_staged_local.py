@@ -151,9 +151,9 @@ def gathered(monkeypatch):
     return found
 
 
-def moved(world, src, dst, families, total, have=0, **settings):
+def moved(world, src, dst, families, total, local_tokens=0, **settings):
     """Read a prompt and check every byte; returns the reader and what it did."""
-    span = LoadSpan(have, total, total)
+    span = LoadSpan(local_tokens, total, total)
     src_tables, dst_tables = scattered_tables(src, total, 1), scattered_tables(dst, total, 2)
     producer = world.engine(ranks(src, families), staging_bytes=settings.pop("theirs", 4 << 20))
     for rank, memory in zip(producer.ranks, producer.memories, strict=True):
@@ -202,12 +202,12 @@ CASES = {
 @pytest.mark.parametrize("strategy", list(Strategy))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_lanes_read_every_part_once(world, case, strategy, lanes):
-    src, dst, families, total, have = case
+    src, dst, families, total, local_tokens = case
     settings = {"strategy": strategy, "lanes": lanes, "lane_bytes": 1, "staging_bytes": 4 << 20}
-    _, reader, results = moved(world, src, dst, families, total, have, **settings)
+    _, reader, results = moved(world, src, dst, families, total, local_tokens, **settings)
     moved_bytes = {sum(length for _, length in agent.reads if length > 8) for agent in reader.agents}
     assert lanes == 1 or 0 not in moved_bytes, "a lane had nothing to do"
-    alone = moved(world, src, dst, families, total, have, strategy=strategy, staging_bytes=4 << 20)[2]
+    alone = moved(world, src, dst, families, total, local_tokens, strategy=strategy, staging_bytes=4 << 20)[2]
     for shared, whole in zip(results, alone, strict=True):
         assert shared.plan.bytes_by_group == whole.plan.bytes_by_group
         assert shared.plan.counts.pages == whole.plan.counts.pages
@@ -218,9 +218,9 @@ def test_lanes_read_every_part_once(world, case, strategy, lanes):
 @pytest.mark.parametrize("strategy", [Strategy.STAGED, Strategy.OVER_READ])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_bytes_come_through_areas_of_any_size(world, gathered, case, strategy, units):
-    src, dst, families, total, have = case
+    src, dst, families, total, local_tokens = case
     settings = {"strategy": strategy, "staging_bytes": units * UNIT_BYTES, "theirs": units * UNIT_BYTES}
-    _, _, results = moved(world, src, dst, families, total, have, **settings)
+    _, _, results = moved(world, src, dst, families, total, local_tokens, **settings)
     assert all(set(result.plan.strategy_by_group) == {strategy} for result in results)
     assert set(gathered) == ({"Gathered"} if strategy is Strategy.STAGED else set())
 

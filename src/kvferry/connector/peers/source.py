@@ -199,34 +199,36 @@ class PeerSource:
             return SourceMiss(PEER, MissReason.REFUSED, detail=str(error))
         return SourceMiss(PEER, MissReason.REFUSED, detail=self._stopped) if self._stopped else None
 
-    def bids(self, request: Request, have: int) -> Sequence[Bid]:
+    def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Return a bid of the offered tokens; it is still looking until the peer is known."""
-        if looking := self._ask(request, have):
+        if looking := self._ask(request, local_tokens):
             return (looking,)
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return ()
-        pull.bid = self._bid(pull, request, have)
+        pull.bid = self._bid(pull, request, local_tokens)
         return (pull.bid,) if pull.bid is not None else ()
 
-    def head(self, request: Request, have: int, alignment_tokens: int) -> Bid | None:
+    def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
         """See `Source.head`."""
         bid, tokens = self._last_bid(request)
-        return _shorter(bid, tokens // alignment_tokens * alignment_tokens - have)
+        return _shorter(bid, tokens // alignment_tokens * alignment_tokens - local_tokens)
 
-    def tail(self, request: Request, have: int, first: int) -> Bid | None:
+    def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
         """See `Source.tail`."""
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens - first)
 
-    def lack(self, request: Request, have: int) -> SourceMiss:
+    def lack(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return why there is no bid: the peer is unusable, has no more than is here, or keeps no turn."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
         if (why := pull.bidding.why(pull.peer)) is not None:
             return SourceMiss(PEER, MissReason.REFUSED, detail=why)
-        return SourceMiss(PEER, MissReason.LOCAL, detail=f"{pull.tokens} tokens are offered, {have} are here")
+        return SourceMiss(
+            PEER, MissReason.LOCAL, detail=f"{pull.tokens} tokens are offered, {local_tokens} are here"
+        )
 
     def room(self, bid: Bid, blocks: int) -> bool:
         """Return whether loads from peers leave enough blocks for another one."""
@@ -375,9 +377,9 @@ class PeerSource:
             return Unusable(refusal)
         return peer
 
-    def _ask(self, request: Request, have: int) -> Bid | None:
+    def _ask(self, request: Request, local_tokens: int) -> Bid | None:
         """Take what peers have found; return a bid as still looking while they have not answered."""
-        name, most = request.request_id, request.num_tokens - 1 - have
+        name, most = request.request_id, request.num_tokens - 1 - local_tokens
         if name not in self._turns or most <= 0:
             return None
         found = self._turns.found(request)
@@ -405,10 +407,10 @@ class PeerSource:
             return pull.bid, pull.tokens
         return (_LOOKING, request.num_tokens - 1) if request.request_id in self._turns else (None, 0)
 
-    def _bid(self, pull: _Pull, request: Request, have: int) -> Bid | None:
+    def _bid(self, pull: _Pull, request: Request, local_tokens: int) -> Bid | None:
         if not pull.settled and pull.claim is None and pull.grant is None:
             self._redeem(pull, request)
-        tokens = pull.tokens - have
+        tokens = pull.tokens - local_tokens
         if pull.settled or tokens <= 0:
             return None
         peer = self._meet(pull)

@@ -31,7 +31,9 @@ def lack_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
         TIERS, MissReason.SHORT_PROMPT, detail=f"{cut.prompt} tokens, chunks of {cut.chunk_tokens}"
     )
     here = SourceMiss(
-        TIERS, MissReason.LOCAL, detail=f"{cut.have} of {cut.prompt} tokens are here, no tier has more"
+        TIERS,
+        MissReason.LOCAL,
+        detail=f"{cut.local_tokens} of {cut.prompt} tokens are here, no tier has more",
     )
     if not lacking:
         return short if cut.prompt <= cut.chunk_tokens else here
@@ -42,9 +44,9 @@ def lack_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
         return SourceMiss(TIERS, miss, group, detail)
     if cut.prompt < cut.chunk_tokens:
         return short
-    if 0 < cut.have >= max(found.alone):
+    if 0 < cut.local_tokens >= max(found.alone):
         return here
-    if stranger := cache.stranger:
-        detail = f"there is nothing of this model, but of one of its name: namespace {stranger}"
+    if same_name_namespace := cache.same_name_namespace:
+        detail = f"there is nothing of this model, but of one of its name: namespace {same_name_namespace}"
         return SourceMiss(TIERS, MissReason.OTHER_NAMESPACE, detail=detail)
     return SourceMiss(TIERS, MissReason.NOT_STORED, group, detail)

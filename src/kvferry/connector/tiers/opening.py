@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.cache.writing import Behind
+from kvferry.cache.writing import SlowTier
 from kvferry.errors import ConfigError, Unnameable
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.index.key_table import KeyTable
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def open_tiers(
     tiers: Sequence[StorageSettings], named: Callable[[], Namespace], table: KeyTable
-) -> list[tuple[Behind, float]]:
+) -> list[tuple[SlowTier, float]]:
     """Open storage tiers; return those that can be used with their weights, and log why others cannot.
 
     Args:
@@ -27,7 +27,7 @@ def open_tiers(
         named: returns the namespace of the chunks.
         table: key table that the tiers share.
     """
-    found: list[tuple[Behind, float]] = []
+    found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()
     namespace = None
     for number, settings in enumerate(tiers):
@@ -39,5 +39,5 @@ def open_tiers(
             continue
         queue = TierQueue(tier, tier_name(settings.kind, kinds[settings.kind]))
         kinds[settings.kind] += 1
-        found.append((Behind(queue, settings.write == "back"), settings.load_weight))
+        found.append((SlowTier(queue, settings.write == "back"), settings.load_weight))
     return found

@@ -151,52 +151,52 @@ class TierSource:
         """Say why its chunks have no certain names."""
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
-    def bids(self, request: Request, have: int) -> Sequence[Bid]:
+    def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Bid the longest prefix that all groups can continue from, and shorter ones with `apart`."""
         chunks = self._prompts.get(request)
         asked = self._asked[request.request_id]
         asked.declined, asked.looked = False, None
         if chunks is None:
-            return self._naming(request, have)
+            return self._naming(request, local_tokens)
         asked.looked = found = chunks.look_up(
             request.num_tokens,
-            have,
+            local_tokens,
             partial(self._cache.reading.places, without=asked.without),
             in_full=self._keeps_windows(request.num_tokens),
         )
         ends, slowest = found.longest()
-        bids = [Bid(TIERS, self._parts(found, have, ends))] if ends > have else []
+        bids = [Bid(TIERS, self._parts(found, local_tokens, ends))] if ends > local_tokens else []
         while self._apart and slowest > 0:
             ends, slowest = found.longest(slowest)
-            if ends > have:
-                bids.append(Bid(TIERS, self._parts(found, have, ends)))
+            if ends > local_tokens:
+                bids.append(Bid(TIERS, self._parts(found, local_tokens, ends)))
         if bids and len(self._loading) >= MOST_LOADS:
             asked.declined = True
             return ()
         return bids
 
-    def _naming(self, request: Request, have: int) -> Sequence[Bid]:
+    def _naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Bid as still looking while the request's LoRA adapter is being read."""
-        most = request.num_tokens - 1 - have
+        most = request.num_tokens - 1 - local_tokens
         if most <= 0 or not self._prompts.are_pending(request.request_id):
             return ()
         return (Bid("names of chunks", (Part(HOST, most),), looking=True),)
 
-    def head(self, request: Request, have: int, alignment_tokens: int) -> Bid | None:
+    def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
         """See `Source.head`."""
         found = self._asked[request.request_id].looked
         return (
             None
             if found is None
-            else self._part_of(found, have, found.beginning // alignment_tokens * alignment_tokens)
+            else self._part_of(found, local_tokens, found.beginning // alignment_tokens * alignment_tokens)
         )
 
-    def tail(self, request: Request, have: int, first: int) -> Bid | None:
+    def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
         """See `Source.tail`."""
         found = self._asked[request.request_id].looked
         return None if found is None else self._part_of(found, first, found.after(first))
 
-    def lack(self, request: Request, have: int) -> SourceMiss:
+    def lack(self, request: Request, local_tokens: int) -> SourceMiss:
         """Name the chunks that are missing, and why, as far as that is remembered."""
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
@@ -216,7 +216,7 @@ class TierSource:
             fetch = self._cache.reading.fetch(())
             fetch.failure = "its chunks have no names any more"
         else:
-            fetch = self._cache.reading.fetch(chunks.wants(asked.looked, load.span), asked.without)
+            fetch = self._cache.reading.fetch(chunks.wanted_chunks(asked.looked, load.span), asked.without)
         self._loading[load.key] = _Loading(load, fetch)
         self._brought[load.key] = _Brought()
 
@@ -245,7 +245,7 @@ class TierSource:
             return
         self._refusals.say(load.request_id, TIERS, report.failure)
         if (loading := self._loading.get(load.key)) is not None:  # its deadline has passed
-            self._asked[load.request_id].without |= self._cache.reading.awaited(loading.fetch)
+            self._asked[load.request_id].without |= self._cache.reading.awaited_tiers(loading.fetch)
             self._end(loading, report.failure)
 
     def forget(self, load: Load) -> None:

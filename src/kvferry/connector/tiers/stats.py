@@ -59,7 +59,7 @@ class TierEvents:
 
     def _signs(self) -> tuple[object, ...]:
         """Return a value that changes whenever a tier has changed; it takes a microsecond."""
-        around = [one.behind.queue.around for one in self.cache.writing]
+        around = [one.slow_tier.queue.usage for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
 
     def _changes(self, times: TransferTimes, copies: Sequence[float]) -> Iterator[TierChanged]:
@@ -67,12 +67,12 @@ class TierEvents:
         used, capacity = host.used_bytes, host.capacity_bytes
         yield self._more(HOST, self._of_host(), used, capacity, fetch_seconds=tuple(copies))
         for writing in self.cache.writing:
-            queue = writing.behind.queue
+            queue = writing.slow_tier.queue
             yield self._more(
                 queue.name,
                 self._behind(writing),
-                queue.around.used,
-                queue.around.capacity,
+                queue.usage.used,
+                queue.usage.capacity,
                 len(writing),
                 tuple(times.reads.get(queue.name, ())),
                 tuple(times.writes.get(queue.name, ())),
@@ -118,7 +118,7 @@ class TierEvents:
         )
 
     def _behind(self, writing: Writing) -> _Totals:
-        queue, counts = writing.behind.queue, self.cache.counts
+        queue, counts = writing.slow_tier.queue, self.cache.counts
         did = queue.tier.stats
         dropped = {str(put): n for put, n in did.dropped.items()}
         return _Totals(

@@ -102,7 +102,7 @@ class Storing:
         if progress.end():
             self._look_at(progress, lambda _: block_ids)
         if (chunks := self._prompts.get(request)) is not None:
-            self._orders.ended(request.request_id, chunks.every(request.num_prompt_tokens))
+            self._orders.ended(request.request_id, chunks.all_keys(request.num_prompt_tokens))
 
     def start_anew(self) -> None:
         """Store nothing more of the requests that are running."""

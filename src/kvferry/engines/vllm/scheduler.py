@@ -98,9 +98,9 @@ class VLLMScheduler:
         self._identifiers.note(request)
         self.half.on_new_request(self._requests.wrap(request))
 
-    def matched(self, request: Any, have: int) -> int | None:
-        """Return the tokens that can be loaded beyond `have`; None to be asked again later."""
-        return self.half.admission.matched(self._requests.wrap(request), have)
+    def matched(self, request: Any, local_tokens: int) -> int | None:
+        """Return the tokens that can be loaded beyond `local_tokens`; None to be asked again later."""
+        return self.half.admission.matched(self._requests.wrap(request), local_tokens)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Begin the load of `external` tokens, 0 for none, into the blocks that the request now has."""

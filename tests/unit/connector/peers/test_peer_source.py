@@ -134,10 +134,10 @@ class Engine:
         assert self.source.arrived(one, self.bidding)
         return one
 
-    def begin(self, one, have=0):
-        (bid,) = self.source.bids(one, have)
+    def begin(self, one, local_tokens=0):
+        (bid,) = self.source.bids(one, local_tokens)
         name = one.request_id
-        span = LoadSpan(have, have + bid.tokens, 41)
+        span = LoadSpan(local_tokens, local_tokens + bid.tokens, 41)
         load = made_up_load(f"{name}#1", span, [[4, 5, 6]], request_id=name, bid=bid)
         self.source.begin(load, one)
         return load

@@ -273,7 +273,7 @@ def ranked(engine):
 def test_when_a_request_has_ended_its_beginning_is_what_stays_longest(in_time):
     engine = Engine(WINDOWED, blocks=600)
     one = arrived(engine, range(36), 30)
-    keys = engine.prompts.get(one).every(30)
+    keys = engine.prompts.get(one).all_keys(30)
     for tokens in (16, 14, 6):
         engine.step((one, tokens))
         if in_time:
@@ -294,7 +294,7 @@ def test_what_a_request_found_and_neither_loaded_nor_stored_was_used_by_it():
         engine.all_stored()
         engine.finish(one)
     again = arrived(engine, range(16), name="again")
-    keys = engine.prompts.get(again).every(16)
+    keys = engine.prompts.get(again).all_keys(16)
     again.num_computed_tokens = 15  # the engine's own cache has it
     engine.allocate(again, 16)
     engine.compute(again, 0, 15)

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import STUCK_SECONDS
-from kvferry.cache.writing import Behind
+from kvferry.cache.writing import SlowTier
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.bids import Bidding
 from kvferry.connector.decisions import MissReason, SourceMiss
@@ -56,7 +56,7 @@ class Engine:
             self.host,
             lambda _, size: memoryview(bytearray(size)),
             CANONICAL.groups,
-            [Behind(queue) for queue in self.queues],
+            [SlowTier(queue) for queue in self.queues],
         )
         self.source = TierSource(self.cache, self.prompts, RANKS[0].groups, CANONICAL, Refusals())
         self.bidding = Bidding(2)
@@ -67,14 +67,14 @@ class Engine:
             tokens = CHUNK if number < 3 else PROMPT - 3 * CHUNK
             self.cache.filled(self.cache.reserve(self.keys[number], 0), tokens, None)
 
-    def bid(self, have=0):
-        bids = self.source.bids(self.one, have)
+    def bid(self, local_tokens=0):
+        bids = self.source.bids(self.one, local_tokens)
         return bids[0] if bids else None
 
-    def begin(self, have=0):
-        bid = self.bid(have)
+    def begin(self, local_tokens=0):
+        bid = self.bid(local_tokens)
         self.loads += 1
-        span = LoadSpan(have, have + bid.tokens, PROMPT)
+        span = LoadSpan(local_tokens, local_tokens + bid.tokens, PROMPT)
         load = made_up_load(f"a#{self.loads}", span, [range(1, 8)], bid=bid)
         self.source.begin(load, self.one)
         return load
@@ -112,8 +112,8 @@ def test_the_longest_prefix_is_offered_beyond_what_is_here():
     assert engine.bid() is None
     engine.store(0, 1, 3)
     assert engine.bid().tokens == 16
-    assert engine.bid(have=12).tokens == 4
-    assert engine.bid(have=16) is None
+    assert engine.bid(local_tokens=12).tokens == 4
+    assert engine.bid(local_tokens=16) is None
     engine.store(2)
     assert engine.bid().tokens == PROMPT
 
@@ -121,7 +121,7 @@ def test_the_longest_prefix_is_offered_beyond_what_is_here():
 def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_when_all_ranks_have_it():
     engine = Engine()
     engine.store(0, 1, 2, 3)
-    load = engine.begin(have=8)
+    load = engine.begin(local_tokens=8)
     assert (engine.source.origin(load), engine.source.busy) == ("host", True)
     orders = engine.step()
     assert (numbers(orders), ends(orders)) == ([[1, 2, 3]], [("a#1", None)])
@@ -372,9 +372,9 @@ def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
     assert parts(engine.source.bids(engine.one, 0)) == [{"host": 28}], "slower tiers bring nothing"
 
 
-def lack(engine, have=0):
-    assert engine.source.bids(engine.one, have) == []
-    return engine.source.lack(engine.one, have)
+def lack(engine, local_tokens=0):
+    assert engine.source.bids(engine.one, local_tokens) == []
+    return engine.source.lack(engine.one, local_tokens)
 
 
 def test_what_was_never_kept_is_not_stored():
@@ -408,13 +408,13 @@ def test_what_ranks_are_filling_is_being_stored():
 def test_what_the_engine_has_itself_is_no_fault_of_the_tiers():
     engine = Engine()
     engine.store(0, 1, 2, 3)
-    assert lack(engine, have=PROMPT).reason is MissReason.LOCAL
+    assert lack(engine, local_tokens=PROMPT).reason is MissReason.LOCAL
 
 
 def test_what_is_new_after_what_the_engine_has_itself_is_no_fault_of_the_tiers():
     engine = Engine()
     engine.store(0, 1)
-    assert lack(engine, have=2 * CHUNK).reason is MissReason.LOCAL
+    assert lack(engine, local_tokens=2 * CHUNK).reason is MissReason.LOCAL
     engine.store(3)
     assert engine.source.bids(engine.one, 2 * CHUNK) == []
     assert engine.source.lack(engine.one, 2 * CHUNK).reason is MissReason.LOCAL
@@ -431,7 +431,7 @@ def test_a_prompt_of_less_than_a_chunk_is_said_to_be_short():
 
 def test_where_there_is_nothing_but_of_a_stranger_it_is_said_to_be_in_another_namespace():
     engine = Engine([])
-    engine.queues[0].around = StoreUsage(same_name_namespace="ab")
+    engine.queues[0].usage = StoreUsage(same_name_namespace="ab")
     assert lack(engine).reason is MissReason.OTHER_NAMESPACE
 
 

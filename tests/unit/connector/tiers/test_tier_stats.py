@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.counts import TransferTimes
-from kvferry.cache.fetch import Want
-from kvferry.cache.writing import Behind
+from kvferry.cache.fetch import WantedChunk
+from kvferry.cache.writing import SlowTier
 from kvferry.connector.events import TierChanged
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.stats import TierEvents
@@ -36,7 +36,7 @@ class Tiers:
             HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], tier.keys.table),
             lambda _, size: memoryview(bytearray(size)),
             CANONICAL.groups,
-            [Behind(self.queue)],
+            [SlowTier(self.queue)],
         )
         self.copies, self.stores = list[float](), SimpleNamespace(dropped=Counter())
         self.heard: list[TierChanged] = []
@@ -61,7 +61,7 @@ def test_stores_are_told_of_host_memory_first_and_of_the_tier_behind_when_it_has
     assert (told["host"].stored, told["host"].stored_bytes, told["host"].used) == (1, SIZE, SIZE)
     assert (told["file"].stored, told["file"].owed, told["file"].store_seconds) == (0, 1, ())
     answer(tiers.queue, "write", FIRST, PutOutcome.STORED)
-    tiers.queue.around = StoreUsage(used=5, capacity=9)
+    tiers.queue.usage = StoreUsage(used=5, capacity=9)
     told = tiers.told()
     assert (told["host"].stored, told["file"].owed, len(told["file"].store_seconds)) == (0, 0, 1)
     assert (told["file"].used, told["file"].capacity) == (5, 9)
@@ -71,11 +71,11 @@ def test_stores_are_told_of_host_memory_first_and_of_the_tier_behind_when_it_has
 def test_fetches_and_what_was_wrong_with_one_are_told_once():
     tiers = Tiers()
     tiers.told()
-    tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
+    tiers.cache.reading.fetch([WantedChunk(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.CORRUPT)
     assert tiers.told()["file"].missed == (("corrupt", 1),)
     tiers.queue.tier.keys.add(KEPT)
-    tiers.cache.reading.fetch([Want(0, 0, KEPT, 8)])
+    tiers.cache.reading.fetch([WantedChunk(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.HIT)
     told = tiers.told()["file"]
     assert (told.fetched, told.missed, len(told.fetch_seconds)) == (1, (), 1)

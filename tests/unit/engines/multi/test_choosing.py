@@ -23,7 +23,7 @@ class Child:
     answer: tuple[int | None, bool] = (0, False)
     allocated: list[int] = field(default_factory=list)
 
-    def get_num_new_matched_tokens(self, request: object, have: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: object, local_tokens: int) -> tuple[int | None, bool]:
         return self.answer
 
     def update_state_after_alloc(self, request: object, blocks: object, tokens: int) -> None:

@@ -103,21 +103,25 @@ class Choosing:
         """Return the number of known requests plus the number of loads under way."""
         return len(self._known) + len(self._loads)
 
-    def matched(self, request: Any, have: int) -> tuple[int | None, bool]:
-        """Return the tokens to load beyond `have`, and True for a load between steps.
+    def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """Return the tokens to load beyond `local_tokens`, and True for a load between steps.
 
         The tokens are None if the engine must ask again.
         """
         known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
-        answers = [child.get_num_new_matched_tokens(request, have) for child in self._children]
+        answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
         known.answers = tuple(tokens for tokens, _ in answers)
         if known.phase is RequestPhase.SERVED:
             self._settle(known)
         standing = self.phases.standing(known)
         if standing is not Standing.ASK:
             return (None if standing is Standing.ASIDE else 0), False
-        best = self.phases.best(known, self._plans(request.num_tokens - have, answers), request, have)
-        tokens = self.phases.propose(known, best, have, lambda plan: self._has_room(plan, request, have))
+        best = self.phases.best(
+            known, self._plans(request.num_tokens - local_tokens, answers), request, local_tokens
+        )
+        tokens = self.phases.propose(
+            known, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)
+        )
         return tokens, best is not None and best.waits and bool(tokens)
 
     def _plans(self, rest: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
@@ -132,9 +136,9 @@ class Choosing:
             for place, (name, (tokens, waits)) in enumerate(zip(self._names, answers, strict=True))
         ]
 
-    def _has_room(self, plan: _Plan, request: Any, have: int) -> bool:
+    def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
         """Return whether a load leaves the blocks that waiting requests need."""
-        total = have + plan.bid.tokens
+        total = local_tokens + plan.bid.tokens
         return not plan.waits or self.phases.headroom.fits(request.request_id, total, request.num_tokens)
 
     def chosen(self, request_id: str) -> int | None:
