@@ -145,7 +145,6 @@ class RequestPhases:
             local_tokens: tokens that the engine has.
             has_room: whether the loads of a plan leave the blocks that others need.
         """
-        state.crowded = False
         if plan is None:
             state.taken = None
             return 0

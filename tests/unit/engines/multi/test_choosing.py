@@ -147,6 +147,14 @@ def test_what_was_chosen_stays_chosen_until_another_is_clearly_better() -> None:
     assert ours.matched(request(), 0) == (400, True)
 
 
+def test_a_child_that_has_nothing_any_more_is_not_the_chosen_one() -> None:
+    ours, children, _ = choosing((300, True))
+    assert ours.matched(request(), 0) == (300, True)
+    children[0].answer = (0, False)
+    assert ours.matched(request(), 0) == (0, False)
+    assert ours.chosen("r") is None
+
+
 def fail(ours: Choosing, tokens: int) -> None:
     ours.allocated(request(), blocks(1), tokens)
     ours.heard({"r"}, {"r"}, set())
@@ -171,6 +179,17 @@ def test_an_offer_after_a_failure_that_finds_no_room_is_withdrawn() -> None:
     assert [ours.matched(request(), 0) for _ in range(3)] == [(None, False), (100, True), (0, False)]
     ours.allocated(request(), blocks(1), 0)
     assert ours.take_new() == {"r": 0}, "the withdrawn offer was loaded"
+
+
+def test_a_failure_before_the_last_load_withdraws_no_later_offer() -> None:
+    ours, *_ = choosing((300, True), (100, True))
+    ours.matched(request(), 0)
+    fail(ours, 300)
+    assert [ours.matched(request(), 0) for _ in range(2)] == [(None, False), (100, True)]
+    ours.allocated(request(), blocks(1), 100)
+    ours.heard({"r"}, set(), set())
+    ours.phases.scheduled({"r"})
+    assert [ours.matched(request(), 0) for _ in range(2)] == [(100, True)] * 2, "it was preempted"
 
 
 def test_attempts_are_capped() -> None:
