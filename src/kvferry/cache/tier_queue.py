@@ -207,7 +207,10 @@ class TierQueue:
                 logger.exception("%s tier: refresh", self.name)
 
     def _note_uses(self) -> None:
-        """Record the used chunks in the tier, each once and after the later chunks that need it."""
+        """Record the used chunks in the tier, each once.
+
+        A chunk comes after the later chunks that depend on it.
+        """
         order: dict[bytes, None] = {}
         while self._uses:
             for key in reversed(self._uses.popleft()):

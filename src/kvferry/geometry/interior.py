@@ -2,8 +2,8 @@
 
 A page is a box of (heads, tokens, content bytes). A token page packs all fields of a head and token side by
 side in its content; a snapshot has no tokens and keeps its fields one after the other, each
-``[heads][inner]``, so its box is (1, 1, bytes). Fields begin at multiples of what their elements need: they
-can be viewed as tensors.
+``[heads][inner]``, so its box is (1, 1, bytes). Fields are aligned to their elements, so they can be viewed
+as tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.geometry.store import LayerCache, StoredField
 
 HEAD = "head"
 STATE = "state"
-"""The axis of stored entries in a page that has one per several tokens: it is not cut into tokens."""
+"""Name of the axis of stored entries, in a page with one entry per several tokens."""
 
 
 def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -51,7 +51,8 @@ class PlacedField:
 
     Attributes:
         stored: the field over all ranks.
-        start, count: heads held; (0, 1) of a field that every rank has whole.
+        start, count: first head and number of heads on this rank; (0, 1) for a field that every rank has
+            whole.
         offset: first byte, inside the content of a head and token, or inside the snapshot.
     """
 
@@ -78,7 +79,7 @@ class PlacedField:
         return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
 
     def entries(self, count: int, stride: int) -> Field:
-        """Describe the field in a page whose entries stand for several tokens each."""
+        """Describe the field in a page with one entry per several tokens."""
         inner: list[Axis] = []
         step = self.stored.item_bytes
         for name, size in reversed(self.stored.inner):

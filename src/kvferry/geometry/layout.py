@@ -57,12 +57,12 @@ class EngineShape:
 
     Attributes:
         tp: number of tensor-parallel ranks.
-        stages: number of layers that keep something, per pipeline rank.
+        stages: number of layers with a cache, per pipeline rank.
         block_tokens: tokens of a block in every group without a block size of its own.
         layout: one of `LAYOUTS`.
         num_blocks: number of blocks in each rank's pool, the null block included.
         kernel_tokens: tokens of a kernel block if a block is made of several, otherwise 0.
-        groups: the layers of each group, which keep the same. Empty for one group per kind of layer.
+        groups: the layers of each group, which have equal caches. Empty for one group per kind of layer.
     """
 
     tp: int
@@ -108,8 +108,8 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
     ((7, 8, 8, 7), (3, 2))
 
     Args:
-        layers: number of layers of the model, with those that keep nothing, since engines share out all
-            layers. The caller then counts the ones that each rank keeps.
+        layers: number of layers of the model, including layers without a cache, because engines distribute
+            all layers.
         pp: number of pipeline ranks.
 
     Raises:
@@ -126,12 +126,12 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
 def group_layers(
     model: ModelCache, counts: Mapping[LayerCache, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the layer numbers of each group. The layers of a group keep the same.
+    """Return the layer numbers of each group. The layers of a group have equal caches.
 
     Args:
         model: the caches of all layers.
-        counts: number of groups for the layers of each kind; None for one group per kind. Groups take layers
-            in turns, so that each has layers on every pipeline rank.
+        counts: number of groups for the layers of each kind; None for one group per kind. Layers are dealt
+            out to groups in turn, so that each group has layers on every pipeline rank.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -183,7 +183,7 @@ def lay_out(
     Args:
         model: the caches of all layers.
         engine: settings of the engine.
-        addresses: address of each rank's pool; None for made-up ones.
+        addresses: address of each rank's pool; None for hypothetical addresses.
 
     Raises:
         GeometryError: the engine cannot keep this model. The message gives the reason.

@@ -1,14 +1,13 @@
 """The meaning of the bytes of one page.
 
-A *page* is the bytes of one block in one layer. A `PageFormat` names its *fields* (`k`, `v`, `latent`,
-`ssm`, ...); a `Field` is a logical tensor with named axes, and an `Axis` says where its elements lie
-(byte strides) and which part of the whole model's axis they are (the global range). Two engines agree on
-a field when they agree on names and totals; strides, order of axes and ranges may all differ, and
-`planning.page_copy` bridges them.
+A *page* is the bytes of one block in one layer. A `PageFormat` names its *fields* (`k`, `v`, `latent`, `ssm`,
+...); a `Field` is a logical tensor with named axes, and an `Axis` says where its elements lie (byte strides)
+and which part of the whole model's axis they are (the global range). Two engines agree on a field when they
+agree on names and totals; strides, order of axes and ranges may all differ, and `planning.page_copy` bridges
+them.
 
-The axis called ``token`` is special in one way only: it is cut by the block size, so a field that has it can
-move between engines of different block sizes. A field without it (recurrent state, opaque bytes) is one
-snapshot per block.
+Only the axis called ``token`` is special: blocks divide it, so a field that has it can move between engines
+of different block sizes. A field without it (recurrent state, opaque bytes) is one snapshot per block.
 """
 
 from __future__ import annotations
@@ -24,10 +23,13 @@ from kvferry.errors import GeometryError
 TOKEN = "token"
 
 MAX_ELEMENTS = 1 << 20
-"""Most elements of an axis on one rank. Planning takes memory for each, and a peer may claim any number."""
+"""Maximum elements of an axis on one rank.
+
+Planning needs memory for each, and a peer may claim any number.
+"""
 
 _SHARD = "shard"
-"""Axis of an opaque page: whose it is."""
+"""Name of the axis of an opaque page that identifies its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +189,17 @@ def opaque_page(
     ranks: int,
     loops: tuple[tuple[int, int], ...] = (),
 ) -> PageFormat:
-    """Describe a page of unknown interior. It moves whole, to the same rank of as many ranks.
+    """Describe a page of unknown interior.
+
+    It moves whole, to the same rank of an engine with equally many ranks.
 
     The interior is one element, or several if a layout scatters the page. A sharded axis of length `ranks`
-    tells whose it is. Without a token axis it cannot be cut to another block size.
+    identifies its rank. It has no token axis, so it cannot be converted to another block size.
 
     Args:
         content: id of the bytes' meaning; both sides must have the same.
         block_tokens: tokens of a block, 0 for a snapshot.
-        run_bytes: bytes of an element: of the page, if it lies in one stretch.
+        run_bytes: bytes of an element; of the whole page if it is contiguous.
         rank: number of this shard.
         ranks: number of shards; 1 if all ranks hold the same bytes.
         loops: (count, stride) over the elements of a scattered page, outermost first.

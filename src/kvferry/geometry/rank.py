@@ -53,7 +53,7 @@ class Scale:
 
     Attributes:
         source: the quantised tensor, ``k`` (latents included) or ``v``.
-        factors: one factor for all heads, or one per head that the rank holds.
+        factors: one factor for all heads, or one per head on this rank.
     """
 
     source: str
@@ -69,7 +69,7 @@ class Layer:
         address: address of block 0's page.
         block_stride: bytes from one block's page to the next.
         page: format of a page.
-        scales: scales of its quantised codes that are not 1 and do not lie in its pages.
+        scales: scales of its quantised codes that are not 1 and are not stored in its pages.
         draft: digest of the draft model that the layer belongs to; empty for the model's own layers.
     """
 
@@ -116,12 +116,12 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Name for people and metrics, e.g. ``sliding_window(64)``."""
+        """Name for messages and metrics, e.g. ``sliding_window(64)``."""
         return group_label(self.kind, self.attention_span)
 
 
 def group_label(kind: GroupKind, attention_span: int) -> str:
-    """Return the name of a group for people and metrics, e.g. ``sliding_window(64)``."""
+    """Return the name of a group for messages and metrics, e.g. ``sliding_window(64)``."""
     return f"{kind}({attention_span})" if attention_span else str(kind)
 
 

@@ -52,7 +52,7 @@ class LayerCache:
         kind: kind of the layer. Layers that agree in kind, attention span and fields are one group.
         attention_span: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
         fields: fields of a token, or of a snapshot for STATE.
-        block_tokens: tokens of a block if the model decides it; 0 if the engine does.
+        block_tokens: tokens of a block if the model determines them; 0 if the engine does.
         state_tokens: tokens per stored entry. If it is above 1, pages move whole.
     """
 

@@ -1,12 +1,12 @@
 """Cell copies: loops that move every cell of a block, and the offsets of the cells.
 
 A block of 784 tokens is 49 cells of 16 tokens; a block of 400 is 25. The offset of a cell in its block
-depends on one side alone. So a movement between the two is one list of loops for a single cell, and per
-side the offsets of its 49 or 25 cells. Memory and time grow with the sum of both counts, not with their
-common multiple.
+depends on one side alone. So a movement between the two is one list of loops for a single cell, and per side
+the offsets of its 49 or 25 cells. Memory and time grow with the sum of both counts, not with their common
+multiple.
 
-Fields whose cells have equal offsets share a cell copy. K and V packed per token need one; a transposed K
-beside a V that is not needs two.
+Fields whose cells have equal offsets share a cell copy. K and V packed per token need one. A transposed K
+with a V that is not transposed needs two.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Yield the tokens of a cell that share their offsets from cell to cell, on both sides.
+    """Group the tokens of a cell by their offsets from cell to cell, on both sides.
 
-    Usually this is one set. Cells that straddle kernel blocks differently split into several.
+    Usually there is one group. Cells that straddle kernel blocks differently have several.
 
     >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
     >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]

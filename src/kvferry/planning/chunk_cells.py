@@ -1,4 +1,4 @@
-"""Cells of chunks: what a rank copies to store chunks of a prompt, or to load a prefix from them.
+"""Cells of chunks: the cells that a rank copies to store chunks of a prompt, or to load a prefix.
 
 Both use `select.select_cells` with a block table on one side and a table of chunks on the other. Chunks are
 numbered by position in the prompt; entry ``number`` of a chunk table is 1 + the chunk's index in the buffer.

@@ -40,7 +40,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 TierNumbers: TypeAlias = npt.NDArray[np.int64]
 
 NO_TIER = 1 << 16
-"""Marks a chunk that no tier has. Tiers are numbered from 0, the fastest first."""
+"""The tier number of a chunk that no tier has. Tiers are numbered from 0, the fastest first."""
 
 
 class GroupPattern(Protocol):
@@ -67,7 +67,7 @@ class ChunkedPrompt:
         local_tokens: tokens of the prefix that the engine has computed, in every group; need not be a
             boundary. In a sliding-window group the engine may hold the trailing window only. That is enough,
             because a longer prefix needs no older tokens.
-        first: tokens of the prefix that another source brings to groups that attend to all tokens.
+        first: tokens of the prefix that another source loads for the groups that attend to all tokens.
     """
 
     tokens: int
@@ -101,7 +101,7 @@ class ChunkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The chunk for lack of which a group cannot continue at a boundary.
+    """A missing chunk, without which a group cannot continue at a boundary.
 
     Attributes:
         group: number of the group.
@@ -142,7 +142,7 @@ class Coverage:
 
     @property
     def alone(self) -> tuple[int, ...]:
-        """Tokens of the longest prefix of each group, as if all other groups were complete."""
+        """Tokens of the longest usable prefix of each group, if all other groups were complete."""
         return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property
@@ -160,7 +160,7 @@ class Coverage:
     def better(self) -> int | None:
         """Tokens of the boundary beyond `tokens` that came closest to being usable; None if there is none.
 
-        It is the one at which the fewest groups fail; among equals, the nearest.
+        It is the boundary at which the fewest groups fail; of several, the nearest.
         """
         at = self._better()
         return None if at is None else int(self.ends[at])

@@ -30,10 +30,10 @@ from kvferry.planning.strided_copy import Loop, StridedCopy
 Side: TypeAlias = Literal["src", "dst"]
 
 ALIGNMENT = 64
-"""Bytes. Images start at multiples of it, so that copies work on whole words."""
+"""Alignment of images in bytes, so that copies work on whole words."""
 
 MAX_READS = 1 << 16
-"""Most reads per image; with more, packing gains nothing."""
+"""Maximum number of reads per image; with more, packing gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class PackedImage:
 
 
 def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
-    """Lay out images that the source packs in the destination's order; None if that gains nothing.
+    """Return the layout of images that the source packs in the destination's order.
+
+    None if that gains nothing.
 
     The destination keeps heads outside of layers; the source has one buffer per layer:
 
@@ -82,7 +84,7 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
 def fetch_image(
     cell_copies: Iterable[CellCopy], gap_bytes: int, cuts: Sequence[int] = ()
 ) -> PackedImage | None:
-    """Lay out images in the source's order, which the destination unpacks; None if that gains nothing.
+    """Return the layout of images in the source's order, which the destination unpacks; None if useless.
 
     Args:
         cell_copies: the strided copies of a cell.
@@ -95,7 +97,7 @@ def fetch_image(
 def _image(
     cell_copies: Iterable[CellCopy], side: Side, gap_bytes: int, cuts: Sequence[int]
 ) -> PackedImage | None:
-    """Pack one side: ranges with equal offsets there, from cell to cell, become consecutive reads."""
+    """Pack one side. Ranges whose cells have equal offsets become consecutive reads."""
     alike = defaultdict[Offsets, list[tuple[Offsets, tuple[StridedCopy, ...]]]](list)
     for cell_copy in cell_copies:
         at, other = (
@@ -129,11 +131,11 @@ def _image(
 def _packed(
     nests: Sequence[StridedCopy], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
 ) -> tuple[list[list[StridedCopy]], Int64s, Int64s, Int64s] | None:
-    """Replace one side's addresses with offsets in an image, from `first` on.
+    """Replace the addresses of one side with image offsets that begin at `first`.
 
     Returns:
-        Per copy, its replacements (several if one no longer suffices); and of every read, address, offset in
-        the image, and length in bytes. None if there are too many reads.
+        (copies, address, offset, length): for each given copy, one or more copies that replace it; for each
+        read, its address, its offset in the image and its length in bytes. None if there are too many reads.
     """
     if not nests:
         return None
@@ -186,7 +188,7 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
 
 
 def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
-    """Replace one side of a copy with image offsets; several copies if strides become irregular."""
+    """Return a copy with image offsets on one side, or several copies if its strides become irregular."""
     _, outer = _shadow(nest, side)
     starts = _starts(_address(nest, side), outer)
     stretch = np.searchsorted(at, starts, "right") - 1
@@ -205,7 +207,7 @@ def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[S
 def _in_order(
     nest: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
-    """Return the stride of every loop in the image; None if a loop has no single stride there."""
+    """Return the stride of every loop in the image; None if a loop has no constant stride there."""
     steps = []
     expected = np.full(offsets.shape, offsets.flat[0], np.int64)
     for axis, (count, _) in enumerate(outer):

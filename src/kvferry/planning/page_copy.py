@@ -42,7 +42,7 @@ class PageCopy:
 
 
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
-    """Return the reasons why pages of `src` cannot become pages of `dst`, a sentence each; empty if they can.
+    """Return the reasons why pages of `src` cannot be copied to pages of `dst`, a sentence each.
 
     Ranges along an axis may differ, because resharding bridges them.
     """

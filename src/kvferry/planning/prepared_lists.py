@@ -102,7 +102,7 @@ def expand_cells(route: Route, cells: Cells) -> Descriptors:
 
 
 def count_transfer(route: Route, cells: Cells) -> TransferCounts:
-    """Count what a request moves over `route`, without expanding its descriptors."""
+    """Count the bytes, pages and descriptors of a request over `route`, without expanding its descriptors."""
     total = pages = descriptors = largest = 0
     n = len(cells)
     for cell_copy in route.cell_copies if n else ():

@@ -34,7 +34,7 @@ def _factors(layer: Layer, source: str) -> tuple[float, ...]:
 
 
 def _heads(layer: Layer) -> range:
-    """Heads that a rank holds of a layer; one if its fields have none."""
+    """Return the heads of a layer on this rank; one if its fields have no heads."""
     axes = (field.axis("head") for field in layer.page.fields)
     return next((range(axis.start, axis.stop) for axis in axes if axis), range(1))
 

@@ -20,7 +20,7 @@ from kvferry.planning.template import Route
 NULL_BLOCK = 0
 
 STATE_BLOCKS = 2
-"""Blocks that a group of recurrent state may take at once: a snapshot, and what it goes on with."""
+"""Maximum number of blocks of a group of recurrent state: the loaded snapshot and the running state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LoadSpan:
 
     @property
     def next_token(self) -> int:
-        """Position of the first token the destination will compute.
+        """Position of the first token that the destination computes.
 
         The engine always computes the last prompt token, to sample from it, even if the cache holds it. So
         the window of that token decides what is needed, not the window of the token after it.
@@ -53,12 +53,12 @@ class LoadSpan:
 
     @property
     def begins(self) -> int:
-        """First token that moves, in layers that see all tokens."""
+        """First token that moves, in layers that attend to all tokens."""
         return self.local_tokens if self.part is None else max(self.local_tokens, self.part[0])
 
     @property
     def ends(self) -> int:
-        """End of the tokens that move, in layers that see all tokens."""
+        """End of the tokens that move, in layers that attend to all tokens."""
         return self.total if self.part is None else self.part[1]
 
 
@@ -66,12 +66,12 @@ Position = TypeVar("Position", int, Int64s)
 
 
 def attends_to_all(kind: GroupKind) -> bool:
-    """Return whether a layer of this kind sees every earlier token."""
+    """Return whether a layer of this kind attends to every earlier token."""
     return kind in (GroupKind.FULL, GroupKind.MLA)
 
 
 def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -> Position:
-    """Return the first token that `next_token` sees; all tokens if it is below 0.
+    """Return the first token that `next_token` attends to. Below 0, it attends to all tokens.
 
     Takes one position or an array of them.
 
@@ -108,7 +108,7 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
 
 
 def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
-    """Return the first token that sees nothing before `end`, in a window or in chunked attention.
+    """Return the first token that attends to nothing before `end`, in a window or chunked attention.
 
     >>> first_independent(GroupKind.SLIDING, 24, 64), first_independent(GroupKind.CHUNKED, 32, 48)
     (87, 64)
@@ -132,8 +132,8 @@ def partial_block(
     True
 
     Args:
-        kind, attention_span, block_tokens: of the destination's group.
-        span: how much is loaded.
+        kind, attention_span, block_tokens: properties of the destination's group.
+        span: the tokens that are loaded.
         alignment_tokens: loaded content begins at the last multiple of it, at or before what is needed.
     """
     if not attention_span:
@@ -173,14 +173,14 @@ def select_cells(
     Cells move whole, so the last one carries tokens past `span.total`, which nothing reads.
 
     Args:
-        route: which layers, retiled how.
-        kind, attention_span: of the destination's group.
-        span: how much is moved.
+        route: layers and their page copy.
+        kind, attention_span: properties of the destination's group.
+        span: the tokens that are moved.
         src_table, dst_table: block ids by position, int64.
 
     Raises:
-        TransferError: a needed block is missing, null or not in the pool on either side, or the
-            destination's prefix ends inside a cell (writing the rest would overwrite what others read).
+        TransferError: a needed block is missing, null or not in the pool on either side, or the destination's
+            prefix ends inside a cell (writing the rest would overwrite blocks that others read).
     """
     low, high = needed_tokens(kind, attention_span, span)
     if low >= high:
@@ -214,7 +214,7 @@ def partly_written_blocks(
 ) -> Int64s:
     """Return destination blocks that a load fills in part and that hold nothing of this prompt yet.
 
-    Attention reads the rest of such a block with weight 0, where a NaN that its last owner left would still
+    Attention reads the rest of such a block with weight 0, but a NaN left there by its last owner would still
     spread.
 
     Returns:
@@ -237,7 +237,7 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
     """Check that only one part of a prefix writes each block of the destination.
 
     Raises:
-        TransferError: a part begins or ends inside a block. It would clear what the other part fills.
+        TransferError: a part begins or ends inside a block. It would clear tokens of the other part.
     """
     if span.part is None or not attends_to_all(kind):
         return
@@ -251,7 +251,7 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
 
 
 def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
-    """Make cells of blocks that exist. An id past the pool would silently index the bytes of another row."""
+    """Return the cells after checking the block ids. An id past the pool would index another row's bytes."""
     for ids, blocks, side in ((src, route.src_blocks, "source"), (dst, route.dst_blocks, "destination")):
         if (ids == NULL_BLOCK).any():
             raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
@@ -290,7 +290,7 @@ def unwritten_blocks_needed(
     [12, 13]
 
     Args:
-        kind, attention_span, block_tokens, span, table: as of `blocks_needed`.
+        kind, attention_span, block_tokens, span, table: as for `blocks_needed`.
     """
     ids = blocks_needed(kind, attention_span, block_tokens, span, table)
     if kind is not GroupKind.STATE:  # its snapshot is written as a whole
@@ -316,7 +316,7 @@ def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice
 
 
 def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan) -> int:
-    """Return an upper bound of the blocks that a load may write in a group: `writable_blocks` without nulls.
+    """Return the maximum number of blocks that a load may write in a group: `writable_blocks` without nulls.
 
     >>> span = LoadSpan(local_tokens=16, total=64, prompt=65)
     >>> max_writable_blocks(GroupKind.FULL, 0, 16, span), max_writable_blocks(GroupKind.SLIDING, 20, 16, span)

@@ -25,7 +25,7 @@ from kvferry.planning.strided_copy import StridedCopy, fuse_copies
 from kvferry.planning.template import Route
 
 MAX_ROWS = 1 << 17
-"""Most runs per cell of a direct transfer."""
+"""Maximum number of runs per cell of a direct transfer."""
 
 SEGMENTS = 4
 """Segments that a staged read is split into: one is gathered while the previous one is read."""
@@ -41,7 +41,7 @@ LANE_BYTES = 2 << 20
 
 
 class Strategy(StrEnum):
-    """How the bytes of a route travel."""
+    """The strategy for moving the bytes of a route."""
 
     DIRECT = "direct"
     OVER_READ = "over-read"
@@ -53,9 +53,9 @@ class Costs:
     """Costs of work on a machine, measured by ``kvferry bench calibrate``.
 
     Attributes:
-        read_descriptor_seconds, read_byte_seconds: of a READ, per descriptor and per byte.
-        copy_call_seconds, copy_run_seconds, copy_byte_seconds: of a gather or scatter, per call of the copy
-            operation (one per nest and cell), per contiguous run and per byte.
+        read_descriptor_seconds, read_byte_seconds: cost of a READ, per descriptor and per byte.
+        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of a gather or scatter, per call of the
+            copy operation (one per nest and cell), per contiguous run and per byte.
         ask_seconds: round trip of a request to the source to gather a segment.
         overlap: share of the shorter operation that is hidden when one segment is gathered while another is
             read: 1 between two machines, down to 0 on one busy machine.
@@ -231,7 +231,7 @@ def choose_method(
 
 
 def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedImage | None:
-    """Lay out fetched images whose reads are no longer than a block: reading other blocks never pays."""
+    """Return the layout of fetched images, with reads of at most a block: reading other blocks never pays."""
     image = fetch_image(route.cell_copies, gap_bytes, cuts)
     while image and gap_bytes and image.longest > route.src_stride:
         gap_bytes //= 4
@@ -240,12 +240,12 @@ def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedIma
 
 
 def _read_count(image: PackedImage) -> int:
-    """Count the reads of a cell."""
+    """Return the number of reads per cell."""
     return sum(len(each.descriptors) for each in image.reads)
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Count calls of the copy operation and runs, per cell."""
+    """Return the calls of the copy operation and the runs per cell."""
     nests = [nest for part in parts for nest in part.nests]
     return len(nests), sum(nest.rows for nest in nests)
 

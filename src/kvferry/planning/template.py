@@ -24,7 +24,7 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Layers that move from one source rank by the same page copy.
+    """Layers that are read from one source rank with the same page copy.
 
     Attributes:
         src_group, dst_group: index of the group on each side; its block table applies.
@@ -73,7 +73,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Everything one rank reads from one rank of the peer.
+    """All routes from one rank of the peer to this rank.
 
     Attributes:
         src_rank: (pp_rank, tp_rank) of the peer's rank.
@@ -86,7 +86,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RouteKey:
-    """The properties that layers of one route share. Their pages may differ: nests are one list."""
+    """The properties that layers of one route share. Their pages may differ."""
 
     src_group: int
     dst_group: int
@@ -108,7 +108,7 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
 
     Args:
         srcs: all ranks of the peer.
-        dst: our rank.
+        dst: this rank.
 
     Returns:
         One template per source rank, in the order of `srcs`.
@@ -159,14 +159,14 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
 
 
 def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeometry:
-    """Return our rank, reduced to the draft model's layers that no rank of a peer supplies.
+    """Return this rank's geometry, reduced to the draft layers that no rank of a peer supplies.
 
     The caller must clear these layers' blocks. A load without them is still correct, because the model
     verifies every token that a draft proposes; but the blocks' former content may be NaN.
 
     Args:
-        templates: what `build_templates` found for `dst`.
-        dst: our rank.
+        templates: result of `build_templates` for `dst`.
+        dst: this rank.
     """
     had = {name for template in templates for route in template.routes for name in route.layers}
     groups = (
@@ -177,14 +177,14 @@ def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeome
 
 
 def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]) -> list[str]:
-    """Return the names of all layers of a draft model that our ranks do without.
+    """Return the names of all draft layers that the peer cannot supply.
 
     Args:
         srcs: ranks of a peer.
-        dsts: our ranks.
+        dsts: ranks of this engine.
 
     Raises:
-        Incompatible: as of `build_templates`, for one of our ranks.
+        Incompatible: see `build_templates`.
     """
     left = [absent_layers(build_templates(srcs, rank), rank) for rank in dsts]
     return sorted({layer.name for rank in left for group in rank.groups for layer in group.layers})
@@ -228,8 +228,8 @@ class _Choice:
     """The source ranks that supply a layer.
 
     Attributes:
-        takes: index among the holders, and names of the fields that it supplies.
-        differences: why no rank can, a sentence each.
+        takes: (index of a holder, names of the fields that it supplies).
+        differences: reasons why no rank can supply it, a sentence each.
     """
 
     takes: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -340,9 +340,10 @@ def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iter
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Name the layers of which the peer keeps fewer tokens than we need of long prompts.
+    """Return the layers of which the peer keeps fewer tokens than this rank needs of long prompts.
 
-    This happens if the hybrid cache manager is on there and off here: our windowed layers are full attention.
+    This happens if the hybrid cache manager is enabled there and disabled here, so that windowed layers are
+    full attention here.
     """
     theirs = {layer.identity: group for src in srcs for group in src.groups for layer in group.layers}
     found: dict[str, list[str]] = defaultdict(list)
@@ -362,6 +363,6 @@ def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[s
 
 
 def _named_layers(names: Sequence[str]) -> str:
-    """Differences repeat per layer: the first is named, the others are counted."""
+    """Return the name of the first layer and the number of others, because differences repeat per layer."""
     more = len(names) - 1
     return f"layer {names[0]!r}" + (f" and {more} more" if more else "")

@@ -28,7 +28,7 @@ from math import gcd, prod
 from kvferry.geometry.rank import GroupKind, Scale, group_label
 
 FORMAT = 2
-"""Changes whenever the same bytes would mean something else."""
+"""Format number; it changes when the same bytes would have another meaning."""
 
 ALIGNMENT = 4096
 """Bytes of a page: sections begin at multiples of it."""
@@ -37,7 +37,7 @@ EVERY_ELEMENT = 256
 """Axes up to this long have a unit per element."""
 
 FINEST = 960
-"""Longer axes (channels) have as many units as they share with this, a number that the usual sizes divide."""
+"""Longer axes (channels) have gcd(length, FINEST) units; the usual parallel sizes divide FINEST."""
 
 
 def unit_count(total: int) -> int:
@@ -61,7 +61,7 @@ class SectionField:
     Attributes:
         layer, field: names, as in every engine.
         item_bytes: bytes of one element.
-        inner: (name, count) of the axes that are neither sharded nor the token's, the last one fastest.
+        inner: (name, count) of all axes except the sharded one and the token axis, the last one fastest.
         scales: as in `Layer`, with one factor each.
     """
 
@@ -183,7 +183,7 @@ class CanonicalForm:
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels of the groups after their numbers, for people."""
+        """Return the labels of the groups with their numbers, for messages."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def index(self, label: str) -> int:

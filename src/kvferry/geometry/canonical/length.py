@@ -8,7 +8,7 @@ from kvferry.errors import ConfigError
 from kvferry.geometry.rank import GroupKind
 
 CHUNK_TOKENS = 256
-"""Of a chunk, where nothing else is set; less where snapshots would not lie at its end."""
+"""Default tokens of a chunk; fewer if snapshots would otherwise not lie at its end."""
 
 # A multiple of the usual block sizes of windows.
 WINDOW_ALIGNMENT_TOKENS = 128
@@ -57,7 +57,7 @@ def check_prompt_length(chunk_tokens: int, apart: int, longest: int) -> None:
     """Check that a prompt of `longest` tokens (``max_model_len``) has a chunk that can be loaded.
 
     Raises:
-        ConfigError: it has none. The message says what to set instead.
+        ConfigError: there is no such chunk. The message names a setting that works.
     """
     if (first := first_prefix(chunk_tokens, apart)) > longest:
         snapshots = f" and snapshots every {apart}, of which the first at a chunk's end is at {first}"
@@ -75,7 +75,7 @@ def check_windows(chunk_tokens: int, block: int) -> None:
         block: tokens of a block of a window, or the common multiple if they differ; 1 without windows.
 
     Raises:
-        ConfigError: chunks end inside blocks. The message says what to set instead.
+        ConfigError: chunks end inside blocks. The message names a setting that works.
     """
     if chunk_tokens % block:
         raise ConfigError(
@@ -106,7 +106,7 @@ def first_prefix(chunk_tokens: int, apart: int) -> int:
 
 
 def divisor(apart: int, most: int) -> int:
-    """Return the largest number of tokens up to `most` that divides `apart`, the distance of snapshots.
+    """Return the largest number of tokens up to `most` that divides `apart`, the distance between snapshots.
 
     >>> divisor(1, 256), divisor(1056, 256), divisor(128, 256)
     (256, 176, 128)

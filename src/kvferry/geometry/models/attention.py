@@ -37,8 +37,8 @@ class AttentionReader:
     """Reads attention layers from a model's file.
 
     Attributes:
-        config, family: those of the model.
-        cache_dtype, model_dtype: as in `dtypes`.
+        config, family: configuration and family of the model.
+        cache_dtype, model_dtype: element types, as in `dtypes`.
     """
 
     config: ModelConfig
@@ -51,10 +51,10 @@ class AttentionReader:
 
         Args:
             mixer: FULL, SLIDING or CHUNKED.
-            layer: its number in the model.
+            layer: number of the layer in the model.
 
         Raises:
-            ConfigError: a size is missing or makes no sense, or the element type does not fit this attention.
+            ConfigError: a size is missing or invalid, or the element type does not fit this attention.
         """
         if self.config.get("compress_ratios") is not None:
             return compressed_stores(self.config, layer, self.cache_dtype)
@@ -80,7 +80,7 @@ class AttentionReader:
         return self.config.number("attention_chunk_size") if mixer is Mixer.CHUNKED else 0
 
     def _heads(self, mixer: Mixer, layer: int) -> tuple[int, int, int]:
-        """Return KV heads, and elements of K and V per head; they may depend on the kind of layer."""
+        """Return the number of KV heads, and the elements of K and of V per head, for this kind of layer."""
         if self.family.expanded:
             self.config.cover("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
             width = self.config.number("qk_nope_head_dim") + self.config.number("qk_rope_head_dim")
@@ -140,7 +140,7 @@ class AttentionReader:
 
 
 def query_heads(config: ModelConfig) -> int:
-    """Return the query heads, which tensor-parallel ranks share evenly; 0 if the file does not say."""
+    """Return the number of query heads, which tensor-parallel ranks share evenly; 0 if unknown."""
     return config.maybe(*_QUERY_HEADS) or 0
 
 

@@ -24,8 +24,8 @@ class ModelConfig:
 
     Attributes:
         values: the keys.
-        defaults: of the family.
-        asked: names of keys that were read; grows with every call.
+        defaults: defaults of the family.
+        asked: names of the keys read so far; every call adds to it.
     """
 
     values: Mapping[str, Any]
@@ -72,7 +72,7 @@ class ModelConfig:
         """Return the keys of an object inside the file; empty if there is none.
 
         Raises:
-            ConfigError: it is no object.
+            ConfigError: the value is not an object.
         """
         said = self.get(name)
         if said is None:
@@ -82,10 +82,10 @@ class ModelConfig:
         return ModelConfig(said, defaults or {})
 
     def number(self, *names: str, least: int = 1) -> int:
-        """Return the first of these keys that is present, a whole number.
+        """Return the whole number of the first of these keys that is present.
 
         Raises:
-            ConfigError: none of them is there, or it is no whole number of at least `least`.
+            ConfigError: no key is present, or its value is not a whole number of at least `least`.
         """
         value = self.get(*names)
         if value is None:
@@ -121,7 +121,7 @@ def whole(name: str, value: Any, least: int) -> int:
     """Return `value` if it is a whole number of at least `least`.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not such a number.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
@@ -131,7 +131,7 @@ def whole(name: str, value: Any, least: int) -> int:
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the language model inside a multimodal model.
 
-    Keeps the family, the element type and the quantization where only the outer part names them.
+    Keeps family, element type and quantization if only the outer part has them.
     """
     outer = config
     known = ("model_type", *DTYPES, "quantization_config")

@@ -7,19 +7,19 @@ from typing import Any
 from kvferry.errors import ConfigError
 
 FLOATS = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 4, "float": 4}
-"""Bytes of an element of the types that models are computed in."""
+"""Bytes of an element, by floating type of a model."""
 
 SCALED = ("int8_per_token_head", "fp8_per_token_head")
-"""One byte per element and, per token and head, a float32 scale behind K and one behind V."""
+"""Types with one byte per element and, per token and head, a float32 scale after K and one after V."""
 
 PACKED_LATENT = "fp8_ds_mla"
-"""A latent as 512 bytes of fp8, four float32 scales and 64 bfloat16 for positions: 656 bytes per token."""
+"""Type of a latent of 656 bytes per token: 512 fp8, four float32 scales and 64 bfloat16 for positions."""
 
 CACHE_DTYPES = ("auto", *FLOATS, "fp8", "fp8_e4m3", "fp8_e5m2", *SCALED, PACKED_LATENT)
 
 
 def element_bytes(cache_dtype: str, model_dtype: str) -> int:
-    """Bytes of an element of K, V or a latent.
+    """Return the bytes of an element of K, V or a latent.
 
     Args:
         cache_dtype: one of `CACHE_DTYPES`; auto is the model's.
@@ -36,10 +36,10 @@ def element_bytes(cache_dtype: str, model_dtype: str) -> int:
 
 
 def float_name(name: str, value: Any) -> str:
-    """A floating type as ``config.json`` spells it, ``torch.bfloat16`` included.
+    """Return the floating type that a ``config.json`` names, also in the form ``torch.bfloat16``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a floating type.
     """
     said = str(value).removeprefix("torch.")
     if said not in FLOATS:

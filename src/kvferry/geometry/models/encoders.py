@@ -23,7 +23,7 @@ _ENCODER_DECODERS = frozenset((
 
 
 def check_decoder(config: ModelConfig) -> None:
-    """Raise ConfigError, with the reason, if the model keeps no KV or one that depends on an encoder."""
+    """Raise ConfigError, with the reason, if the model has no KV cache or it depends on an encoder."""
     name = config.model_type or "unknown"
     if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
         raise ConfigError(

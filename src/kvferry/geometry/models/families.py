@@ -1,7 +1,7 @@
 """Properties of model families that their ``config.json`` leaves out.
 
-Defaults are those of the configuration classes in transformers; they matter where a published file leaves a
-key out. What a family's recurrent layers are is vLLM's choice of implementation.
+Defaults are those of the configuration classes in transformers, for published files that omit a key. The kind
+of recurrence is that of vLLM's implementation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Mixer(Enum):
-    """The way in which a layer uses other tokens. It decides what the layer keeps of them."""
+    """The mechanism by which a layer uses other tokens. It decides what the layer caches."""
 
     FULL = auto()
     SLIDING = auto()
@@ -37,14 +37,14 @@ class ModelFamily:
     """Properties of a family that the reader of a ``config.json`` needs beforehand.
 
     Attributes:
-        recurrent: the mixer of layers that are not attention, if there are any.
+        recurrent: the mixer of layers without attention, if there are any.
         everywhere: True if every layer has the recurrence.
         beside_attention: with `everywhere`, True if every layer has attention too.
         window_offset: tokens of a window beyond ``sliding_window``.
         attentions: number of attention caches per layer.
-        expanded: True if layers keep K and V per head, although the model computes both from a latent.
-        ssm_dtype: element type of the recurrent state; None: as computed.
-        defaults: of keys that may be left out.
+        expanded: True if layers cache K and V per head, although the model computes both from a latent.
+        ssm_dtype: element type of the recurrent state; None for that of the computation.
+        defaults: defaults of keys that a file may omit.
     """
 
     recurrent: Mixer | None = None

@@ -18,7 +18,7 @@ def scaled_bytes(width: int) -> int:
 
 
 def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
-    """Return the indexer's store of DeepSeek V3.2 and GLM-5; none in a layer that reuses an earlier choice.
+    """Return the indexer's cache of DeepSeek V3.2 and GLM-5; none for a layer that reuses an earlier index.
 
     Follows vLLM's ``deepseek_v32/attention.py``. The key `indexer_types` repeats the rule in words.
     """
@@ -50,7 +50,7 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
 
 
 def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
-    """Return the indexer's store of MiniMax-M3, in sparse layers: one key for all heads."""
+    """Return the indexer's cache of MiniMax-M3, for sparse layers: one key for all heads."""
     sparse = config.nested("sparse_attention_config")
     if not sparse.values or sparse.get("use_sparse_attention") is False:
         return ()

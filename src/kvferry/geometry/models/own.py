@@ -20,7 +20,7 @@ def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
     """Return the settings of single layers, by number of the layer.
 
     Raises:
-        ConfigError: a layer does not exist, or has an unknown setting that may decide what is kept.
+        ConfigError: a layer does not exist, or has an unknown setting that may affect the cache.
     """
     said = config.get(_KEY)
     if said is None:
@@ -50,7 +50,7 @@ def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
 
 
 def check_own(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
-    """Raise ConfigError if settings of single layers cannot be read, or are of a recurrent layer."""
+    """Raise ConfigError if settings of single layers cannot be read, or are for a recurrent layer."""
     for number, settings in own_settings(config).items():
         if settings and not RECURRENT.isdisjoint(layers[number]):
             named = ", ".join(sorted(settings))

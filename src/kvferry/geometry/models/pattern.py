@@ -1,7 +1,7 @@
 """The mixers of every layer of a model, read from its ``config.json``.
 
-Families name them in many ways: a list of words per layer, a string of letters, a period, a list of numbers
-that count from one. Each way is a rule, and the first rule that finds its key decides.
+Families name them in many forms: a list of words per layer, a string of letters, a period, a list of numbers
+that count from one. There is a rule for each form, and the first rule that finds its key decides.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PATTERN = (
     "prefix_dense_sliding_window_pattern", "layer_switch", "no_rope_layers_interval",
     "sliding_window_layers", "attention_pattern", "hybrid_layer_pattern",
 )  # fmt: skip
-"""Keys that name mixers: once one has decided, the others repeat it."""
+"""Keys that name mixers. After one has decided, the others are redundant."""
 _WINDOW = (
     "sliding_window", "sliding_window_size", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim",
     "attention_other_setting",
@@ -96,12 +96,12 @@ _RECURRENT_TYPES = (
 
 
 def _compressed(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """DeepSeek V4: a layer's compression ratio decides what it keeps."""
+    """Return mixers for DeepSeek V4: a layer's compression ratio decides."""
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
 
 def _blocks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Nemotron-NAS: blocks that skip attention keep nothing."""
+    """Return mixers for Nemotron-NAS: blocks that skip attention have no cache."""
     if config.get("block_configs") is None:
         return None
     skipped = without_attention(config)
@@ -116,7 +116,7 @@ def _everywhere(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None
 
 
 def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Nemotron-H: ``M`` recurrence, ``*`` attention, others feed-forward."""
+    """Return mixers for Nemotron-H: ``M`` is recurrence, ``*`` attention, others are feed-forward."""
     name = "hybrid_override_pattern"
     said = config.listed(name, config.layers)
     if said is None:
@@ -126,7 +126,7 @@ def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
 
 
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """A word per layer. Words for recurrence mean the family's own."""
+    """Return mixers from a word per layer. Words for recurrence mean the family's kind."""
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
         return None
@@ -149,7 +149,7 @@ def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> 
 
 
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Jamba: one layer of each period is attention, at an offset."""
+    """Return mixers for Jamba: one layer of each period is attention, at an offset."""
     period = config.maybe("attn_layer_period")
     if period is None:
         return None
@@ -159,7 +159,7 @@ def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] 
 
 
 def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Bamba: the numbers of the attention layers."""
+    """Return mixers for Bamba: a list of the attention layers."""
     numbers = config.get("attn_layer_indices")
     if not isinstance(numbers, list):
         return None
@@ -168,7 +168,7 @@ def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers]
 
 
 def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """MiniMax-Text-01: 1 is attention, 0 is not."""
+    """Return mixers for MiniMax-Text-01: 1 is attention, 0 is not."""
     name = "attn_type_list"
     said = config.listed(name, config.layers)
     if said is None:
@@ -180,7 +180,7 @@ def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] |
 
 
 def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Qwen3-Next and Bailing: the last layer of each period is attention."""
+    """Return mixers for Qwen3-Next and Bailing: the last layer of each period is attention."""
     name = next((n for n in ("full_attention_interval", "layer_group_size") if config.maybe(n)), None)
     if name is None or family.recurrent is None:
         return None
@@ -189,7 +189,7 @@ def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | No
 
 
 def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Kimi Linear: numbers of the layers of either kind, from one."""
+    """Return mixers for Kimi Linear: lists of the layers of both kinds, counted from one."""
     said = config.get("linear_attn_config")
     if not isinstance(said, Mapping):
         return None
@@ -214,7 +214,7 @@ def _layer_numbers(said: Mapping[str, Any], name: str) -> list[int]:
 
 
 def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """MiMo-V2: 1 has a window."""
+    """Return mixers for MiMo-V2: 1 is a layer with a window."""
     name = "hybrid_layer_pattern"
     said = config.listed(name, config.layers)
     if said is None:
@@ -224,7 +224,7 @@ def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | N
 
 
 def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Llama 4: layers without rotary positions see all tokens, the others their chunk."""
+    """Return mixers for Llama 4: layers with rotary positions have chunked attention."""
     if config.maybe("attention_chunk_size") is None or not config.maybe("no_rope_layer_interval"):
         return None
     period = config.number("no_rope_layer_interval")
@@ -234,7 +234,7 @@ def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
 
 
 def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Gemma 3, Cohere 2: the last layer of each period has no window. EXAONE 4: ``L`` has one."""
+    """Return mixers for Gemma 3 and Cohere 2 (the last of a period has no window), EXAONE 4 (``L`` has)."""
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.maybe("sliding_window", "sliding_window_size") is None:
         return None
@@ -247,7 +247,7 @@ def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] |
 
 
 def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Qwen2, Qwen3: with ``use_sliding_window``, layers from ``max_window_layers`` on have a window."""
+    """Return mixers for Qwen2, Qwen3: layers from ``max_window_layers`` on have a window, if enabled."""
     if config.get("use_sliding_window") is not True or config.maybe("sliding_window") is None:
         return None
     first = whole("max_window_layers", config.get("max_window_layers") or 0, 0)

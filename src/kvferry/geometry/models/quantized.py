@@ -1,4 +1,4 @@
-"""The element type of the KV cache that a quantized checkpoint asks for."""
+"""The element type of the KV cache that a quantized checkpoint requests."""
 
 from __future__ import annotations
 

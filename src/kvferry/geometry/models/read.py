@@ -1,4 +1,4 @@
-"""Reads what every layer of a model keeps from its ``config.json``."""
+"""Read the cache of every layer of a model from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelReading:
 
     Attributes:
         cache: the stores of all layers. A layer of the model with two caches is two layers of it.
-        kept: layers of `cache` per layer of the model; 0 for one that keeps nothing.
+        kept: number of layers of `cache` per layer of the model; 0 for a layer without a cache.
         notes: assumptions, a sentence each.
     """
 
@@ -44,14 +44,14 @@ def per_layer(reading: ModelReading) -> Iterator[tuple[LayerCache, ...]]:
 
 
 def model_cache(config: Mapping[str, Any], dtype: str = "auto") -> ModelCache:
-    """Return what a model keeps; see `read_model`."""
+    """Return the cache of a model; see `read_model`."""
     return read_model(config, dtype).cache
 
 
 def read_model(
     config: Mapping[str, Any], dtype: str = "auto", *, name: str = "", draft: bool = False
 ) -> ModelReading:
-    """Return what a model keeps.
+    """Return the cache of a model.
 
     >>> dense = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
     ...          "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
@@ -60,13 +60,13 @@ def read_model(
 
     Args:
         config: the keys of its ``config.json``.
-        dtype: element type of the KV cache, as in `dtypes.CACHE_DTYPES`. A floating type is also that of
-            everything else that is kept; auto is what the file says.
-        name: for people; the model type if empty.
-        draft: with the layers of a multi-token prediction module, which keep what the last layer keeps.
+        dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`. A floating type also applies to all
+            other cached values; auto takes the types of the file.
+        name: display name; the model type if empty.
+        draft: whether to add the layers of a multi-token prediction module, which are like the last layer.
 
     Raises:
-        ConfigError: the file does not say what is kept, in one sentence.
+        ConfigError: the cache cannot be derived from the file. The message is one sentence.
     """
     values = language_model(config)
     model_type = str(values.get("model_type") or "")
@@ -105,7 +105,7 @@ _STATE_KEYS = (
 
 
 def _cover_absent(config: ModelConfig, used: set[Mixer]) -> None:
-    """Count sizes as read that no layer needs, since the model is all attention or all recurrence."""
+    """Count keys as read whose sizes no layer needs, because the model is all attention or all recurrence."""
     if used <= RECURRENT:
         config.cover(*_ATTENTION_KEYS)
     if not used & RECURRENT:
@@ -158,7 +158,7 @@ def _unknown(config: ModelConfig) -> str:
     """Return a note on how an unknown family is read.
 
     Raises:
-        ConfigError: it keeps more than K and V, or latents, in every layer.
+        ConfigError: its layers cache more than K and V, or latents.
     """
     name = config.model_type or "unknown"
     for key in ("index_head_dim", "compress_ratios", "sparse_attention_config", "block_configs"):

@@ -29,7 +29,7 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
         ssm_dtype: element type of the state.
 
     Raises:
-        ConfigError: a size is missing or makes no sense.
+        ConfigError: a size is missing or invalid.
     """
     return LayerCache(GroupKind.STATE, 0, _BUILDERS[mixer](config, FLOATS[model_dtype], FLOATS[ssm_dtype]))
 
@@ -78,7 +78,7 @@ def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField,
 
 
 def _mamba2_channels(config: ModelConfig) -> int | None:
-    """Return the channels of the convolution's x, if the file has them beside heads and their width."""
+    """Return the channels of the convolution's x, if the file has them in addition to heads and width."""
     if config.model_type == "nemotron_h":
         config.cover("expand")
         return None

@@ -1,7 +1,7 @@
 """Checks for keys of a ``config.json`` that no rule has read.
 
-A key whose name suggests that it decides what is kept is an error, because without it a size might be wrong
-unnoticed. Keys known to decide something else are ignored. Any other key is named in a note.
+A key whose name suggests that it affects the cache is an error, because a size might be wrong without it.
+Keys that are known to affect something else are ignored. Any other key is named in a note.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _HARMLESS = frozenset((
     # Other names of what was read.
     "kda_use_full_rank_gate", "num_attention_heads", "n_head", "n_heads",
 ))  # fmt: skip
-"""Keys whose names match `_DECIDES` although they do not decide what is kept."""
+"""Keys whose names match `_DECIDES` although they do not affect the cache."""
 
 _DECIDES = re.compile(
     r"kv|key_value|quant|head|window|swa|slid|layer_?types?|layers?_block|^layer|latent|lora_rank|ssm|mamba|rwkv|retention"
@@ -98,7 +98,7 @@ def check_unread(config: ModelConfig) -> list[str]:
     """Return notes on keys that no rule read and that are not known to be harmless.
 
     Raises:
-        ConfigError: the name of one suggests that it decides what is kept.
+        ConfigError: the name of a key suggests that it affects the cache.
     """
     unread = [name for name, value in config.values.items() if value is not None and name not in config.asked]
     unread = [name for name in unread if name not in _HARMLESS and not _CLEARLY_ELSEWHERE.match(name)]
@@ -113,7 +113,7 @@ def check_unread(config: ModelConfig) -> list[str]:
 
 
 def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> None:
-    """Check an object inside the file, of which every key must be known.
+    """Check that every key of an object inside the file is known.
 
     Raises:
         ConfigError: a key is unknown.
