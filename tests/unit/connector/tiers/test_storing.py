@@ -594,6 +594,16 @@ def test_stores_hold_back_no_more_than_their_share_of_the_blocks():
     engine.end()
 
 
+def test_a_pool_that_can_pin_one_chunk_at_a_time_stores_one():
+    engine = Engine(blocks=11)
+    assert engine.stores.most_pinned == CHUNK // BLOCK
+    one = arrived(engine, range(24))
+    engine.step((one, 2 * CHUNK))
+    assert engine.numbers() == [(0, 0)]
+    assert engine.stores.dropped == {"too many stores under way": 1}
+    engine.end()
+
+
 def test_what_finds_no_room_in_host_memory_pins_nothing():
     engine = Engine(pages=1)
     one = arrived(engine, range(24))

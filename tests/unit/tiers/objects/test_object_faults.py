@@ -14,8 +14,9 @@ import pytest
 from obstore.exceptions import GenericError
 
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.objects import client
 from kvferry.tiers.objects.client import BucketClient
-from kvferry.tiers.objects.faults import Fault
+from kvferry.tiers.objects.faults import Fault, Unavailable
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.clock import Clock
@@ -255,4 +256,20 @@ def test_a_process_that_was_forked_is_told_instead_of_waiting_forever(s3_server,
         told = get(store, 1) is GetOutcome.IO_ERROR and store.faults == {Fault.FORKED: 1}
         told = told and open_objects(s3_url, s3_server).faults == {Fault.FORKED: 1}
         os._exit(0 if told else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_client_that_was_made_and_not_used_before_a_fork_is_not_used_after_it(s3_server, s3_url):
+    client._first_user.cache_clear()
+    bucket = BucketClient(s3_url, s3_server.options, PATIENCE)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        fault = None
+        try:
+            bucket.size("a")
+        except Unavailable as error:
+            fault = error.fault
+        os._exit(0 if fault is Fault.FORKED else 1)
     assert os.waitpid(child, 0)[1] == 0
