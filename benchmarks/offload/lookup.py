@@ -101,7 +101,7 @@ class IndexOnlyTier(StorageTier):
     @property
     def stats(self) -> TierStats:
         """Return empty statistics."""
-        return TierStats({}, {}, 0, 0, 0, 0, 0, 0)
+        return TierStats({}, {}, 0, 0, 0, 0, 0)
 
     def close(self) -> None:
         """Do nothing: no file is open."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ChunkError
-from kvferry.tiers.format.decode import verify_bytes
 from kvferry.tiers.paths import chunk_path
+from support.chunk_files import verify_bytes
 from support.vllm_engine.tiers_inside import half
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from functools import partial
 
 from hypothesis import strategies as st
 
-from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.files.chunk_file import read
+from kvferry.tiers.files.direct_io import set_direct, whole_pages
 from kvferry.tiers.format.body import make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
+from kvferry.tiers.format.decode import ChunkHeader, verify
 
 _NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=31)
 _SECTIONS = st.builds(ChunkSection, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))
@@ -50,3 +54,20 @@ def image(chunk: Chunk, data: list[bytes] | None = None) -> bytes:
 def key(number: int) -> bytes:
     """The key of a chunk that tests know by a number."""
     return hashlib.sha256(b"%d" % number).digest()[:20]
+
+
+def verify_bytes(data) -> ChunkHeader:
+    """Verify a chunk file that is in memory; see `verify`."""
+    view = memoryview(data)
+    return verify(lambda at, size: view[at : at + size], len(view))
+
+
+def verify_file(fd: int) -> ChunkHeader:
+    """Read and check every byte of a file, through the page cache.
+
+    Raises:
+        ChunkError: the file is damaged.
+        OSError: the file cannot be read.
+    """
+    set_direct(fd, on=False)
+    return verify(partial(read, fd), os.fstat(fd).st_size)

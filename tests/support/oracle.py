@@ -16,8 +16,10 @@ from math import gcd
 import numpy as np
 
 from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry
-from kvferry.planning.descriptors import Descriptors
-from kvferry.planning.select import LoadSpan
+from kvferry.planning.descriptors import Descriptors, concatenate
+from kvferry.planning.prepared_lists import _positions
+from kvferry.planning.select import Cells, LoadSpan
+from kvferry.planning.template import Route
 
 Table = np.ndarray
 """Block ids by position, int64; for a state group the one block of the snapshot."""
@@ -217,3 +219,16 @@ def copy(pieces: Descriptors, src: Memory, dst: Memory, writes: np.ndarray) -> N
         to = dst.at(b, n)
         dst.bytes[to] = src.bytes[src.at(a, n)]
         writes[to] += 1
+
+
+def expand_cells(route: Route, cells: Cells) -> Descriptors:
+    """Return the descriptors of a request as absolute addresses and lengths, row-major."""
+    found = []
+    for cell_copy in route.cell_copies:
+        src, dst = _positions(route, cell_copy, cells)
+        rows = cell_copy.descriptors
+        length = np.repeat(rows.length, len(cells))
+        found.append(
+            Descriptors((rows.src[:, None] + src).ravel(), (rows.dst[:, None] + dst).ravel(), length)
+        )
+    return concatenate(found)

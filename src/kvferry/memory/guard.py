@@ -53,12 +53,6 @@ def guard(view: torch.Tensor) -> torch.Tensor:
     return view.as_subclass(_GuardedView)
 
 
-def unguard(view: torch.Tensor) -> torch.Tensor:
-    """Return an ordinary tensor over the same memory, for code that may copy."""
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
-        return view.as_subclass(torch.Tensor)
-
-
 def _refuse_copy(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Try the operation on a tensor with the same strides but without memory, to see whether it copies.
 

@@ -2,8 +2,7 @@
 
 A transport prepares one descriptor per row of a route, cell of a block, and block, before any request:
 ``base + (row·cells + cell)·blocks + block`` is its index (`PreparedEntries`). A request is then an array of
-indices per side. `expand_cells` returns the same descriptors as addresses, for callers without prepared
-lists.
+indices per side.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.planning.cell_copy import CellCopy
-from kvferry.planning.descriptors import Descriptors, Int64s, concatenate
+from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
 
@@ -86,19 +85,6 @@ class PreparedEntries:
         row = np.arange(self.base, self.base + rows * step, step, dtype=np.int32)
         found: Int32s = np.add.outer(row, each).reshape(-1)
         return found
-
-
-def expand_cells(route: Route, cells: Cells) -> Descriptors:
-    """Return the descriptors of a request as absolute addresses and lengths, row-major."""
-    found = []
-    for cell_copy in route.cell_copies:
-        src, dst = _positions(route, cell_copy, cells)
-        rows = cell_copy.descriptors
-        length = np.repeat(rows.length, len(cells))
-        found.append(
-            Descriptors((rows.src[:, None] + src).ravel(), (rows.dst[:, None] + dst).ravel(), length)
-        )
-    return concatenate(found)
 
 
 def count_transfer(route: Route, cells: Cells) -> TransferCounts:

@@ -13,12 +13,12 @@ class ListenError(KVFerryError):
     """An address cannot be listened on."""
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return distinct ports that are free now. Another process may take them before the caller does."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for sock in sockets:
-            sock.bind((host, 0))
+            sock.bind(("127.0.0.1", 0))
         return [sock.getsockname()[1] for sock in sockets]
     finally:
         for sock in sockets:

@@ -42,7 +42,6 @@ class TierStats:
     Attributes:
         puts, gets: number of chunks by outcome.
         stored_bytes: bytes of stored files, with header and padding.
-        hit_bytes: bytes of fetched chunks, in memory.
         evicted: number of chunks evicted to make room.
         evicted_bytes: bytes of the evicted files.
         quarantined: number of bad chunks moved to quarantine.
@@ -52,7 +51,6 @@ class TierStats:
     puts: dict[PutOutcome, int]
     gets: dict[GetOutcome, int]
     stored_bytes: int
-    hit_bytes: int
     evicted: int
     evicted_bytes: int
     quarantined: int
@@ -85,11 +83,10 @@ class OutcomeCounter:
             self._sums["stored_bytes"] += stored_bytes if what is PutOutcome.STORED else 0
             return self._puts[what] == 1
 
-    def count_get(self, what: GetOutcome, read_bytes: int) -> bool:
+    def count_get(self, what: GetOutcome) -> bool:
         """Count a fetch; return whether it is the first with this outcome."""
         with self._lock:
             self._gets[what] += 1
-            self._sums["hit_bytes"] += read_bytes if what is GetOutcome.HIT else 0
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:
@@ -99,6 +96,6 @@ class OutcomeCounter:
 
     def stats(self) -> TierStats:
         """Return the counts so far."""
-        names = ("stored_bytes", "hit_bytes", "evicted", "evicted_bytes", "quarantined", "swept")
+        names = ("stored_bytes", "evicted", "evicted_bytes", "quarantined", "swept")
         with self._lock:
             return TierStats(dict(self._puts), dict(self._gets), **{name: self._sums[name] for name in names})

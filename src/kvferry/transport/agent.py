@@ -35,12 +35,13 @@ class ReadState(Enum):
 
 
 _LOCAL = "NIXL_INIT_AGENT"
+_BACKEND = "UCX"
 
 
 class Agent:
     """One NIXL agent: registered memory, prepared lists, READs."""
 
-    def __init__(self, name: str, *, progress: bool = True, backends: Sequence[str] = ("UCX",)) -> None:
+    def __init__(self, name: str, *, progress: bool = True) -> None:
         """Start an agent.
 
         Args:
@@ -48,23 +49,20 @@ class Agent:
             progress: run NIXL's progress thread. An agent that is read from needs it. An agent that reads
                 polls by itself, and is faster without: the thread wakes for every short descriptor and
                 contends with the thread that posts.
-            backends: NIXL plugins to use, first choice first.
 
         Raises:
-            ConfigError: NIXL is missing, does not start here, or has none of the backends.
+            ConfigError: NIXL is missing, does not start here, or has no UCX.
         """
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         self.name = name
         try:
-            self._nixl: Any = make_nixl_agent(name, list(backends), progress=progress)
+            self._nixl: Any = make_nixl_agent(name, [_BACKEND], progress=progress)
         except ImportError as error:
             raise ConfigError(f"NIXL cannot be imported ({error}); install the package nixl") from error
         except Exception as error:
             raise ConfigError(_not_started(error)) from error
         if not self._nixl.backends:
-            raise ConfigError(
-                f"NIXL has none of the backends {list(backends)}; it offers {self._nixl.plugin_list}"
-            )
+            raise ConfigError(f"NIXL has no backend {_BACKEND}; it offers {self._nixl.plugin_list}")
         self._registered: list[Any] = []
         self._uses: Counter[str] = Counter()
 

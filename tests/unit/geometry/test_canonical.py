@@ -9,10 +9,9 @@ from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, o
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.geometry.layout import EngineShape, GroupShape, lay_out
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
-from kvferry.planning.prepared_lists import expand_cells
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
-from support.oracle import Memory, copy, expect, fill
+from support.oracle import Memory, copy, expand_cells, expect, fill
 from support.pages import kv_page, rank_of, state_page
 
 GQA = ModelCache(

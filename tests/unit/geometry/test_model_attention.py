@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.models import model_cache, read_model
+from kvferry.geometry.models import read_model
 
 FULL, SLIDING, CHUNKED, MLA = GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA
 
@@ -29,13 +29,14 @@ def dense(model_type="llama", layers=4, **more):
 def kept(config, dtype="auto"):
     """(kind, attention span, bytes of a token or snapshot) of every layer."""
     return [
-        (layer.kind, layer.attention_span, layer.whole_bytes) for layer in model_cache(config, dtype).layers
+        (layer.kind, layer.attention_span, layer.whole_bytes)
+        for layer in read_model(config, dtype).cache.layers
     ]
 
 
 def windows(config):
     """Window of every layer, 0 for none."""
-    layers = model_cache(config).layers
+    layers = read_model(config).cache.layers
     assert all((layer.kind is SLIDING) == (layer.attention_span > 0) for layer in layers)
     return [layer.attention_span for layer in layers]
 
@@ -61,7 +62,7 @@ def test_what_a_block_configuration_says_of_attention_and_nobody_has_read_is_ref
     blocks = [{"attention": {name: 4}}, {"attention": {"no_op": True}}]
     config = dense("nemotron-nas", 2, block_configs=blocks)
     with pytest.raises(ConfigError, match=f"block_configs says {name} of layer 0"):
-        model_cache(config)
+        read_model(config)
 
 
 def test_multi_query_keeps_one_head():
@@ -130,7 +131,7 @@ def test_llama4_sees_chunks_where_it_has_rotary_positions():
     size = 2 * 4 * 16 * 2
     assert kept(every) == [(CHUNKED, 8192, size)] * 3 + [(FULL, 0, size), (CHUNKED, 8192, size)]
     listed = dense("llama4_text", 3, attention_chunk_size=64, no_rope_layers=[0, 1, 1], head_dim=16)
-    assert [layer.kind for layer in model_cache(listed).layers] == [FULL, CHUNKED, CHUNKED]
+    assert [layer.kind for layer in read_model(listed).cache.layers] == [FULL, CHUNKED, CHUNKED]
 
 
 def test_k_and_v_may_differ_in_width_and_layers_with_a_window_in_heads():
@@ -210,13 +211,15 @@ def latents(**more):
 
 
 def test_mla_keeps_one_latent_that_no_rank_shares():
-    (layer, _) = model_cache(latents()).layers
+    (layer, _) = read_model(latents()).cache.layers
     assert (layer.kind, layer.whole_bytes) == (MLA, (512 + 64) * 2)
     assert [(field.name, field.heads) for field in layer.fields] == [("latent", 0)]
 
 
 def test_sparse_mla_keeps_an_indexer_beside_it():
-    sizes = [(layer.kind, layer.whole_bytes) for layer in model_cache(latents(index_head_dim=128)).layers]
+    sizes = [
+        (layer.kind, layer.whole_bytes) for layer in read_model(latents(index_head_dim=128)).cache.layers
+    ]
     assert sizes == [(MLA, 1152), (MLA, 128 + 4)] * 2
 
 

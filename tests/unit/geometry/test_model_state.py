@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.models import model_cache, per_layer, read_model
+from kvferry.geometry.models import per_layer, read_model
 
 FULL, MLA, STATE = GroupKind.FULL, GroupKind.MLA, GroupKind.STATE
 ATTENTION = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
@@ -19,7 +19,7 @@ def pattern(config):
 
 def state(config):
     """Fields of the recurrent layers, all alike: name to (element bytes, heads, elements per head)."""
-    (store,) = {layer for layer in model_cache(config).layers if layer.kind is STATE}
+    (store,) = {layer for layer in read_model(config).cache.layers if layer.kind is STATE}
     return {f.name: (f.item_bytes, f.heads, f.head_bytes // f.item_bytes) for f in store.fields}
 
 
@@ -38,7 +38,7 @@ def test_nemotron_h_is_spelled_in_letters_and_keeps_its_state_in_float32():
         "ssm": (4, 8, 32 * 16),
     }
     # conv 3 x (256 + 2 x 2 x 16) x 2 bytes, state 8 x 32 x 16 x 4 bytes
-    assert {layer.whole_bytes for layer in model_cache(NEMOTRON).layers} == {1920 + 16384, KV}
+    assert {layer.whole_bytes for layer in read_model(NEMOTRON).cache.layers} == {1920 + 16384, KV}
 
 
 def test_a_file_may_name_the_type_of_its_state():
@@ -86,7 +86,7 @@ def test_zamba2_shares_one_attention_among_hybrid_layers():
     assert pattern(zamba) == "S SF S"
     # What published files say besides decides nothing, although it sounds so.
     more = {"kv_channels": 8, "attention_hidden_size": 128, "use_shared_attention_adapter": False}
-    assert model_cache({**zamba, **more}) == model_cache(zamba)
+    assert read_model({**zamba, **more}).cache == read_model(zamba).cache
 
 
 def test_bamba_numbers_its_attention_layers():
@@ -183,6 +183,9 @@ def test_a_short_convolution_keeps_its_last_inputs():
 
 
 def test_state_follows_the_type_the_model_is_computed_in_and_not_that_of_the_cache():
-    assert model_cache(GATED, "fp8").layers[0] == model_cache(GATED).layers[0]
-    assert model_cache(GATED, "fp8").layers[3].whole_bytes == KV // 2
-    assert model_cache(GATED, "float32").layers[0].whole_bytes == 2 * model_cache(GATED).layers[0].whole_bytes
+    assert read_model(GATED, "fp8").cache.layers[0] == read_model(GATED).cache.layers[0]
+    assert read_model(GATED, "fp8").cache.layers[3].whole_bytes == KV // 2
+    assert (
+        read_model(GATED, "float32").cache.layers[0].whole_bytes
+        == 2 * read_model(GATED).cache.layers[0].whole_bytes
+    )

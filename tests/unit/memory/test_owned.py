@@ -11,10 +11,10 @@ from kvferry.geometry import GroupKind, Layer, RankGeometry
 from kvferry.geometry.layout import LAYOUTS, EngineShape
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.memory.owned import OwnedCache, allocate
-from kvferry.planning.prepared_lists import expand_cells
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
 from support.models import COMPACT, SPLITS, attention, model, state
+from support.oracle import expand_cells
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 

@@ -9,12 +9,11 @@ from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
-from kvferry.planning.prepared_lists import expand_cells
 from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, build_templates
 from support.chunks import Engine, Finest, Kept, chunk_of, kept
 from support.engines import ranks
-from support.oracle import Memory, copy, expect, fill, visible
+from support.oracle import Memory, copy, expand_cells, expect, fill, visible
 from support.packed import move, way_of
 from support.ready import source_of
 

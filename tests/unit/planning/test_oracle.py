@@ -5,11 +5,11 @@ from hypothesis import event, given, settings, strategies as st
 
 from kvferry.geometry import RankGeometry
 from kvferry.planning.descriptors import merge
-from kvferry.planning.prepared_lists import PreparedEntries, TransferCounts, count_transfer, expand_cells
+from kvferry.planning.prepared_lists import PreparedEntries, TransferCounts, count_transfer
 from kvferry.planning.select import Cells, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
-from support.oracle import Memory, copy, expect, fill
+from support.oracle import Memory, copy, expand_cells, expect, fill
 from support.packed import move, way_of
 from support.ready import source_of
 from support.strategies import UNLIKE, Transfer, transfers

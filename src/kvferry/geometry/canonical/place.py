@@ -16,8 +16,6 @@ def chunk_pool(
     address: int,
     slots: int,
     stride: int = 0,
-    memory: str = "DRAM",
-    device: int = 0,
 ) -> RankGeometry:
     """Return the geometry of memory for chunks of one group: a block is a chunk, a block id is a slot.
 
@@ -48,7 +46,6 @@ def chunk_pool(
         slots: number of slots, slot 0 included. Like block 0 of an engine, slot 0 is the null slot, and
             nothing moves to or from it.
         stride: bytes from one slot to the next; 0 if slots lie side by side.
-        memory, device: as in `Region`.
 
     Raises:
         GeometryError: there is no slot, or a slot is too small for a chunk.
@@ -67,7 +64,7 @@ def chunk_pool(
         Group(other.kind, canonical.chunk_tokens, other.attention_span, layers if other is group else ())
         for other in canonical.groups
     )
-    region = Region(address, (slots - 1) * stride + group.chunk_bytes, memory, device)
+    region = Region(address, (slots - 1) * stride + group.chunk_bytes)
     pool = RankGeometry(
         tp_rank=0,
         tp_size=1,

@@ -68,7 +68,7 @@ class ModelConfig:
         """Count these keys as read, because another key makes them irrelevant."""
         self.asked.update(names)
 
-    def nested(self, name: str, defaults: Mapping[str, Any] | None = None) -> ModelConfig:
+    def nested(self, name: str) -> ModelConfig:
         """Return the keys of an object inside the file; empty if there is none.
 
         Raises:
@@ -79,13 +79,13 @@ class ModelConfig:
             said = {}
         if not isinstance(said, Mapping):
             raise ConfigError(f"config.json: {name} is {said!r}, an object is expected")
-        return ModelConfig(said, defaults or {})
+        return ModelConfig(said, {})
 
-    def number(self, *names: str, least: int = 1) -> int:
+    def number(self, *names: str) -> int:
         """Return the whole number of the first of these keys that is present.
 
         Raises:
-            ConfigError: no key is present, or its value is not a whole number of at least `least`.
+            ConfigError: no key is present, or its value is not a whole number of at least 1.
         """
         value = self.get(*names)
         if value is None:
@@ -93,7 +93,7 @@ class ModelConfig:
                 f"config.json{self._of_type} has no {_either(names)}, which decides the size of its KV "
                 "cache; add it to the file"
             )
-        return whole(names[0], value, least)
+        return whole(names[0], value, 1)
 
     def maybe(self, *names: str) -> int | None:
         """Return the same as `number`, but None if none of these keys is present, or it is 0 or false."""

@@ -43,11 +43,6 @@ def per_layer(reading: ModelReading) -> Iterator[tuple[LayerCache, ...]]:
         first += count
 
 
-def model_cache(config: Mapping[str, Any], dtype: str = "auto") -> ModelCache:
-    """Return the cache of a model; see `read_model`."""
-    return read_model(config, dtype).cache
-
-
 def read_model(
     config: Mapping[str, Any], dtype: str = "auto", *, name: str = "", draft: bool = False
 ) -> ModelReading:
@@ -55,7 +50,7 @@ def read_model(
 
     >>> dense = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
     ...          "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
-    >>> [layer.whole_bytes for layer in model_cache(dense).layers]   # K and V, 2 heads, 16 elements, 2 bytes
+    >>> [layer.whole_bytes for layer in read_model(dense).cache.layers]  # K, V, 2 heads, 16 elements, 2 bytes
     [128, 128]
 
     Args:

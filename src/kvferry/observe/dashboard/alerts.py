@@ -38,8 +38,8 @@ _WHICH = "Tier {{ $labels.tier }}{{ with $labels.connector }} of {{ . }}{{ end }
 _SHARE = "{{ $value | humanizePercentage }}"
 
 
-def _rate(name: str, by: tuple[str, ...], over: str = "10m", **where: str) -> str:
-    return total(per_second(series(name, None, **where), over), *by)
+def _rate(name: str, by: tuple[str, ...], **where: str) -> str:
+    return total(per_second(series(name, None, **where), "10m"), *by)
 
 
 def _gained(name: str, by: tuple[str, ...], over: str, **where: str) -> str:

@@ -35,9 +35,9 @@ class Reply:
         await send({"type": "http.response.body", "body": self.body})
 
 
-def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
+def error_body(message: str, kind: str, code: str) -> bytes:
     """Return an error object as JSON."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    error = {"message": message, "type": kind, "param": None, "code": code}
     return json.dumps({"error": error}).encode()
 
 

@@ -35,7 +35,7 @@ def cache_directory() -> Path:
     return user_cache() / "tiny"
 
 
-def tiny_checkpoint(name: str, directory: Path, tokenizer_dir: Path | None = None) -> Path:
+def tiny_checkpoint(name: str, directory: Path) -> Path:
     """Return the folder of a family's checkpoint; write it, which takes seconds, if it does not exist.
 
     The folder's name contains a digest of everything that decides its content: the recipe, the version of
@@ -44,13 +44,12 @@ def tiny_checkpoint(name: str, directory: Path, tokenizer_dir: Path | None = Non
     Args:
         name: name of one of `FAMILIES`.
         directory: parent folder, created if missing.
-        tokenizer_dir: folder with a tokenizer of at most `VOCABULARY` entries; by default the trained one.
 
     Raises:
         ConfigError: the family is unknown.
     """
     chosen = family(name)
-    tokenizer = tokenizer_dir or trained_tokenizer(directory)
+    tokenizer = trained_tokenizer(directory)
     weights = (chosen.config, chosen.settings, chosen.engine_reads, chosen.scale, chosen.embedding_scale)
     recipe = digest(weights, _SHARED, _SEED, tokenizer.resolve().name, version("transformers"))
     return publish(directory, f"{name}-{recipe}", lambda folder: _write(chosen, tokenizer, folder))

@@ -90,17 +90,6 @@ def read_header(fd: int) -> ChunkHeader:
     return decode.read_header(partial(read, fd), os.fstat(fd).st_size)
 
 
-def verify_file(fd: int) -> ChunkHeader:
-    """Read and check every byte of a file, through the page cache.
-
-    Raises:
-        ChunkError: the file is damaged.
-        OSError: the file cannot be read.
-    """
-    set_direct(fd, on=False)
-    return decode.verify(partial(read, fd), os.fstat(fd).st_size)
-
-
 def read(fd: int, offset: int, size: int) -> Buffer:
     """Return `size` bytes from `offset` on, or fewer where the file ends.
 

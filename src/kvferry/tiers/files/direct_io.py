@@ -25,18 +25,17 @@ def whole_pages(size: int) -> memoryview:
     return spare.data[first : first + size]
 
 
-def write_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> None:
-    """Write `pieces`, one after another.
+def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
+    """Write `pieces` from the beginning of a file, one after another.
 
     Args:
         fd: descriptor of a file.
         pieces: buffers to write.
-        begin: offset in the file, in bytes.
 
     Raises:
         OSError: the pieces cannot be written completely.
     """
-    written = _transfer(fd, pieces, lambda left, at: os.pwritev(fd, left, begin + at))
+    written = _transfer(fd, pieces, lambda left, at: os.pwritev(fd, left, at))
     if written < (size := sum(memoryview(piece).nbytes for piece in pieces)):
         raise OSError(errno.EIO, f"writing stopped after {written} of {size} bytes")
 

@@ -170,7 +170,7 @@ class FileTier(StorageTier):
             done, detail = GetOutcome.CORRUPT, str(bad)
         if done is not GetOutcome.HIT:
             self._listed.discard(key)
-        if self._counter.count_get(done, chunk.body_bytes) and done in _ADVICE:
+        if self._counter.count_get(done) and done in _ADVICE:
             self._warn(f"chunk {key.hex()} is not used", done, detail)
         return done
 

@@ -193,12 +193,6 @@ def check_length(header: ChunkHeader, file_bytes: int) -> None:
         raise ChunkError(f"a file of {file_bytes} bytes; its header says {header.chunk.file_bytes}")
 
 
-def verify_bytes(data: Buffer) -> ChunkHeader:
-    """Verify a chunk file that is in memory; see `verify`."""
-    view = memoryview(data)
-    return verify(lambda at, size: view[at : at + size], len(view))
-
-
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
     """Return the groups of a header, after checking that its tables lie within it."""
     at = PREAMBLE.size + groups * GROUP.size

@@ -38,7 +38,7 @@ class HostCounters:
     Attributes:
         stored, stored_bytes: chunks that became readable.
         dropped: chunks that were not stored, by reason.
-        hits, hit_bytes: chunks opened for reading.
+        hits: chunks opened for reading.
         misses: requested chunks that the tier did not have, by reason.
         evicted, evicted_bytes: chunks evicted to make room.
     """
@@ -47,7 +47,6 @@ class HostCounters:
     stored_bytes: int = 0
     dropped: Counter[HostDropReason] = field(default_factory=Counter)
     hits: int = 0
-    hit_bytes: int = 0
     misses: Counter[HostMissReason] = field(default_factory=Counter)
     evicted: int = 0
     evicted_bytes: int = 0

@@ -124,7 +124,6 @@ class HostTier:
         if not chunk.holds:
             self._policy.pin(key)
         self.counters.hits += 1
-        self.counters.hit_bytes += chunk.size
         return self._slots.open(key)
 
     def hold(self, key: bytes) -> Slot | None:

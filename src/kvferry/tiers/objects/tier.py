@@ -153,7 +153,7 @@ class ObjectTier(StorageTier):
             done = GetOutcome.IO_ERROR
             if error.fault is not Fault.PAUSED:
                 self._listed.discard(key)
-        if self._counter.count_get(done, into.nbytes) and why:
+        if self._counter.count_get(done) and why:
             _log.warning(
                 "object tier %s: chunk %s is not used: %s (%s); %s",
                 self._url,

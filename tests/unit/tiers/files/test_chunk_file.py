@@ -14,8 +14,7 @@ from kvferry.tiers.files.chunk_file import read_chunk, write_chunk
 from kvferry.tiers.files.direct_io import whole_pages
 from kvferry.tiers.format import body as images
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
-from kvferry.tiers.format.decode import verify_bytes
-from support.chunk_files import CHUNKS, body_of, image
+from support.chunk_files import CHUNKS, body_of, image, verify_bytes
 
 pytestmark = pytest.mark.slow
 

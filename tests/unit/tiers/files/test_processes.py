@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.tiers.files import direct_io, ledger as ledgers
-from kvferry.tiers.files.chunk_file import verify_file
 from kvferry.tiers.files.ledger import Ledger, read_ledger
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from support.chunk_files import verify_file
 from support.stores import FILE_BYTES, fetch, keep, open_store, temporaries, total
 
 _SPAWN = get_context("spawn")

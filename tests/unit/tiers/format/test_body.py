@@ -12,8 +12,8 @@ from kvferry.geometry.canonical import CanonicalGroup, FormSection, SectionField
 from kvferry.geometry.rank import GroupKind
 from kvferry.tiers.format.body import check_body, chunk_group, is_chunk, make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk
-from kvferry.tiers.format.decode import decode_header, verify_bytes
-from support.chunk_files import CHUNKS, image
+from kvferry.tiers.format.decode import decode_header
+from support.chunk_files import CHUNKS, image, verify_bytes
 
 PARTS = (SectionField("layers.0", "ssm", 4, (("channel", 9),)),)
 CONV = (SectionField("layers.0", "conv", 2, (("width", 3),)),)

@@ -12,8 +12,8 @@ from kvferry.errors import ChunkError
 from kvferry.tiers.format import chunk as chunk_format
 from kvferry.tiers.format.checksum import header_digest
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection, aligned
-from kvferry.tiers.format.decode import check_units, decode_header, header_span, verify_bytes
-from support.chunk_files import CHUNKS, content, image
+from kvferry.tiers.format.decode import check_units, decode_header, header_span
+from support.chunk_files import CHUNKS, content, image, verify_bytes
 
 _KV = ChunkGroup("full", 16, (ChunkSection("k", 3, 1000), ChunkSection("v", 3, 1000)))
 _STATE = ChunkGroup("mamba", 0, (ChunkSection("ssm", 2, 4096),))
