@@ -21,6 +21,7 @@ from kvferry.connector.load_results import LoadOutcome
 from kvferry.connector.stream import EventStream
 from kvferry.measuring.machine import MachineFacts
 from kvferry.measuring.spread import Spread
+from support.load_events import load_began, load_ended
 
 WORKLOAD = Workload("drawn conversations", 64, (Prompt((0, 1), 100), Prompt((0, 1, 2), 192)))
 NEAR = ReplayAnswer(192, 0.02, (CompletedLoad({"file": 128}, 0.01),), 0)
@@ -111,15 +112,11 @@ def test_files_have_room_for_a_share_and_for_the_longest_prompt() -> None:
 
 
 def began(load: str, *parts: Part) -> LoadBegan:
-    return LoadBegan(
-        "request", 1.0, load=load, source="tiers", peer="tiers", parts=parts, begin=0, end=100, attempt=load
-    )
+    return load_began(load, "tiers", end=100, at=1.0, parts=parts)
 
 
 def ended(load: str, outcome: LoadOutcome) -> LoadEnded:
-    return LoadEnded(
-        "request", 2.0, load=load, source="tiers", outcome=outcome, miss=None, failure="", seconds=0.5
-    )
+    return load_ended(load, "tiers", outcome=outcome, at=2.0)
 
 
 def test_what_loads_brought_is_heard_from_every_connector_by_its_places() -> None:

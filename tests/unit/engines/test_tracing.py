@@ -12,10 +12,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvferry.connector.decisions import MissReason
-from kvferry.connector.events import Arrived, LoadBegan, LoadEnded
+from kvferry.connector.events import Arrived
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.engines.vllm.compat.spans import is_traced
 from kvferry.engines.vllm.tracing import tracing
+from support.load_events import load_began, load_ended
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -36,18 +37,12 @@ def test_a_load_that_failed_is_an_error_of_its_callers_trace(monkeypatch: pytest
             trace_headers=(("traceparent", f"00-{TRACE}-{PARENT}-01"),),
         )
     )
+    listener(load_began(f"{name}#1", end=9, at=now - 2, parts=()))
     listener(
-        LoadBegan(
-            name, now - 2, load="a#1", source="peer", peer="peer", parts=(), begin=0, end=9, attempt="a#1"
-        )
-    )
-    listener(
-        LoadEnded(
-            name,
-            now - 1,
-            load="a#1",
-            source="peer",
+        load_ended(
+            f"{name}#1",
             outcome=LoadOutcome.FAILED,
+            at=now - 1,
             miss=MissReason.CHECKSUM,
             failure="bytes differ",
             seconds=1.0,

@@ -24,8 +24,6 @@ from kvferry.connector.events import (
     Finished,
     LeaseEnded,
     LeaseGranted,
-    LoadBegan,
-    LoadEnded,
     Scheduled,
     SourceRefused,
     SourcesAsked,
@@ -39,6 +37,7 @@ from kvferry.observe import socket_directory, trace_server
 from kvferry.observe.trace_server import TraceServer, matches_id
 from kvferry.observe.traces import RequestTrace, TraceBuffer
 from kvferry.observe.wire import MAX_QUESTION_BYTES, EngineInfo, Question, decode_trace
+from support.load_events import load_began, load_ended
 
 SECONDS = 0.5
 
@@ -72,23 +71,11 @@ def everything(name: str, at: float) -> tuple[Event, ...]:
             chosen=bid,
             why=DecisionReason.LOOKING,
         ),
-        LoadBegan(
-            name,
-            at,
-            load=f"{name}#1",
-            source="peer",
-            peer="host:1",
-            parts=bid.parts,
-            begin=1,
-            end=11,
-            attempt=f"{name}#1",
-        ),
-        LoadEnded(
-            name,
-            at,
-            load=f"{name}#1",
-            source="peer",
+        load_began(f"{name}#1", end=11, begin=1, at=at, peer="host:1", parts=bid.parts),
+        load_ended(
+            f"{name}#1",
             outcome=LoadOutcome.EXPIRED,
+            at=at,
             miss=MissReason.DEADLINE,
             failure="late",
             seconds=1.0,

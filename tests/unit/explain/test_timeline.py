@@ -13,34 +13,20 @@ from kvferry.connector.events import (
     Finished,
     LeaseEnded,
     LeaseGranted,
-    LoadBegan,
-    LoadEnded,
     RequestEvent,
     Scheduled,
     SourceRefused,
-    SourcesAsked,
 )
 from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.explain.text import summary
 from kvferry.explain.timeline import timeline
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
+from support.load_events import load_began, load_ended, sources_asked
 
 PEER = Bid("10.0.0.1:5000", (Part("peer", 444),))
 LOOKING = replace(PEER, looking=True)
 TIERS = Bid("tiers", (Part("host", 128), Part("file", 64)))
 CAME = Arrived("a", 10.0, tokens=700, sources=("peer", "tiers"))
-
-
-def asked(at: float, *bids: ValuedBid, **more: object) -> SourcesAsked:
-    said = {
-        "local_tokens": 0,
-        "compute_value": 0.0,
-        "misses": (),
-        "chosen": None,
-        "why": DecisionReason.NOTHING,
-        **more,
-    }
-    return SourcesAsked("a", at, bids=bids, **said)
 
 
 def told(*events: RequestEvent, **more: object) -> list[str]:
@@ -49,10 +35,10 @@ def told(*events: RequestEvent, **more: object) -> list[str]:
 
 
 LOADED = (
-    asked(
+    sources_asked(
         10.1, ValuedBid("peer", LOOKING, 444.0), local_tokens=256, chosen=LOOKING, why=DecisionReason.LOOKING
     ),
-    asked(
+    sources_asked(
         10.2,
         ValuedBid("peer", PEER, 444.0),
         ValuedBid("tiers", TIERS, 96.0),
@@ -61,26 +47,9 @@ LOADED = (
         chosen=PEER,
         why=DecisionReason.BEST,
     ),
-    LoadBegan(
-        "a",
-        10.3,
-        load="a#1",
-        source="peer",
-        peer=PEER.source,
-        parts=PEER.parts,
-        begin=256,
-        end=699,
-        attempt="a#1",
-    ),
-    LoadEnded(
-        "a",
-        10.8,
-        load="a#1",
-        source="peer",
-        outcome=LoadOutcome.READY,
-        miss=None,
-        failure="",
-        seconds=0.5,
+    load_began(end=699, begin=256, at=10.3, peer=PEER.source, parts=PEER.parts),
+    load_ended(
+        at=10.8,
         moved=(GroupBytes("0 full", "direct", 1 << 20), GroupBytes("1 window", "staged", 4096)),
         figures=LoadFigures(
             pages=120, descriptors=6, plan_seconds=0.1, transfer_seconds=0.2, check_seconds=0.05
@@ -121,58 +90,29 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
     gone = "the peer is gone"
     assert (
         told(
-            LoadBegan(
-                "a",
-                10.1,
-                load="a#1",
-                source="peer",
-                peer=PEER.source,
-                parts=PEER.parts,
-                begin=0,
-                end=444,
-                attempt="a#1",
-            ),
-            LoadEnded(
-                "a",
-                11.0,
-                load="a#1",
-                source="peer",
-                outcome=LoadOutcome.FAILED,
-                miss=MissReason.FAILED,
-                failure=gone,
-                seconds=0.9,
+            load_began(end=444, at=10.1, peer=PEER.source, parts=PEER.parts),
+            load_ended(
+                outcome=LoadOutcome.FAILED, at=11.0, miss=MissReason.FAILED, failure=gone, seconds=0.9
             ),
             SourceRefused("a", 11.0, PEER.source, gone),
-            asked(
+            sources_asked(
                 11.5,
                 ValuedBid("peer", PEER, 0.0, gone),
                 ValuedBid("tiers", TIERS, 192.0),
                 chosen=TIERS,
                 why=DecisionReason.BEST,
             ),
-            LoadBegan(
-                "a",
-                11.6,
-                load="a#2",
-                source="tiers",
-                peer="tiers",
-                parts=TIERS.parts,
-                begin=0,
-                end=192,
-                attempt="a#2",
-            ),
-            LoadEnded(
-                "a",
-                12.1,
-                load="a#2",
-                source="tiers",
+            load_began("a#2", "tiers", end=192, at=11.6, parts=TIERS.parts),
+            load_ended(
+                "a#2",
+                "tiers",
                 outcome=LoadOutcome.EXPIRED,
+                at=12.1,
                 miss=MissReason.DEADLINE,
                 failure="chunk 1 is not there",
-                seconds=0.5,
             ),
             SourceRefused("a", 12.1, "tiers", "chunk 1 is not there"),  # what is left of them may be bid
-            asked(12.2, local_tokens=16, why=DecisionReason.NO_ROOM),
+            sources_asked(12.2, local_tokens=16, why=DecisionReason.NO_ROOM),
             Scheduled("a", 12.3, 16, 700),
         )[1:]
         == [
@@ -194,7 +134,9 @@ def test_a_failure_is_told_with_what_was_struck_out_and_tried_next() -> None:
 
 def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_own() -> None:
     events = (
-        asked(10.0, ValuedBid("tiers", TIERS, 96.0), local_tokens=256, chosen=TIERS, why=DecisionReason.BEST),
+        sources_asked(
+            10.0, ValuedBid("tiers", TIERS, 96.0), local_tokens=256, chosen=TIERS, why=DecisionReason.BEST
+        ),
         Scheduled("a", 11.0, 699, 700, 443),
     )
     assert told(*events)[-2:] == [
@@ -210,7 +152,7 @@ def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_ow
 
 def test_why_nothing_is_loaded_names_the_chunk_that_is_lacking() -> None:
     lack = SourceMiss("tiers", MissReason.NOT_STORED, "full_attention", "chunk 4 of full_attention")
-    assert told(asked(10.0, misses=(lack, SourceMiss("peer", MissReason.LOCAL))))[1:] == [
+    assert told(sources_asked(10.0, misses=(lack, SourceMiss("peer", MissReason.LOCAL))))[1:] == [
         "0.0 tiers bids nothing, not stored: chunk 4 of full_attention",
         "peer bids nothing, local.",
         "Everything is computed: no source has more.",
@@ -282,9 +224,7 @@ def test_a_gap_is_told() -> None:
 
 
 def test_a_load_that_nobody_waits_for_is_told() -> None:
-    end = LoadEnded(
-        "a", 11.0, load="a#1", source="peer", outcome=LoadOutcome.DROPPED, miss=None, failure="", seconds=0.9
-    )
+    end = load_ended(outcome=LoadOutcome.DROPPED, at=11.0, seconds=0.9)
     assert told(end)[1] == "1.0 The load is dropped after 900 ms: the request ended first."
     given_up = replace(end, failure="another part of the prefix has failed")
     assert told(given_up)[1] == "1.0 The load is dropped after 900 ms: another part of the prefix has failed."
@@ -299,16 +239,7 @@ def test_a_summary_says_where_tokens_came_from_and_where_the_time_went() -> None
 
 
 def test_a_summary_of_a_failure_and_of_what_has_not_gone_on() -> None:
-    end = LoadEnded(
-        "a",
-        11.0,
-        load="a#1",
-        source="peer",
-        outcome=LoadOutcome.FAILED,
-        miss=MissReason.FAILED,
-        failure="gone",
-        seconds=0.5,
-    )
+    end = load_ended(outcome=LoadOutcome.FAILED, at=11.0, miss=MissReason.FAILED, failure="gone")
     found = summary(RequestTrace("a", (CAME, LOADED[2], end)))
     assert (found.failed, found.seconds, found.places) == (1, None, {})
     found = summary(RequestTrace("a", (CAME, LOADED[2], end, Scheduled("a", 12.0, 0, 700))))
@@ -324,46 +255,15 @@ def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_u
             "a",
             (
                 CAME,
-                LoadBegan(
-                    "a",
-                    10.0,
-                    load="a#1.0",
-                    source="tiers",
-                    peer="tiers",
-                    parts=host.parts,
-                    begin=0,
-                    end=256,
-                    attempt="a#1",
-                ),
-                LoadBegan(
-                    "a",
-                    10.0,
-                    load="a#1.1",
-                    source="peer",
-                    peer=PEER.source,
-                    parts=PEER.parts,
-                    begin=256,
-                    end=700,
-                    attempt="a#1",
-                ),
-                LoadEnded(
-                    "a",
-                    10.5,
-                    load="a#1.1",
-                    source="peer",
-                    outcome=LoadOutcome.READY,
-                    miss=None,
-                    failure="",
-                    seconds=0.5,
-                ),
-                LoadEnded(
-                    "a",
-                    10.7,
-                    load="a#1.0",
-                    source="tiers",
+                load_began("a#1.0", "tiers", end=256, at=10.0, parts=host.parts),
+                load_began("a#1.1", end=700, begin=256, at=10.0, peer=PEER.source, parts=PEER.parts),
+                load_ended("a#1.1", at=10.5),
+                load_ended(
+                    "a#1.0",
+                    "tiers",
                     outcome=ends,
+                    at=10.7,
                     miss=MissReason.FAILED if fails else None,
-                    failure="",
                     seconds=0.7,
                 ),
                 Scheduled("a", 11.0, 0 if fails else 700, 700),
@@ -389,7 +289,7 @@ def test_blocks_that_are_kept_for_the_next_turn(heartbeats, also):
 
 def test_an_offer_that_the_engine_has_already_is_not_said_to_be_missing() -> None:
     lack = SourceMiss("peer", MissReason.LOCAL, detail="444 tokens are offered, 444 are here")
-    assert told(asked(10.0, local_tokens=444, misses=(lack,)))[1:] == [
+    assert told(sources_asked(10.0, local_tokens=444, misses=(lack,)))[1:] == [
         "0.0 The engine's own cache has 444 tokens.",
         "peer bids nothing, local: 444 tokens are offered, 444 are here",
         "The rest is computed: no source has more.",

@@ -30,6 +30,7 @@ from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.observe.metrics import METRICS, MetricKind
 from kvferry.observe.metrics_delta import MetricsDelta
 from kvferry.observe.metrics_listener import MetricsListener
+from support.load_events import load_began, load_ended, sources_asked
 
 SOURCES = ("peer", "tiers")
 PROMPT = 100
@@ -43,45 +44,14 @@ def asked(
     name="a", bids=(), misses=(), chosen=None, why=DecisionReason.NOTHING, local_tokens=0
 ) -> SourcesAsked:
     valued = tuple(ValuedBid(one.source, one, 1.0) for one in bids)
-    return SourcesAsked(
-        name,
+    return sources_asked(
         0.0,
+        *valued,
+        request_id=name,
         local_tokens=local_tokens,
-        bids=valued,
-        compute_value=0.0,
         misses=tuple(misses),
         chosen=chosen,
         why=why,
-    )
-
-
-def began(load="a#1", source="peer", total=80, local_tokens=0, parts=None) -> LoadBegan:
-    name, attempt = load.partition("#")[0], load.partition(".")[0]
-    parts = parts or bid(source, total - local_tokens).parts
-    return LoadBegan(
-        name,
-        0.0,
-        load=load,
-        source=source,
-        peer=source,
-        parts=parts,
-        begin=local_tokens,
-        end=total,
-        attempt=attempt,
-    )
-
-
-def ended(load="a#1", source="peer", outcome=LoadOutcome.READY, miss=None, **more) -> LoadEnded:
-    return LoadEnded(
-        load.partition("#")[0],
-        0.0,
-        load=load,
-        source=source,
-        outcome=outcome,
-        miss=miss,
-        failure="",
-        seconds=0.5,
-        **more,
     )
 
 
@@ -106,8 +76,8 @@ def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None
     assert counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
         asked(bids=bids, chosen=bids[0], why=DecisionReason.BEST),
-        began(),
-        ended(
+        load_began(),
+        load_ended(
             moved=(GroupBytes("0 full_attention", "direct", 640),),
             figures=LoadFigures(pages=4, descriptors=1),
         ),
@@ -129,12 +99,12 @@ def test_a_hit_is_the_load_that_was_ready_and_others_have_lost_the_bid() -> None
 def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
-        began("a#1.0", "tiers", 64),
-        began("a#1.1", "peer", 80, 64),
+        load_began("a#1.0", "tiers", 64),
+        load_began("a#1.1", "peer", 80, 64),
         *(
-            ended(f"a#1.{number}", source)
+            load_ended(f"a#1.{number}", source)
             if fails != source
-            else ended(f"a#1.{number}", source, LoadOutcome.FAILED, MissReason.FAILED)
+            else load_ended(f"a#1.{number}", source, LoadOutcome.FAILED, miss=MissReason.FAILED)
             for number, source in enumerate(("tiers", "peer"))
         ),
         Scheduled("a", 1.0, 0 if fails else 80, PROMPT),
@@ -159,12 +129,12 @@ def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, at_hand, r
     """Of the source that failed; of two that did, once."""
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
-        began("a#1.0", "tiers", 64),
-        began("a#1.1", "peer", 80, 64),
+        load_began("a#1.0", "tiers", 64),
+        load_began("a#1.1", "peer", 80, 64),
         *(
-            ended(f"a#1.{number}", source, LoadOutcome.FAILED, MissReason.FAILED)
+            load_ended(f"a#1.{number}", source, LoadOutcome.FAILED, miss=MissReason.FAILED)
             if source in failing
-            else ended(f"a#1.{number}", source)
+            else load_ended(f"a#1.{number}", source)
             for number, source in enumerate(("tiers", "peer"))
         ),
         Scheduled("a", 1.0, at_hand, PROMPT),
@@ -178,8 +148,8 @@ def test_of_a_bid_that_was_taken_in_part_the_first_places_count() -> None:
     parts = (Part("host", 30), Part("file", 50))
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=("tiers",)),
-        began(source="tiers", total=60, parts=parts),
-        ended(source="tiers"),
+        load_began(source="tiers", end=60, parts=parts),
+        load_ended(source="tiers"),
         Scheduled("a", 1.0, 60, PROMPT),
     )
     assert (found["hit_tokens tiers host"], found["hit_tokens tiers file"]) == (30, 30)
@@ -221,10 +191,10 @@ def test_why_a_bid_was_not_taken_is_told_apart() -> None:
 def test_a_source_whose_load_failed_missed_for_that_and_what_it_had_bid_is_recomputed() -> None:
     events = (
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
-        began(total=80),
-        ended(outcome=LoadOutcome.EXPIRED, miss=MissReason.DEADLINE),
-        began("a#2", "tiers", 60),
-        ended("a#2", "tiers", LoadOutcome.FAILED, MissReason.CHECKSUM),
+        load_began(end=80),
+        load_ended(outcome=LoadOutcome.EXPIRED, miss=MissReason.DEADLINE),
+        load_began("a#2", "tiers", 60),
+        load_ended("a#2", "tiers", LoadOutcome.FAILED, miss=MissReason.CHECKSUM),
         asked(misses=[SourceMiss(source, MissReason.NOT_STORED) for source in SOURCES]),
         Scheduled("a", 1.0, 16, PROMPT),
     )
@@ -245,18 +215,18 @@ def test_a_source_whose_load_failed_missed_for_that_and_what_it_had_bid_is_recom
 def test_what_another_source_brought_after_a_failure_is_not_recomputed() -> None:
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
-        began(total=80),
-        ended(outcome=LoadOutcome.FAILED, miss=MissReason.FAILED),
-        began("a#2", "tiers", 60),
-        ended("a#2", "tiers"),
+        load_began(end=80),
+        load_ended(outcome=LoadOutcome.FAILED, miss=MissReason.FAILED),
+        load_began("a#2", "tiers", 60),
+        load_ended("a#2", "tiers"),
         Scheduled("a", 1.0, 60, PROMPT),
     )
     assert (found["recomputed_tokens peer"], found["hits tiers"], found["misses peer failed "]) == (20, 1, 1)
 
 
 def test_a_request_that_is_preempted_and_admitted_anew_is_counted_once_its_loads_twice() -> None:
-    once = (began(), ended(), Scheduled("a", 1.0, 80, PROMPT))
-    again = (began("a#2"), ended("a#2"), Scheduled("a", 2.0, 80, PROMPT))
+    once = (load_began(), load_ended(), Scheduled("a", 1.0, 80, PROMPT))
+    again = (load_began("a#2"), load_ended("a#2"), Scheduled("a", 2.0, 80, PROMPT))
     found = counts(Arrived("a", 0.0, tokens=PROMPT, sources=("peer",)), *once, *again)
     assert found == {"loads peer ready": 2, "queries peer": 1, "hits peer": 1, "hit_tokens peer peer": 80}
 
@@ -273,9 +243,9 @@ def test_a_source_that_cannot_serve_a_request_is_counted_at_once_and_nothing_is_
 def test_a_request_that_ends_before_it_is_settled_is_not_counted_but_its_load_is() -> None:
     events = (
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
-        began(),
+        load_began(),
         Finished("a", 1.0),
-        ended(outcome=LoadOutcome.DROPPED),
+        load_ended(outcome=LoadOutcome.DROPPED),
     )
     found = counted(*events)
     assert found.counters == {("loads", ("peer", "dropped")): 1}
@@ -352,13 +322,13 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
             )
             outcome = draw(st.sampled_from([LoadOutcome.READY, LoadOutcome.FAILED, LoadOutcome.EXPIRED]))
             load = f"{name}#{loads}"
-            events.append(began(load, source, total, local_tokens))
+            events.append(load_began(load, source, total, local_tokens))
             miss = (
                 None
                 if outcome is LoadOutcome.READY
                 else draw(st.sampled_from([MissReason.FAILED, MissReason.CHECKSUM]))
             )
-            events.append(ended(load, source, outcome, miss))
+            events.append(load_ended(load, source, outcome, miss=miss))
             if outcome is LoadOutcome.READY:
                 at_hand = total
                 break
@@ -388,7 +358,7 @@ def _left_behind(events: list[Event]) -> list[Event]:
     """A load that was under way when the request ended is reported after it."""
     done = {event.load for event in events if isinstance(event, LoadEnded)}
     under_way = [event for event in events if isinstance(event, LoadBegan) and event.load not in done]
-    return [ended(event.load, event.source, LoadOutcome.DROPPED) for event in under_way]
+    return [load_ended(event.load, event.source, LoadOutcome.DROPPED) for event in under_way]
 
 
 @settings(max_examples=150, deadline=None)
@@ -435,13 +405,13 @@ def check(whole: MetricsDelta) -> None:
 
 def test_a_load_that_ends_when_another_request_has_the_name_does_no_harm() -> None:
     again = Arrived("a", 1.0, tokens=PROMPT, sources=SOURCES)
-    failed = ended(outcome=LoadOutcome.FAILED, miss=MissReason.FAILED)
-    assert counts(began(), Finished("a", 0.5), again, failed)["loads peer failed"] == 1
+    failed = load_ended(outcome=LoadOutcome.FAILED, miss=MissReason.FAILED)
+    assert counts(load_began(), Finished("a", 0.5), again, failed)["loads peer failed"] == 1
 
 
 def test_an_event_that_is_heard_without_those_before_it_does_no_harm() -> None:
     events = (
-        ended(),
+        load_ended(),
         Scheduled("a", 0.0, 0, PROMPT),
         Finished("a", 0.0),
         asked(),

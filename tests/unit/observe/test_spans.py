@@ -10,8 +10,6 @@ from kvferry.connector.events import (
     Finished,
     LeaseEnded,
     LeaseGranted,
-    LoadBegan,
-    LoadEnded,
     Scheduled,
     SourcesAsked,
     StoreBegan,
@@ -19,6 +17,7 @@ from kvferry.connector.events import (
 )
 from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.observe.spans import SpanListener, TraceSpan
+from support.load_events import load_began, load_ended, sources_asked
 
 HEADERS = (("traceparent", "00-1-2-01"),)
 PARTS = (Part("host", 64), Part("file", 64))
@@ -38,29 +37,15 @@ def asked(at: float, why: DecisionReason, source: str = "peer") -> SourcesAsked:
         if why in {DecisionReason.LOOKING, DecisionReason.BEST}
         else None
     )
-    return SourcesAsked(
-        "a", at, local_tokens=0, bids=(), compute_value=0.0, misses=(), chosen=chosen, why=why
-    )
+    return sources_asked(at, chosen=chosen, why=why)
 
 
 def test_a_load_is_a_span_of_the_requests_trace() -> None:
     (load,) = spans(
         Arrived("a", 0.0, tokens=200, sources=("tiers",), declined=(), trace_headers=HEADERS),
         asked(0.5, DecisionReason.BEST, "tiers"),
-        LoadBegan(
-            "a", 1.0, load="a#1", source="tiers", peer="tiers", parts=PARTS, begin=0, end=100, attempt="a#1"
-        ),
-        LoadEnded(
-            "a",
-            1.5,
-            load="a#1",
-            source="tiers",
-            outcome=LoadOutcome.READY,
-            miss=None,
-            failure="",
-            seconds=0.5,
-            moved=(GroupBytes("0 full", "copied", 640),),
-        ),
+        load_began(source="tiers", end=100, at=1.0, parts=PARTS),
+        load_ended(source="tiers", at=1.5, moved=(GroupBytes("0 full", "copied", 640),)),
     )
     assert load == TraceSpan(
         name="kvferry.load", request_id="a", parent=HEADERS, begin=1.0, end=1.5,
@@ -74,27 +59,10 @@ def test_a_load_is_a_span_of_the_requests_trace() -> None:
 
 def test_a_load_from_a_peer_says_which_and_what_took_how_long() -> None:
     (load,) = spans(
-        LoadBegan(
-            "a",
-            1.0,
-            load="a#1",
-            source="peer",
-            peer="10.0.0.1:5",
-            parts=(Part("peer", 9),),
-            begin=0,
-            end=9,
-            attempt="a#1",
-        ),
-        LoadEnded(
-            "a",
-            2.0,
-            load="a#1",
-            source="peer",
-            outcome=LoadOutcome.READY,
-            miss=None,
-            failure="",
+        load_began(end=9, at=1.0, peer="10.0.0.1:5", parts=(Part("peer", 9),)),
+        load_ended(
+            at=2.0,
             seconds=1.0,
-            moved=(),
             figures=LoadFigures(
                 pages=8, descriptors=2, plan_seconds=0.1, transfer_seconds=0.5, check_seconds=0.2
             ),
@@ -108,35 +76,17 @@ def test_a_load_from_a_peer_says_which_and_what_took_how_long() -> None:
 
 
 def test_a_load_that_fails_is_an_error_and_one_that_nobody_waits_for_is_none() -> None:
-    began = LoadBegan(
-        "a", 1.0, load="a#1", source="peer", peer="peer", parts=PARTS, begin=0, end=9, attempt="a#1"
-    )
+    began = load_began(end=9, at=1.0, parts=PARTS)
     (failed,) = spans(
         began,
-        LoadEnded(
-            "a",
-            2.0,
-            load="a#1",
-            source="peer",
-            outcome=LoadOutcome.EXPIRED,
-            miss=MissReason.DEADLINE,
-            failure="no answer",
-            seconds=1.0,
+        load_ended(
+            outcome=LoadOutcome.EXPIRED, at=2.0, miss=MissReason.DEADLINE, failure="no answer", seconds=1.0
         ),
     )
     assert (failed.failure, failed.attributes["error.type"]) == ("no answer", "deadline")
     (dropped,) = spans(
         began,
-        LoadEnded(
-            "a",
-            2.0,
-            load="a#1",
-            source="peer",
-            outcome=LoadOutcome.DROPPED,
-            miss=None,
-            failure="late",
-            seconds=1.0,
-        ),
+        load_ended(outcome=LoadOutcome.DROPPED, at=2.0, failure="late", seconds=1.0),
     )
     assert (dropped.failure, "error.type" in dropped.attributes) == ("", False)
 
@@ -144,9 +94,7 @@ def test_a_load_that_fails_is_an_error_and_one_that_nobody_waits_for_is_none() -
 def test_waiting_for_a_source_is_a_span_until_something_else_is_decided() -> None:
     for end in (
         asked(3.0, DecisionReason.NOTHING),
-        LoadBegan(
-            "a", 3.0, load="a#1", source="peer", peer="peer", parts=PARTS, begin=0, end=9, attempt="a#1"
-        ),
+        load_began(end=9, at=3.0, parts=PARTS),
         Scheduled("a", 3.0, 0, 10),
         Finished("a", 3.0),
     ):
@@ -174,16 +122,7 @@ def test_stores_and_leases_end_after_their_requests_and_keep_their_trace() -> No
 def test_what_nobody_saw_begin_is_no_span() -> None:
     assert (
         spans(
-            LoadEnded(
-                "a",
-                2.0,
-                load="a#1",
-                source="peer",
-                outcome=LoadOutcome.READY,
-                miss=None,
-                failure="",
-                seconds=1.0,
-            ),
+            load_ended(at=2.0, seconds=1.0),
             StoreEnded("a", 4.0, store="store#0", failure="", size=8, seconds=0.1),
             LeaseEnded("a", 3.0, expired=False),
         )

@@ -1,0 +1,61 @@
+"""Events of a request and its loads; a test gives what matters to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.connector.bids import Part
+from kvferry.connector.decisions import DecisionReason, ValuedBid
+from kvferry.connector.events import LoadBegan, LoadEnded, SourcesAsked
+from kvferry.connector.load_results import LoadOutcome
+
+
+def sources_asked(at: float, *bids: ValuedBid, request_id: str = "a", **more: Any) -> SourcesAsked:
+    """Sources of a request were asked; without more, nothing was found."""
+    given = {
+        "local_tokens": 0,
+        "compute_value": 0.0,
+        "misses": (),
+        "chosen": None,
+        "why": DecisionReason.NOTHING,
+        **more,
+    }
+    return SourcesAsked(request_id, at, bids=bids, **given)
+
+
+def load_began(
+    load: str = "a#1",
+    source: str = "peer",
+    end: int = 80,
+    begin: int = 0,
+    *,
+    at: float = 0.0,
+    peer: str | None = None,
+    parts: tuple[Part, ...] | None = None,
+) -> LoadBegan:
+    """A load began, of the request and the attempt in its name, ``REQUEST#ATTEMPT[.PART]``."""
+    place = "peer" if source == "peer" else "host"
+    return LoadBegan(
+        load.partition("#")[0],
+        at,
+        load=load,
+        source=source,
+        peer=source if peer is None else peer,
+        parts=(Part(place, end - begin),) if parts is None else parts,
+        begin=begin,
+        end=end,
+        attempt=load.partition(".")[0],
+    )
+
+
+def load_ended(
+    load: str = "a#1",
+    source: str = "peer",
+    outcome: LoadOutcome = LoadOutcome.READY,
+    *,
+    at: float = 0.0,
+    **more: Any,
+) -> LoadEnded:
+    """A load ended, of the request in its name, ``REQUEST#ATTEMPT[.PART]``."""
+    given = {"miss": None, "failure": "", "seconds": 0.5, **more}
+    return LoadEnded(load.partition("#")[0], at, load=load, source=source, outcome=outcome, **given)
