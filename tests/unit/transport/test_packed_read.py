@@ -145,6 +145,22 @@ class Table:
         for _ in range(times):
             self.read.advance()
 
+    def gather(self, reply=None):
+        """Chunks are asked for, answered, and taken as far as they get."""
+        self.run()
+        self.answer(reply)
+        self.run()
+
+    def land(self, state=ReadState.DONE):
+        """READs in flight end so, and the read goes on."""
+        self.transport.end(state)
+        self.run()
+
+    def is_lost(self, failure):
+        """The peer is lost for this reason, and nothing was written or kept."""
+        assert (self.read.failure, self.read.peer_lost, self.scattered) == (failure, True, [])
+        return self.all_given_back()
+
     def all_given_back(self):
         assert self.read.finished
         assert not any(self.landing._taken)
@@ -166,13 +182,11 @@ def test_a_staged_chunk_is_asked_for_read_checked_and_scattered():
     assert table.indices == [(6, 0)]
     assert not table.read.waits_for_source
     assert table.read.in_flight
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.transport.posted == ["images", "word"]
     assert table.scattered == []
     assert table.source.ended == []
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.scattered == [([21], [2], 0)]
     assert table.read.failure is None
     assert table.all_given_back()
@@ -183,8 +197,7 @@ def test_an_over_read_chunk_is_read_and_scattered_without_asking():
     table.run()
     assert table.transport.posted == ["images"]
     assert table.scattered == []
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.scattered == [([21], [2], 0)]
     assert table.read.failure is None
     assert table.all_given_back()
@@ -192,14 +205,10 @@ def test_an_over_read_chunk_is_read_and_scattered_without_asking():
 
 def test_a_chunk_that_is_read_into_place_takes_no_room_and_scatters_nothing():
     table = Table(cells=1, scatters=False)
-    table.run()
-    table.answer()
-    table.run()
+    table.gather()
     assert not any(table.landing._taken)
-    table.transport.end()
-    table.run()
-    table.transport.end()
-    table.run()
+    table.land()
+    table.land()
     assert table.scattered == []
     assert table.read.failure is None
     assert table.all_given_back()
@@ -208,12 +217,9 @@ def test_a_chunk_that_is_read_into_place_takes_no_room_and_scatters_nothing():
 def test_a_word_that_was_raised_is_a_failure_and_nothing_is_scattered():
     table = Table(cells=1)
     table.transport.word = WORD + 1
-    table.run()
-    table.answer()
-    for _ in range(2):
-        table.run()
-        table.transport.end()
-    table.run()
+    table.gather()
+    table.land()
+    table.land()
     assert "used its staging area for others" in table.read.failure
     assert not table.read.peer_lost
     assert table.scattered == []
@@ -225,10 +231,9 @@ def test_chunks_begin_where_their_first_cell_lies_in_its_block():
     table.run()
     assert table.source.asked == [(3, [1, 2, 3], 2), (3, [4, 5], 2)]
     table.answer()
-    for _ in range(2):
-        table.run()
-        table.transport.end()
     table.run()
+    table.land()
+    table.land()
     second = table.indices[1][1]
     assert table.scattered == [([21, 22, 23], [2, 3, 4], 0), ([24, 25], [5, 6], second)]
     assert table.all_given_back()
@@ -239,10 +244,9 @@ def test_only_so_many_chunks_are_under_way():
     table.run()
     assert len(table.source.asked) == AHEAD
     table.answer()
-    for _ in range(2):
-        table.run()
-        table.transport.end()
     table.run()
+    table.land()
+    table.land()
     assert len(table.source.asked) == AHEAD + 2
     assert [blocks for _, blocks, _ in table.source.asked] == [[n] for n in range(1, AHEAD + 3)]
 
@@ -263,12 +267,9 @@ def test_every_look_takes_chunks_as_far_as_they_get_and_asks_for_more():
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_the_source_refuses_goes_direct_or_fails_in_words(direct):
     table = Table(cells=1, direct=direct)
-    table.run()
-    table.answer(NotGathered(1, "too much"))
-    table.run()
+    table.gather(NotGathered(1, "too much"))
     assert table.source.ended == [1]
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.transport.posted == ["direct"] * direct
     assert table.read.failure == (
         None if direct else "cells that can only move packed were not packed: too much"
@@ -280,20 +281,15 @@ def test_what_the_source_refuses_goes_direct_or_fails_in_words(direct):
 @pytest.mark.parametrize("reply", [Gathered(1, 39, 71, 9), Gathered(1, 0, 69, 9), Gathered(1, 0, 80, 9)])
 def test_an_answer_that_names_other_memory_is_not_followed(reply):
     table = Table(cells=2, per_chunk=2)
-    table.run()
-    table.answer(reply)
-    table.run()
+    table.gather(reply)
     assert table.transport.posted == ["direct"]
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.all_given_back()
 
 
 def test_the_last_images_of_the_area_are_in_it():
     table = Table(cells=2, per_chunk=2)
-    table.run()
-    table.answer(Gathered(1, 38, 71, 9))
-    table.run()
+    table.gather(Gathered(1, 38, 71, 9))
     assert table.transport.posted == ["images"]
 
 
@@ -307,12 +303,10 @@ def test_a_source_that_does_not_answer_is_asked_no_more_for_a_while_and_everythi
     table.run()
     assert table.transport.posted == ["direct"] * AHEAD
     assert table.source.silent_until == table.now + SILENT_SECONDS
-    table.transport.end()
-    table.run()
+    table.land()
     assert len(table.source.asked) == AHEAD
     assert table.transport.posted == ["direct"] * (AHEAD + 3)
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.read.failure is None
     assert table.all_given_back()
 
@@ -321,17 +315,14 @@ def test_a_source_that_does_not_answer_is_asked_no_more_for_a_while_and_everythi
 def test_chunks_wait_for_room_to_land_and_then_go_direct(gathers):
     table = Table(cells=1, gathers=gathers)
     other = table.landing.allocate(15, STRIDE)
-    table.run()
-    table.answer()
-    table.run()
+    table.gather()
     assert table.transport.posted == []
     table.now += ROOM_SECONDS
     assert not table.read.advance()
     table.now += 0.1
     table.run()
     assert table.transport.posted == ["direct"]
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.read.failure is None
     table.landing.free(other)
     assert table.all_given_back()
@@ -355,9 +346,7 @@ def test_chunks_that_get_room_in_time_are_read_through_it():
 def test_where_nothing_goes_direct_no_room_is_a_failure():
     table = Table(cells=1, direct=False)
     other = table.landing.allocate(15, STRIDE)
-    table.run()
-    table.answer()
-    table.run()
+    table.gather()
     table.now += ROOM_SECONDS + 1
     table.run()
     assert f"no room to land for {ROOM_SECONDS:g} s" in table.read.failure
@@ -372,11 +361,9 @@ def test_with_few_places_for_words_chunks_take_turns():
     for turn in range(1, 4):
         table.run()
         assert table.transport.posted.count("images") == turn
-        table.transport.end()
-        table.run()
+        table.land()
         assert table.transport.posted.count("word") == turn
-        table.transport.end()
-    table.run()
+        table.land()
     assert table.read.failure is None
     assert len(table.scattered) == 3
     assert table.all_given_back()
@@ -386,29 +373,17 @@ def test_with_few_places_for_words_chunks_take_turns():
 def test_a_read_that_the_transport_does_not_take_is_a_failure_and_gives_everything_back(kind):
     table = Table(cells=1)
     table.transport.refuses = kind
-    table.run()
-    table.answer(NotGathered(1, "") if kind == "direct" else None)
-    table.run()
-    table.transport.end()
-    table.run()
-    assert table.read.failure == "the transport failed: refused"
-    assert table.read.peer_lost
-    assert table.scattered == []
-    assert table.all_given_back()
+    table.gather(NotGathered(1, "") if kind == "direct" else None)
+    table.land()
+    assert table.is_lost("the transport failed: refused")
 
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_read_that_fails_in_flight_is_a_failure_and_nothing_is_scattered(gathers):
     table = Table(cells=1, gathers=gathers)
-    table.run()
-    table.answer()
-    table.run()
-    table.transport.end(ReadState.FAILED)
-    table.run()
-    assert table.read.failure == "the transport failed while reading"
-    assert table.read.peer_lost
-    assert table.scattered == []
-    assert table.all_given_back()
+    table.gather()
+    table.land(ReadState.FAILED)
+    assert table.is_lost("the transport failed while reading")
 
 
 def test_a_peer_that_is_lost_stays_lost_whatever_fails_after_it():
@@ -417,33 +392,24 @@ def test_a_peer_that_is_lost_stays_lost_whatever_fails_after_it():
     table.run()
     table.source.answers[1] = Gathered(1, 6, 71, 9)
     table.run()
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.transport.posted == ["images", "word"]
     table.source.answers[2] = Gathered(2, 7, 71, 9)
     table.run()
     table.transport.states[3] = ReadState.FAILED
     table.run()
     assert table.read.failure == "the transport failed while reading"
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.read.peer_lost
     assert table.all_given_back()
 
 
 def test_a_word_that_cannot_be_read_is_a_failure():
     table = Table(cells=1)
-    table.run()
-    table.answer()
-    table.run()
-    table.transport.end()
-    table.run()
-    table.transport.end(ReadState.FAILED)
-    table.run()
-    assert table.read.failure == "the transport failed while reading"
-    assert table.read.peer_lost
-    assert table.scattered == []
-    assert table.all_given_back()
+    table.gather()
+    table.land()
+    table.land(ReadState.FAILED)
+    assert table.is_lost("the transport failed while reading")
 
 
 def test_what_fails_while_it_is_posted_is_held_until_it_is_over():
@@ -454,8 +420,7 @@ def test_what_fails_while_it_is_posted_is_held_until_it_is_over():
     assert table.read.peer_lost
     assert not table.read.finished
     assert any(table.landing._taken)
-    table.transport.end(ReadState.FAILED)
-    table.run()
+    table.land(ReadState.FAILED)
     assert table.all_given_back()
 
 
@@ -472,10 +437,8 @@ def test_what_is_in_flight_when_a_read_is_abandoned_is_waited_for(ends):
     assert not table.read.finished
     assert any(table.landing._taken)
     assert table.source.ended == [2, 3, 4]
-    table.transport.end(ends)
-    table.run()
-    table.transport.end()
-    table.run()
+    table.land(ends)
+    table.land()
     assert table.read.failure == "given up"
     assert table.read.peer_lost is (ends is ReadState.FAILED)
     assert table.scattered == []
@@ -486,9 +449,7 @@ def test_what_is_in_flight_when_a_read_is_abandoned_is_waited_for(ends):
 def test_what_was_gathered_when_a_read_is_abandoned_is_not_read():
     table = Table(cells=1)
     other = table.landing.allocate(15, STRIDE)
-    table.run()
-    table.answer()
-    table.run()
+    table.gather()
     table.read.abandon("given up")
     table.run()
     assert table.transport.posted == []
@@ -513,8 +474,7 @@ def test_a_scatter_that_fails_is_a_failure():
 
     table.way.scatter.scatter = failing
     table.run()
-    table.transport.end()
-    table.run()
+    table.land()
     assert table.read.failure == "the transport failed: no such device"
     assert table.all_given_back()
 
