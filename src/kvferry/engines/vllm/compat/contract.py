@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -44,3 +46,5 @@ def hit_source(medium: Medium) -> CacheHitSource:
             return CacheHitSource.DISK
         case Medium.NETWORK:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
+        case _:
+            assert_never(medium)
