@@ -34,7 +34,7 @@ LAYERS = {
     "attention": (GroupKind.FULL,),
     "hybrid": (GroupKind.FULL, GroupKind.SLIDING, GroupKind.STATE),
 }
-POLICIES = ("weight", "cost")
+POLICIES: Final[tuple[Literal["weight", "cost"], ...]] = ("weight", "cost")
 ALL, EACH, PEER = PLACES = ("all five", "each a part", "the peer")
 
 _PROMPTS, _AGAIN = 8, 3

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.storage_chunks import bench_namespace
@@ -19,25 +19,19 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import SlowTier
 from kvferry.connector.adapters import Adapters
-from kvferry.connector.admission import Admission
 from kvferry.connector.bids import Part
-from kvferry.connector.engine import Block, CacheGroup
-from kvferry.connector.headroom import Headroom
-from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.compose import Composition
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.engine import Block, CacheGroup, EngineFacts
 from kvferry.connector.peers.offer import Offer, write_offer
-from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.pins import Pins
 from kvferry.connector.plain import PlainRequest
-from kvferry.connector.policies import Choice, Cost, Policy, Weight
 from kvferry.connector.prompt_content import content_of
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.source import TierSource
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
@@ -165,8 +159,8 @@ class _NoBlocks:
         """Do nothing."""
 
     def get_num_free_blocks(self) -> int:
-        """Return 0."""
-        return 0
+        """Return more than any load needs."""
+        return 1 << 20
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Do nothing."""
@@ -179,7 +173,9 @@ class AskingScheduler:
         cache, sources, admission: parts as the connector makes them.
     """
 
-    def __init__(self, stack: ExitStack, of: ModelCache, kept: KnownChunks, policy: str) -> None:
+    def __init__(
+        self, stack: ExitStack, of: ModelCache, kept: KnownChunks, policy: Literal["weight", "cost"]
+    ) -> None:
         """Start the parts, and shake hands with the peer.
 
         Args:
@@ -194,45 +190,38 @@ class AskingScheduler:
         ranks, adapters = lay_out(of, _shape(of)), Adapters()
         self._prompts = Prompts(canonical := chunks_of(of), adapters)
         self.cache = ChunkCache(kept.host, _no_memory, canonical.groups, kept.behind)
-        refusals, pins = Refusals(), Pins[Block](1)
-        tiers = TierSource(
-            self.cache, self._prompts, ranks[0].groups, canonical, refusals, apart=policy == "cost"
+        groups = tuple(
+            CacheGroup(kind=layer.kind, attention_span=0, block_tokens=_BLOCK_TOKENS) for layer in of.layers
         )
+        parts = Composition(
+            EngineFacts(
+                engine_id="engine",
+                groups=groups,
+                num_blocks=2,
+                longest_request=1 << 20,
+                steps_in_flight=1,
+                tokens_in_flight=8192,
+                step_tokens=8192,
+            ),
+            ConnectorConfig(source_policy=policy, patience_seconds=_PATIENCE_SECONDS),
+            pool=_NoBlocks(),
+            groups=ranks[0].groups,
+            workers=1,
+            events=EventStream(MetricsListener(), TraceBuffer(100)),
+            adapters=adapters,
+            refusals=Refusals(),
+            speeds=_measured_speeds(),
+        )
+        tiers = parts.tier_source(self.cache, self._prompts, canonical)
         card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
         theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
         keys = random_keys()
         server = stack.enter_context(closing(ControlServer(_HOST, 0, ProducerCard(theirs, (card,)), keys)))
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
         self._tickets, self._address, self._groups = server.tickets, (_HOST, server.port), ranks[0].groups
-        turns = TurnFinder(client, dict, TurnNames(adapters))  # nobody keeps any
-        self._peers = peers = PeerSource(
-            client,
-            ranks=ranks,
-            pins=pins,
-            refusals=refusals,
-            timeout_seconds=30.0,
-            most_held=1,
-            turns=turns,
-            adapters=adapters,
-        )
+        self._peers = peers = parts.peer_source(client, ranks, dict, TurnNames(adapters))
         self.sources: tuple[Source, ...] = peers, tiers
-        pool = _NoBlocks()
-        self.admission = Admission(
-            [
-                CacheGroup(kind=layer.kind, attention_span=0, block_tokens=_BLOCK_TOKENS)
-                for layer in of.layers
-            ],
-            pins=pins,
-            parts=PartBlocks(ranks[0].groups, pool),
-            headroom=Headroom(),
-            pool=pool,
-            workers=1,
-            attempts=2,
-            timeout_seconds=30.0,
-            sources=self.sources,
-            choice=Choice(_policy(policy), Speeds(), _PATIENCE_SECONDS),
-            events=EventStream(MetricsListener(), TraceBuffer(100)),
-        )
+        self.admission = parts.admission(self.sources)
         ends = time.monotonic() + _PATIENCE_SECONDS
         while not isinstance(client.look_up(self._address, _INCARNATION), PeerInfo):
             if time.monotonic() > ends:
@@ -264,15 +253,13 @@ class AskingScheduler:
         self._prompts.remove(name)
 
 
-def _policy(name: str) -> Policy:
-    """Return a policy as the connector makes it, after some loads."""
-    if name == "weight":
-        return Weight({PEER: 1.0, HOST: 1.0, **dict.fromkeys(SLOW, 1.0)})
+def _measured_speeds() -> Speeds:
+    """Return speeds as the connector has measured them after some loads."""
     speeds = Speeds(lambda: 0.0)
     speeds.computed(10_000, 1.0)
     for place, rate in _SPEEDS.items():
         speeds.loaded([Part(place, rate)], 1.0)
-    return Cost(speeds)
+    return speeds
 
 
 def _no_memory(offset: int, size: int) -> NoReturn:

@@ -35,20 +35,16 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.connector.adapters import Adapters
-from kvferry.connector.admission import Admission
 from kvferry.connector.bids import Bid, Part
+from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.decisions import MissReason, SourceMiss
-from kvferry.connector.headroom import Headroom
+from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepOrders, StepReports
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.pins import Pins
-from kvferry.connector.policies import Choice, Weight
-from kvferry.connector.source import Load
-from kvferry.connector.speeds import Speeds
+from kvferry.connector.refusals import Refusals
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.source import TierSource
 from kvferry.engines.vllm.compat.frees import defer_frees
@@ -188,24 +184,20 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         self.sources = [Played("tiers"), Played("peer")]
         self.admissions, self.most = Counter[str](), 0
         self.loads: list[tuple[int, int, int]] = []
-        self.parts = PartBlocks(groups, pool)
-        self.headroom = Headroom.of(self.engine.groups, self.engine.step_tokens, pool)
-        self.pins: Pins[Any] = Pins(1)
+        parts = Composition(
+            self.engine,
+            ConnectorConfig(attempts=ATTEMPTS, patience_seconds=PATIENCE),
+            pool=pool,
+            groups=groups,
+            workers=1,
+            events=EventStream(),
+            adapters=Adapters(),
+            refusals=Refusals(),
+        )
+        self.parts, self.pins = parts.parts, parts.pins
         for source in self.sources:
             source.pins, source.groups = self.pins, len(groups)
-        self.admission = Admission(
-            self.engine.groups,
-            pins=self.pins,
-            parts=self.parts,
-            headroom=self.headroom,
-            pool=pool,
-            workers=1,
-            attempts=ATTEMPTS,
-            timeout_seconds=30.0,
-            sources=self.sources,
-            choice=Choice(Weight({}), Speeds(), PATIENCE),
-            events=EventStream(),
-        )
+        self.admission = parts.admission(self.sources)
 
     def on_new_request(self, request: Any) -> None:
         self.admission.on_new_request(self.wrap(request))

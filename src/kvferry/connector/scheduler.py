@@ -11,18 +11,15 @@ from msgspec import structs
 from kvferry.connector.access import check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
+from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import Block, BlockIds, BlockPool, EngineFacts, Request, Step
-from kvferry.connector.headroom import Headroom
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.compatible import check_readable
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.pins import Pins
-from kvferry.connector.policies import Choice, Policy, policy_named
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
@@ -31,7 +28,6 @@ from kvferry.connector.stream import EventStream
 from kvferry.connector.tier_config import read_tiers
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
 from kvferry.connector.worker.stale import CHANGED
-from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.lease import new_incarnation
@@ -115,49 +111,40 @@ class SchedulerHalf:
                 worker has another key.
         """
         geometries = [worker.geometry for worker in workers]
-        pins: Pins[Block] = Pins(len(workers))
-        self._parts = PartBlocks(geometries[0].groups, pool, self._config.whole_blocks)
+        parts = Composition(
+            self._engine,
+            self._config,
+            pool=pool,
+            groups=geometries[0].groups,
+            workers=len(workers),
+            events=self.events,
+            adapters=self.adapters,
+            refusals=self._refusals,
+            speeds=self._speeds,
+        )
+        self._parts = parts.parts
         sources: list[Source] = []
         ranks = tuple(worker.card for worker in workers if worker.card is not None)
         if ranks and self._keys is not None:
             check_rank_keys(self._keys, workers)
-            sources.append(self._meet_peers(self._keys, ranks, facts, pins, pool))
+            sources.append(self._meet_peers(parts, self._keys, ranks, facts, pool))
         if self._tiers is not None:
             self._tiering = Tiering(
                 self._tiers,
                 self._config,
                 self._engine,
+                parts,
                 namespace=namespace,
                 adapters=self.adapters,
                 ranks=geometries,
-                parts=self._parts,
                 pool=pool,
-                refusals=self._refusals,
                 events=self.events,
             )
             sources.append(self._tiering.source)
-        self._admission = Admission(
-            self._engine.groups,
-            pins=pins,
-            parts=self._parts,
-            headroom=Headroom.of(self._engine.groups, self._engine.step_tokens, pool),
-            pool=pool,
-            workers=len(workers),
-            attempts=self._config.attempts,
-            timeout_seconds=self._config.load_timeout_seconds,
-            sources=sources,
-            choice=Choice(self._policy(), self._speeds, self._config.patience_seconds),
-            events=self.events,
-        )
-
-    def _policy(self) -> Policy:
-        """Make the policy that chooses between sources."""
-        tiers = self._tiering.weights if self._tiering is not None else {}
-        weights = {PEER: self._config.load_weight, **tiers}
-        return policy_named(self._config.source_policy, weights, self._speeds)
+        self._admission = parts.admission(sources, self._tiering.weights if self._tiering is not None else {})
 
     def _meet_peers(
-        self, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts, pins: Pins[Block], pool: BlockPool
+        self, parts: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts, pool: BlockPool
     ) -> PeerSource:
         """Start both ends of the control channel; return the source of peers' KV."""
         config, peers = self._config, peers_allowed(self._config)
@@ -172,16 +159,8 @@ class SchedulerHalf:
             config.handshake_seconds,
             config.lease_seconds / 4,
         )
-        self._peers = PeerSource(
-            self._client,
-            ranks=[card.geometry for card in ranks],
-            pins=pins,
-            refusals=self._refusals,
-            timeout_seconds=config.load_timeout_seconds,
-            most_held=int(config.late_blocks * self._engine.num_blocks),
-            turns=TurnFinder(self._client, lambda: server.keepers, self._turn_names),
-            adapters=self.adapters,
-        )
+        geometries = [card.geometry for card in ranks]
+        self._peers = parts.peer_source(self._client, geometries, lambda: server.keepers, self._turn_names)
         return self._peers
 
     @property

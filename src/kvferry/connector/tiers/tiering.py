@@ -10,16 +10,14 @@ from typing import TypeAlias
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.adapters import Adapters
+from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.messages import StepOrders, StepReports
-from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.refusals import Refusals
 from kvferry.connector.stream import EventStream
 from kvferry.connector.tier_config import Tiers
 from kvferry.connector.tiers.opening import open_tiers
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.tiers.stats import TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
@@ -65,13 +63,12 @@ class Tiering:
         tiers: Tiers,
         config: ConnectorConfig,
         engine: EngineFacts,
+        parts: Composition,
         *,
         namespace: NamespaceOf,
         adapters: Adapters,
         ranks: Sequence[RankGeometry],
-        parts: PartBlocks,
         pool: BlockPool,
-        refusals: Refusals,
         events: EventStream,
     ) -> None:
         """Make the arena and open the tiers, once all workers are up.
@@ -80,12 +77,11 @@ class Tiering:
             tiers: what is configured.
             config: the other settings.
             engine: facts of the engine.
+            parts: what the parts of the scheduler half share.
             namespace: returns the namespace of chunks of a form.
             adapters: the engine's LoRA adapters.
             ranks: geometry of all workers.
-            parts: blocks that loads fill in part.
             pool: the engine's block pool.
-            refusals: where what is not served is said.
             events: told of what is stored.
 
         Raises:
@@ -106,17 +102,12 @@ class Tiering:
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
         self._prompts = Prompts(canonical, adapters, prompts_only=engine.names_prompts_only)
         groups = ranks[0].groups
-        self.source = TierSource(
-            self._cache,
-            self._prompts,
-            groups,
-            canonical,
-            refusals,
-            apart=config.source_policy == "cost",
-        )
+        self.source = parts.tier_source(self._cache, self._prompts, canonical)
         self._stores = StoreOrders(self._cache, pool, canonical.labels, events)
         every = _snapshot_tokens(config, canonical)
-        self._storing = Storing(self._cache, self._prompts, canonical, groups, parts, self._stores, every)
+        self._storing = Storing(
+            self._cache, self._prompts, canonical, groups, parts.parts, self._stores, every
+        )
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)
         self._moved: dict[str, MovedByAll] = {}
