@@ -148,3 +148,16 @@ def test_make_clean_names_folders_that_exist():
     makefile = (ROOT / "Makefile").read_text()
     (folders,) = re.findall(r"^\tfind ([\w ]+?) -name __pycache__", makefile, re.MULTILINE)
     assert not [folder for folder in folders.split() if not (ROOT / folder).is_dir()]
+
+
+def test_functions_of_the_walks_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line.count("|") == 4]
+    named = {name for row in rows for name in re.findall(r"`([A-Z]\w+\.\w+)`", row.split("|")[2])}
+    assert len(named) > 30
+    known = set()
+    for file in (ROOT / "src" / "kvferry").rglob("*.py"):
+        for one in ast.walk(ast.parse(file.read_text())):
+            if isinstance(one, ast.ClassDef):
+                known |= {f"{one.name}.{each.name}" for each in one.body if isinstance(each, ast.FunctionDef)}
+    assert named <= known, sorted(named - known)
