@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.tiers import paths
-from kvferry.tiers.paths import EntryKind, walk
+from kvferry.tiers.paths import EntryKind, boot_id, temporary_path, walk
 from support.stores import NAMESPACE, keep, open_store
 
 CHUNKS = 5
@@ -63,3 +63,13 @@ def test_files_that_are_removed_during_a_listing_are_left_out(root):
     for path in set(folder.iterdir()) - {Path(first)}:
         path.unlink()
     assert not [one for one in listing if one.path.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("folder", ["", NAMESPACE.digest.hex(), f"{NAMESPACE.digest.hex()}/00"])
+def test_a_temporary_file_counts_with_its_reserved_bytes_wherever_it_is(root, folder):
+    (root / folder).mkdir(exist_ok=True)
+    path = temporary_path(str(root / folder / "file"), 4096)
+    Path(path).touch()
+    (found,) = [one for one in walk(str(root)) if one.kind is EntryKind.TEMPORARY]
+    assert (found.path, found.charged, found.size) == (path, 4096, 0)
+    assert (found.namespace, found.boot) == (folder[:64], boot_id())
