@@ -17,10 +17,10 @@ from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.raw_files import (
     FioReads,
     FioWrites,
-    ThreadReads,
     ThreadWrites,
     has_fio,
     random_pages,
+    thread_reads,
     write_file,
 )
 from kvferry.bench.storage_chunks import (
@@ -66,7 +66,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-files"))
         number = chunks_per_move(depth)
         writes: list[Mover] = [ThreadWrites(folder, pool, number, size)]
-        reads: list[Mover] = [ThreadReads(pool, files[:number])]
+        reads: list[Mover] = [thread_reads(pool, files[:number])]
         if has_fio():
             writes.append(FioWrites(folder, depth, number, size))
             reads.append(FioReads(depth, files[:number]))

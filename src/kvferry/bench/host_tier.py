@@ -8,16 +8,17 @@ short as the layout's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
+from operator import call
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.bench.movers import PoolMover
 from kvferry.bench.rank_chunks import RankPair
 from kvferry.bench.tier_cases import TierCase
 from kvferry.connector.worker.orders import Piece, StoreOrder
@@ -41,12 +42,13 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-host"))
         shares = _shares(ranks.chunks, depth)
         for direction, orders in (("store", _stores), ("load", _loads)):
-            ours = ThreadedMover("kvferry", total, pool, [orders(ranks, share) for share in shares])
-            memcpy = ThreadedMover(
-                "memcpy", total, pool, [_contiguous(ranks, direction, share) for share in shares]
-            )
-            control = ThreadedMover(
-                short, total, pool, [_in_runs(ranks, direction, share) for share in shares]
+            ours, memcpy, control = (
+                PoolMover(name, total, pool, call, calls)
+                for name, calls in (
+                    ("kvferry", [orders(ranks, share) for share in shares]),
+                    ("memcpy", [_contiguous(ranks, direction, share) for share in shares]),
+                    (short, [_in_runs(ranks, direction, share) for share in shares]),
+                )
             )
             found.append(
                 TierCase(
@@ -73,23 +75,6 @@ def verify_copies(contests: Sequence[TierCase], ranks: RankPair) -> None:
         store.ours.move()
         load.ours.move()
         ranks.check()
-
-
-class ThreadedMover:
-    """A mover that runs one function per thread, all at once."""
-
-    def __init__(
-        self, name: str, total: int, pool: ThreadPoolExecutor, what: Sequence[Callable[[], object]]
-    ) -> None:
-        self.name, self.bytes = name, total
-        self._pool, self._what = pool, what
-
-    def move(self) -> float:
-        """Run all functions; return the seconds until the last has ended."""
-        started = time.perf_counter()
-        for done in [self._pool.submit(one) for one in self._what]:
-            done.result()
-        return time.perf_counter() - started
 
 
 def _shares(chunks: int, threads: int) -> list[range]:

@@ -6,7 +6,9 @@ Every mover prepares everything that does not depend on block ids before its tim
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,6 +36,29 @@ class Mover(Protocol):
 
     def move(self) -> float:
         """Move once; return the seconds."""
+
+
+class PoolMover:
+    """A mover that makes one call per item, as many at a time as a pool has threads."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        pool: ThreadPoolExecutor,
+        call: Callable[[Any], object],
+        items: Sequence[Any],
+    ) -> None:
+        """Prepare a mover of `size` bytes in all."""
+        self.name, self.bytes = name, size
+        self._pool, self._call, self._items = pool, call, items
+
+    def move(self) -> float:
+        """Make all calls; return the seconds until the last has ended."""
+        started = time.perf_counter()
+        for _ in self._pool.map(self._call, self._items):
+            pass
+        return time.perf_counter() - started
 
 
 class KVFerryMover:

@@ -7,15 +7,14 @@ All objects have random names below the URL, and are removed. Credentials come f
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import obstore
 from obstore.store import from_url
 
-from kvferry.bench.movers import Mover
+from kvferry.bench.movers import Mover, PoolMover
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.raw_files import random_pages
 from kvferry.bench.storage_chunks import (
@@ -39,37 +38,6 @@ from kvferry.tiers.objects.tier import ObjectTier
 TARGET_RATIO = 0.8
 _PATIENCE_SECONDS = 60.0
 _PIECE_BYTES = 512 << 10
-
-
-class RequestMover:
-    """A mover that makes one request per object, with threads."""
-
-    def __init__(
-        self,
-        name: str,
-        pool: ThreadPoolExecutor,
-        request: Callable[[str], object],
-        names: Sequence[str],
-        size: int,
-    ) -> None:
-        """Prepare a mover.
-
-        Args:
-            name: name in reports.
-            pool: one thread per request in flight.
-            request: makes the request for an object's name.
-            names: names of the objects.
-            size: bytes of each object.
-        """
-        self.name, self.bytes = name, len(names) * size
-        self._pool, self._request, self._names = pool, request, names
-
-    def move(self) -> float:
-        """Make all requests; return the seconds until the last is answered."""
-        started = time.perf_counter()
-        for _ in self._pool.map(self._request, self._names):
-            pass
-        return time.perf_counter() - started
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
@@ -113,8 +81,9 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
         some = names[: chunks_per_move(depth)]
         stores = StoreMover(ObjectSettings.kind, lambda: _fresh(url, bodies), bodies, depth)
         loads = LoadMover(queue, bodies, into, depth)
-        puts, gets = (RequestMover("obstore", pool, request, some, size) for request in (put, get))
-        streams = RequestMover("obstore in pieces of 512 KiB", pool, stream, some, size)
+        total = len(some) * size
+        puts, gets = (PoolMover("obstore", total, pool, request, some) for request in (put, get))
+        streams = PoolMover("obstore in pieces of 512 KiB", total, pool, stream, some)
         found.append(_case("store", depth, stores, puts))
         found.append(_case("load", depth, loads, gets, (streams,)))
     return found

@@ -10,19 +10,20 @@ import json
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
+from kvferry.bench.movers import PoolMover
 from kvferry.errors import TransferError
 from kvferry.tiers.files.direct_io import read_all, whole_pages, write_all
 
 _PIECE_BYTES = 1 << 20
 _PIECES = 8
 _PATIENCE_SECONDS = 300.0
+_THREADS = "threads, O_DIRECT"
 
 
 class FioWrites:
@@ -115,13 +116,10 @@ def _job_file(direction: str, names: Sequence[str], size: int, depth: int) -> st
     return "\n".join(lines)
 
 
-_Item = TypeVar("_Item")
-
-
 class ThreadWrites:
     """A mover that writes new files, one per thread, and flushes each."""
 
-    name = "threads, O_DIRECT"
+    name = _THREADS
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor, files: int, size: int) -> None:
         """Prepare a mover.
@@ -139,22 +137,14 @@ class ThreadWrites:
         """Write all files; return the seconds until the last is on the disk."""
         with TemporaryDirectory(dir=self._folder) as folder:
             files = [f"{folder}/{number}" for number in range(self._files)]
-            return _timed(self._pool, lambda file: write_file(file, self._content), files)
+            write = partial(write_file, content=self._content)
+            return PoolMover(self.name, self.bytes, self._pool, write, files).move()
 
 
-class ThreadReads:
-    """A mover that reads files, one per thread."""
-
-    name = "threads, O_DIRECT"
-
-    def __init__(self, pool: ThreadPoolExecutor, files: Sequence[Path]) -> None:
-        self._pool = pool
-        self._files = [(file, whole_pages(file.stat().st_size)) for file in files]
-        self.bytes = sum(len(memory) for _, memory in self._files)
-
-    def move(self) -> float:
-        """Read all files; return the seconds until the last is read."""
-        return _timed(self._pool, _read, self._files)
+def thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path]) -> PoolMover:
+    """Return a mover that reads files, one per thread of the pool."""
+    into = [(file, whole_pages(file.stat().st_size)) for file in files]
+    return PoolMover(_THREADS, sum(len(memory) for _, memory in into), pool, _read, into)
 
 
 def random_pages(size: int) -> memoryview:
@@ -180,10 +170,3 @@ def _read(what: tuple[Path, memoryview]) -> None:
         read_all(fd, [what[1]])
     finally:
         os.close(fd)
-
-
-def _timed(pool: ThreadPoolExecutor, what: Callable[[_Item], None], items: Sequence[_Item]) -> float:
-    started = time.perf_counter()
-    for _ in pool.map(what, items):
-        pass
-    return time.perf_counter() - started
