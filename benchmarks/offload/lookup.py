@@ -172,9 +172,9 @@ def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _LookU
     began = time.perf_counter()
     chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
     digested = time.perf_counter()
-    found = chunks.look_up(len(prompt), 0, cache.reading.places)
+    found = chunks.look_up(len(prompt), 0, cache.reading.tier_numbers)
     looked = time.perf_counter()
-    chunks.look_up(len(prompt), 0, cache.reading.places)
+    chunks.look_up(len(prompt), 0, cache.reading.tier_numbers)
     again = time.perf_counter()
     return _LookUpSeconds(digested - began, looked - digested, again - looked, found.tokens)
 

@@ -191,7 +191,7 @@ class PlannedPeer:
         started = time.perf_counter()
         plan = self._peer.plan(order)
         packed = (part for source in plan.ranks for part in source.packed)
-        chunks = ((part.way, cells) for part in packed for cells in segments_of(part.way, part.cells))
+        chunks = ((part.method, cells) for part in packed for cells in segments_of(part.method, part.cells))
         for way, cells in itertools.islice(chunks, 1):
             way.indices(cells, 0, 0)
         first = time.perf_counter()

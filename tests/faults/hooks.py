@@ -256,11 +256,11 @@ def _hook_gathering(server: Any, hooks: Hooks) -> None:
         if hooks.take("lose gathered"):
             return
         if isinstance(reply, Gathered) and hooks.take("reuse images"):
-            held = server._readers[sender].lots.pop(reply.chunk)
+            held = server._readers[sender].allocations.pop(reply.segment)
             server._free(held)
             area = server.area
-            first = area.region.address - area._memory.data_ptr() + held.lot.unit * UNIT_BYTES
-            area._memory[first : first + held.lot.units * UNIT_BYTES].bitwise_xor_(0x80)
+            first = area.region.address - area._memory.data_ptr() + held.allocation.unit * UNIT_BYTES
+            area._memory[first : first + held.allocation.units * UNIT_BYTES].bitwise_xor_(0x80)
         answer(sender, reply)
 
     server._ask, server._copy, server._answer = asked, copied, answered

@@ -29,7 +29,10 @@ def tokens_at_hand(engine: Any, text: list[int], salt: str, adapter: str = "") -
     return (
         _chunks_of(engine, text, salt, adapter)
         .look_up(
-            len(text), 0, tiering._cache.reading.places, in_full=tiering.source._keeps_windows(len(text))
+            len(text),
+            0,
+            tiering._cache.reading.tier_numbers,
+            in_full=tiering.source._keeps_windows(len(text)),
         )
         .tokens
     )

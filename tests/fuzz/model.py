@@ -18,7 +18,7 @@ from kvferry.transport.messages import (
     decode_request,
 )
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
-from kvferry.transport.tickets import MOST_CONSUMERS
+from kvferry.transport.tickets import MAX_CONSUMERS
 from kvferry.transport.turns import TurnContent
 from transport.cards import ticket
 
@@ -97,7 +97,7 @@ class Model:
         """Whether it has the ticket and the prompt, and has not released it."""
         known = asked.ticket in self._leases and (asked.tokens, asked.content) == (TOKENS, CONTENT)
         claimed, released = self._claimed[asked.ticket], self._released[asked.ticket]
-        room = asked.consumer in claimed or len(claimed | released) < MOST_CONSUMERS
+        room = asked.consumer in claimed or len(claimed | released) < MAX_CONSUMERS
         return known and room and asked.consumer not in released
 
     def _said(self, to: bytes, answer: bytes) -> None:

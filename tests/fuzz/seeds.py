@@ -8,7 +8,7 @@ from msgspec import structs
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_messages, messages
-from kvferry.transport.gather_messages import Done, Gather, Gathered, GatherRoute, Introduce, NotGathered
+from kvferry.transport.gather_messages import AnnounceRoutes, Done, Gather, Gathered, GatherRoute, NotGathered
 from kvferry.transport.messages import (
     PROTOCOL,
     Accepted,
@@ -87,8 +87,8 @@ def gather_requests(pool: int, stride: int, blocks: int) -> list[bytes]:
     route = GatherRoute(stride, blocks, 64, (PoolCopies((0, 1000), nests),))
     ids = np.array([1, 2, 3], np.int32).tobytes()
     found = [
-        Introduce(PROTOCOL, [route]),
-        Introduce(PROTOCOL, [route, route]),
+        AnnounceRoutes(PROTOCOL, [route]),
+        AnnounceRoutes(PROTOCOL, [route, route]),
         Gather(1, 0, 0, 0, ids, 0),
         Gather(2, 0, 1, 0, ids, 1),
         Done(1),

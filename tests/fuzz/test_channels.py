@@ -30,7 +30,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.fair_queue import FairQueue
 from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.gather_messages import Done, Gather, Gathered, GatherRoute, Introduce, encode
+from kvferry.transport.gather_messages import AnnounceRoutes, Done, Gather, Gathered, GatherRoute, encode
 from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.handshake import Handshakes
 from kvferry.transport.messages import PROTOCOL
@@ -155,7 +155,7 @@ def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, mo
         def served() -> None:
             """Have a block gathered, and look at it."""
             for message in (
-                Introduce(PROTOCOL, [route]),
+                AnnounceRoutes(PROTOCOL, [route]),
                 Gather(1, 0, 0, 0, np.array([3], np.int32).tobytes(), 0),
             ):
                 honest.send(encode(message))

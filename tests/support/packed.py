@@ -17,19 +17,19 @@ from support.oracle import Memory, copy
 
 
 def move(
-    route: Route, way: TransferMethod, cells: Cells, src: Memory, dst: Memory, writes: np.ndarray
+    route: Route, method: TransferMethod, cells: Cells, src: Memory, dst: Memory, writes: np.ndarray
 ) -> None:
-    """Move cells the way `way` says; `writes` as of `copy`."""
-    image = way.image
+    """Move cells the way `method` says; `writes` as of `copy`."""
+    image = method.image
     assert image is not None
     packed = Memory(0, np.full(len(cells) * image.stride, 0xA5, np.uint8))
     ignored = np.zeros(len(packed.bytes), np.int64)
     reads = [(part.at, part.descriptors) for part in image.reads]
     nests = [(part.at, runs(part.nests)) for part in image.nests]
-    for_image = reads if way.strategy is Strategy.OVER_READ else nests
+    for_image = reads if method.strategy is Strategy.OVER_READ else nests
     from_image = reads
-    if way.scatters is not None:
-        from_image = [(part.at, runs(part.nests)) for part in way.scatters]
+    if method.scatters is not None:
+        from_image = [(part.at, runs(part.nests)) for part in method.scatters]
     for index, number in enumerate(cells.number.tolist()):
         src_block = int(cells.src_block[index]) * route.src_stride
         dst_block = int(cells.dst_block[index]) * route.dst_stride
@@ -46,11 +46,11 @@ def move(
 def way_of(route: Route, how: str, gap: int) -> TransferMethod:
     """A way of `how`: "over-read" with gaps of so many bytes, "staged", or "staged, landed"."""
     costs = Costs(read_descriptor_seconds=gap * 1e-9, read_byte_seconds=1e-9)
-    for way in transfer_methods(route, costs, 1 << 30):
+    for method in transfer_methods(route, costs, 1 << 30):
         wanted = Strategy.OVER_READ if how == "over-read" else Strategy.STAGED
-        if way.strategy is wanted and (way.landing is not None) == how.endswith("landed"):
+        if method.strategy is wanted and (method.landing is not None) == how.endswith("landed"):
             event(how)
-            return way
+            return method
     raise AssertionError(f"no way that is {how}")
 
 

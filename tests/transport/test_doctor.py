@@ -19,8 +19,8 @@ def test_nixl_starts_ucx_and_the_process_ends_well():
 def test_reads_are_timed_and_their_way_is_named():
     found = reads.time_reads(reads.start_reads("tcp,self"))
     assert isinstance(found, reads.ReadTimings)
-    assert found.way
-    assert all(way.startswith("tcp/") for way in found.way)
+    assert found.transports
+    assert all(transports.startswith("tcp/") for transports in found.transports)
     assert 0.01 < found.gigabytes_per_second < 1000
     assert found.machine["cores"]
 

@@ -218,9 +218,9 @@ class _GatherChannel:
         """Return the seconds of a request for a gather of 64 bytes."""
         return self._timed(0, lambda: None)
 
-    def large(self, beside: Callable[[], object] = lambda: None) -> float:
-        """Return the seconds of a long gather, during which `beside` is called."""
-        return self._timed(1, beside)
+    def large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
+        """Return the seconds of a long gather, during which `meanwhile` is called."""
+        return self._timed(1, meanwhile)
 
     def close(self) -> None:
         """Disconnect, and release the lease."""
@@ -228,11 +228,11 @@ class _GatherChannel:
         self._context.destroy(linger=0)
         self._reader.acknowledge("asking")
 
-    def _timed(self, route: int, beside: Callable[[], object]) -> float:
+    def _timed(self, route: int, meanwhile: Callable[[], object]) -> float:
         limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
         chunk = self._client.ask(route, self._lease, np.ones(1, np.int64), 0)
-        beside()
+        meanwhile()
         while (answer := self._client.answer(chunk)) is None:
             limit.check()
             self._client.socket.poll(1)

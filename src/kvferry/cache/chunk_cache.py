@@ -114,7 +114,7 @@ class ChunkCache:
             keys: chunk keys.
             without: names of tiers to leave out.
         """
-        return self.reading.places(tags_of(keys), without) < NO_TIER
+        return self.reading.tier_numbers(tags_of(keys), without) < NO_TIER
 
     @property
     def tiers(self) -> list[str]:

@@ -58,57 +58,62 @@ class PromptChunks:
             of_any.insert(whole, self.keys.at(prompt))
         return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
 
-    def key_of(self, cut: ChunkedPrompt, group: int, number: int) -> bytes:
+    def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
         """Return the key of a chunk of the prompt: a whole chunk or the tail."""
-        whole = (number + 1) * cut.chunk_tokens <= cut.tokens
-        return self.key(group, number) if whole else self.tail(group, cut.tokens)
+        whole = (number + 1) * chunked.chunk_tokens <= chunked.tokens
+        return self.key(group, number) if whole else self.tail(group, chunked.tokens)
 
     def look_up(
-        self, tokens: int, local_tokens: int, places: Callable[[Tags], TierNumbers], *, in_full: bool = True
+        self,
+        tokens: int,
+        local_tokens: int,
+        tier_numbers: Callable[[Tags], TierNumbers],
+        *,
+        in_full: bool = True,
     ) -> Coverage:
         """Return the longest prefix that the engine can continue from.
 
         Args:
             tokens: number of tokens of the request, all of which `keys` covers.
             local_tokens: number of tokens that the engine has.
-            places: function from key tags to the numbers of the tiers that chunks would come from.
+            tier_numbers: function from key tags to the numbers of the tiers that chunks would come from.
             in_full: whether all tokens may be loaded, including the last one.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
         ends_inside = in_full and rest > 0 and self.has_tail
-        cut = ChunkedPrompt(
+        chunked = ChunkedPrompt(
             tokens if ends_inside else whole * self.keys.chunk_tokens,
             self.keys.chunk_tokens,
             tokens,
             local_tokens,
         )
-        tags = self._tags(cut)
-        return coverage(self._groups, cut, places(tags.ravel()).reshape(tags.shape))
+        tags = self._tags(chunked)
+        return coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
         """Yield the chunks to load for a prefix, or for a part of it, in order of their numbers."""
-        cut = found.cut
-        numbers = chunks_to_load(self._groups, cut, span.total, span.part)
+        chunked = found.chunked
+        numbers = chunks_to_load(self._groups, chunked, span.total, span.part)
         each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
         size = self.keys.chunk_tokens
         for number, group in sorted(each):
-            last = min((number + 1) * size, cut.tokens)
+            last = min((number + 1) * size, chunked.tokens)
             state = self._groups[group].kind is GroupKind.STATE
             whole = last == (number + 1) * size
             key = self.key(group, number) if whole else self.tail(group, last)
             yield WantedChunk(group, number, key, 0 if state else last - number * size)
 
-    def _tags(self, cut: ChunkedPrompt) -> Tags:
+    def _tags(self, chunked: ChunkedPrompt) -> Tags:
         """Return the tags of all chunks' keys, without computing the keys.
 
         Uint64 of shape (groups, chunks).
         """
-        whole, rest = divmod(cut.tokens, cut.chunk_tokens)
+        whole, rest = divmod(chunked.tokens, chunked.chunk_tokens)
         if len(self._of_any) < whole:
             self._of_any = np.concatenate((self._of_any, self._more()))
         tags = self._of_any[:whole]
         if rest:
-            tags = np.concatenate((tags, tags_of([self.keys.at(cut.tokens)]) & _BUT_LAST))
+            tags = np.concatenate((tags, tags_of([self.keys.at(chunked.tokens)]) & _BUT_LAST))
         return tags | self._numbers
 
     def _more(self) -> Tags:

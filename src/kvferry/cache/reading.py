@@ -77,7 +77,7 @@ class Reading:
         self._firsts: dict[tuple[bool, ...], TierNumbers] = {}
         self._counts = counts
 
-    def places(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
+    def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
         """Return the tier that each chunk would come from now: int64 of shape (len(tags),).
 
         0 stands for host memory, n for the n-th slow tier, `NO_TIER` for none. A chunk that is being read
@@ -171,16 +171,16 @@ class Reading:
         return self._firsts[asked]
 
     def _coming(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
-        """Return the tier that each chunk is being read from, as in `places`; 0 if it is not being read."""
+        """Return the tier that each chunk is being read from, as in `tier_numbers`; 0 if it is none."""
         reads = [
             NO_TIER if queue.name in without or queue.stuck_for_reading else number
             for number, queue in enumerate(self._queues, 1)
         ]
         coming = tags_of(list(self.incoming))
-        places = np.array([reads[one.source] for one in self.incoming.values()], np.int64)
+        tier_numbers = np.array([reads[one.source] for one in self.incoming.values()], np.int64)
         order = coming.argsort()
         at = order[coming[order].searchsorted(tags).clip(max=len(order) - 1)]
-        return np.where(coming[at] == tags, places[at], 0)
+        return np.where(coming[at] == tags, tier_numbers[at], 0)
 
     def _advance(self, fetch: Fetch) -> None:
         """Hold or read the remaining chunks of a fetch as far as host memory has room."""

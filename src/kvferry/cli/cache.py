@@ -55,7 +55,7 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
             print("\n".join(wrapped(line, 2, 2)))
         held = f"{one.chunks} chunks, {one.tokens} tokens, {format_bytes(one.total_bytes)}"
         if one.oldest is not None and one.newest is not None:
-            verb = "last used" if cache.notes_use else "stored"
+            verb = "last used" if cache.records_use else "stored"
             held += (
                 f"; {verb} {format_age(now - one.newest)} ago, the oldest {format_age(now - one.oldest)} ago"
             )

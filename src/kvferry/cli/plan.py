@@ -33,7 +33,7 @@ def plan(
     dtype: opt.Dtype = "auto",
     kv: opt.Planes = "packed",
     mtp: opt.Mtp = False,
-    strategy: opt.Way = "auto",
+    strategy: opt.StrategyName = "auto",
     bandwidth: opt.Bandwidth = None,
     costs: opt.CostsFile = None,
     step_tokens: opt.StepTokens = _STEP_TOKENS,

@@ -35,7 +35,7 @@ Planes: TypeAlias = Annotated[
     str, typer.Option(help="K and V of a token packed together, or apart on pages of their own.")
 ]
 Mtp: TypeAlias = Annotated[bool, typer.Option("--mtp", help="Include the multi-token prediction layers.")]
-Way: TypeAlias = Annotated[
+StrategyName: TypeAlias = Annotated[
     str, typer.Option(help="How bytes travel: auto for the cheapest, direct, over-read or staged.")
 ]
 Bandwidth: TypeAlias = Annotated[

@@ -55,13 +55,13 @@ class ExaminedEngine:
         name: address as given.
         role: role of the engine.
         findings: findings in order.
-        met: its identity from its control channel; None if it could not be reached.
+        identity: its identity from its control channel; None if it could not be reached.
     """
 
     name: str
     role: Role
     findings: list[Finding] = field(default_factory=list)
-    met: EngineIdentity | None = None
+    identity: EngineIdentity | None = None
 
 
 def parse_target(text: str, role: Role = Role.BOTH) -> Target:
@@ -113,9 +113,9 @@ def examine_engines(
                     _section(one, [bad("engine", f"cannot be checked: {why}", "find out what blocks there")])
                 )
                 continue
-            engine, behind = answer
+            engine, backends = answer
             found.append(_section(one, engine.findings))
-            for url, role in behind:
+            for url, role in backends:
                 try:
                     further.append(parse_target(url, role))
                 except ConfigError as error:
@@ -131,7 +131,7 @@ def examine_engines(
                             ],
                         )
                     )
-            if not behind and (one.name, one.role) not in known:
+            if not backends and (one.name, one.role) not in known:
                 seen.append(engine)
             known.add((one.name, one.role))
         waiting = [one for one in further if (one.name, one.role) not in known]
@@ -147,23 +147,23 @@ def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[s
     """Examine an engine, or list the engines behind a router."""
     seen = ExaminedEngine(one.name, one.role)
     control, offered = one.control, None
-    others: tuple[OfferedKv | None, ...] = ()
+    other_ranks: tuple[OfferedKv | None, ...] = ()
     if one.url is not None:
         at = http_engine.examine_url(one.url, _HTTP_SECONDS)
         seen.findings += at.findings
         if at.offered is None:
-            return seen, at.behind
-        offered, others = at.offered, at.others
+            return seen, at.backends
+        offered, other_ranks = at.offered, at.other_ranks
         control = offered.address
         seen.findings += _told(one.url, control)
     assert control is not None  # noqa: S101 - a target is one of the two
     try:
-        seen.met = _meet(control, keys, offered)
-        seen.findings += [*_who(seen.met), *_ports(seen.met)]
+        seen.identity = _meet(control, keys, offered)
+        seen.findings += [*_who(seen.identity), *_ports(seen.identity)]
     except IdentifyError as error:
         seen.findings.append(bad("control channel", f"{_shown(control)}: {error}", error.advice))
-    if offered is not None and others:
-        seen.findings += _ranks(offered, others, seen.met, keys)
+    if offered is not None and other_ranks:
+        seen.findings += _ranks(offered, other_ranks, seen.identity, keys)
     return seen, ()
 
 
@@ -173,24 +173,28 @@ def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> Eng
     Raises:
         CannotMeet: nothing, or another engine, answers at the address.
     """
-    met = identify(control, keys, _CONTROL_SECONDS)
+    identity = identify(control, keys, _CONTROL_SECONDS)
     if offered is None or keys is None:
-        return met
-    if offered.engine_id != met.facts.engine_id:
+        return identity
+    if offered.engine_id != identity.facts.engine_id:
         raise IdentifyError(
-            f"engine {offered.engine_id} tells peers this address, but {met.facts.engine_id} answers there",
+            f"engine {offered.engine_id} tells peers this address, but "
+            f"{identity.facts.engine_id} answers there",
             "set the connector's host to an address that leads peers to its machine",
         )
     release_ticket(control, keys, offered.ticket, http_engine.PROBE_TOKENS)
-    return met
+    return identity
 
 
 def _ranks(
-    first: OfferedKv, others: Sequence[OfferedKv | None], met: EngineIdentity | None, keys: Keys | None
+    first: OfferedKv,
+    other_ranks: Sequence[OfferedKv | None],
+    identity: EngineIdentity | None,
+    keys: Keys | None,
 ) -> list[Finding]:
     """Compare the other data-parallel ranks of an engine with the first."""
     found, known = list[Finding](), {first.engine_id}
-    for number, offered in enumerate(others, 1):
+    for number, offered in enumerate(other_ranks, 1):
         rank = f"data-parallel rank {number}"
         if offered is None or offered.engine_id in known:
             what = "offers no KV" if offered is None else "does not answer: another rank answers in its place"
@@ -208,12 +212,12 @@ def _ranks(
         except IdentifyError as error:
             found.append(bad(rank, f"{_shown(offered.address)}: {error}", error.advice))
             continue
-        if met is not None and (different := _different(met, other)):
+        if identity is not None and (different := _different(identity, other)):
             found.append(
                 bad(rank, f"it differs from rank 0: {different}", "start all ranks with the same settings")
             )
     if not found:
-        found.append(ok("data-parallel", f"{len(others) + 1} ranks, all of which answer and are alike"))
+        found.append(ok("data-parallel", f"{len(other_ranks) + 1} ranks, all of which answer and are alike"))
     return found
 
 
@@ -221,8 +225,8 @@ def _different(one: EngineIdentity, other: EngineIdentity) -> str:
     """Return the differences between two ranks that must be equal; empty if there are none."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
-        [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in met.ranks]
-        for met in (one, other)
+        [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in identity.ranks]
+        for identity in (one, other)
     ]
     return "; ".join([*facts, *(["other workers, groups or block sizes"] if shapes[0] != shapes[1] else [])])
 
@@ -245,30 +249,31 @@ def _told(url: str, control: Address) -> list[Finding]:
     ]
 
 
-def _who(met: EngineIdentity) -> list[Finding]:
+def _who(identity: EngineIdentity) -> list[Finding]:
     """Describe an engine."""
-    first = met.ranks[0].geometry
+    first = identity.ranks[0].geometry
     alike = Counter(f"{group.label} in blocks of {group.block_tokens}" for group in first.groups)
     groups = ", ".join(f"{count} x {label}" for label, count in alike.items())
-    agree = met.facts.must_agree
+    agree = identity.facts.must_agree
     dtypes = f"{agree.get('model dtype', '?')}, KV cache {agree.get('KV cache dtype', '?')}"
     return [
         ok(
             "control channel",
-            f"{_shown(met.address)}, encrypted, answers in {format_seconds(met.round_trip_seconds)}",
+            f"{_shown(identity.address)}, encrypted, "
+            f"answers in {format_seconds(identity.round_trip_seconds)}",
         ),
-        ok("who", f"{met.facts.engine_id}, {met.facts.software}"),
+        ok("who", f"{identity.facts.engine_id}, {identity.facts.software}"),
         ok("ranks", f"TP{first.tp_size} PP{first.pp_size}, {first.num_blocks:,} blocks; groups: {groups}"),
         ok("content", f"weights {agree.get('weights', '?')}; {dtypes}"),
     ]
 
 
-def _ports(met: EngineIdentity) -> list[Finding]:
+def _ports(identity: EngineIdentity) -> list[Finding]:
     """Check the open ports of an engine, if it runs on this machine as this user."""
-    host, port = met.address
+    host, port = identity.address
     if not is_local_address(host):
         return []
-    gather = {card.outgoing.port: "gather channel" for card in met.ranks if card.outgoing}
+    gather = {card.outgoing.port: "gather channel" for card in identity.ranks if card.outgoing}
     return ports.findings(ports.engine_of(port), {port: "control channel", **gather})
 
 

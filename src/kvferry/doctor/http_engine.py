@@ -62,15 +62,15 @@ class UrlFindings:
 
     Attributes:
         findings: findings in order.
-        behind: URLs and roles of the engines behind a router.
+        backends: URLs and roles of the engines behind a router.
         offered: KV offered by the engine, or by its first data-parallel rank; None if it offers none.
-        others: the same for its other ranks.
+        other_ranks: the same for its other ranks.
     """
 
     findings: list[Finding] = field(default_factory=list)
-    behind: tuple[tuple[str, Role], ...] = ()
+    backends: tuple[tuple[str, Role], ...] = ()
     offered: OfferedKv | None = None
-    others: tuple[OfferedKv | None, ...] = ()
+    other_ranks: tuple[OfferedKv | None, ...] = ()
 
 
 def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> UrlFindings:
@@ -131,7 +131,7 @@ def _behind(said: dict[str, Any]) -> UrlFindings:
         )
         return seen
     engines = [(one, Role.PREFILL) for one in health.prefill] + [(one, Role.DECODE) for one in health.decode]
-    seen.behind = tuple((one.url, role) for one, role in engines)
+    seen.backends = tuple((one.url, role) for one, role in engines)
     down = [one for one, _ in engines if not one.up]
     seen.findings.append(
         ok("router", f"{len(engines)} engines behind it, {len(engines) - len(down)} of them up")
@@ -212,7 +212,7 @@ async def _ask_for_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
     seen.offered = _offered(handed_over(answer.body))
     if seen.offered is not None:
         others = [await compute(rank) for rank in range(1, engines)]
-        seen.others = tuple(_offered(handed_over(one.body)) if one.fine else None for one in others)
+        seen.other_ranks = tuple(_offered(handed_over(one.body)) if one.fine else None for one in others)
     else:
         other = handed_over(answer.body) or {}
         what = (

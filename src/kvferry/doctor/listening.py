@@ -61,28 +61,28 @@ def key(secret_file: str | None) -> Finding:
 def access(config: ConnectorConfig, host: str) -> Finding:
     """Report who could exchange KV with the engine."""
     subject = "host"
-    told = config.advertise_host or host
+    advertised_host = config.advertise_host or host
     if is_loopback(host):
-        return ok(subject, f"{told}: only engines of this machine can exchange KV")
+        return ok(subject, f"{advertised_host}: only engines of this machine can exchange KV")
     if config.secret_file is not None:
         where = f" at {', '.join(config.peers)} (peers)" if config.peers else ""
-        return ok(subject, f"{told}: whoever has the key{where} can exchange KV")
+        return ok(subject, f"{advertised_host}: whoever has the key{where} can exchange KV")
     return note(
         subject,
-        f"{told}, and no secret_file: only this user's engines on this machine have the key",
+        f"{advertised_host}, and no secret_file: only this user's engines on this machine have the key",
         "for engines on other machines, run kvferry keygen FILE, copy the file to all, and set secret_file",
     )
 
 
-def advertised(told: str | None) -> list[Finding]:
+def advertised(advertised_host: str | None) -> list[Finding]:
     """Return a note if the advertised address is a name: peers resolve only names that they list."""
-    if told is None or told == "localhost" or parse_ip(told) is not None:
+    if advertised_host is None or advertised_host == "localhost" or parse_ip(advertised_host) is not None:
         return []
     return [
         note(
             "advertise_host",
-            f"{told} is a name, which other engines resolve only if their peers setting lists it",
-            f"add --peers {told} to their configuration, or advertise an address",
+            f"{advertised_host} is a name, which other engines resolve only if their peers setting lists it",
+            f"add --peers {advertised_host} to their configuration, or advertise an address",
         )
     ]
 

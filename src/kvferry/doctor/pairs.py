@@ -61,9 +61,9 @@ def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> l
         costs: the planner's costs here.
         local: speed of READs between two processes of this machine; empty if unknown.
     """
-    met = [(seen, seen.met) for seen in engines if seen.met is not None]
+    identity = [(seen, seen.identity) for seen in engines if seen.identity is not None]
     found: dict[tuple[str, str], tuple[Finding, ...]] = {}
-    for (source, there), (reader, here) in permutations(met, 2):
+    for (source, there), (reader, here) in permutations(identity, 2):
         if source.role is not Role.DECODE and reader.role is not Role.PREFILL and there.facts != here.facts:
             check_pair = partial(_pair, there, here, costs, local)
             found[source.name, reader.name] = tuple(run_check("pair", _PAIR_SECONDS, check_pair))
@@ -102,7 +102,9 @@ def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str)
         )
     if not different:
         found += [ok("compatible", _moves(there, here, costs)), *_drafts(there, here), *_windows(there, here)]
-    if any(str(met.facts.must_agree.get("weights")).startswith(_UNVERIFIED) for met in (there, here)):
+    if any(
+        str(identity.facts.must_agree.get("weights")).startswith(_UNVERIFIED) for identity in (there, here)
+    ):
         found.append(
             note(
                 "weights",
@@ -131,7 +133,9 @@ def _fact_of(difference: str) -> str:
 
 def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
     """Report how bytes would travel, as far as it was measured."""
-    took = " and ".join(map(format_seconds, sorted(met.round_trip_seconds for met in (there, here))))
+    took = " and ".join(
+        map(format_seconds, sorted(identity.round_trip_seconds for identity in (there, here)))
+    )
     channel = f"asked from here, control channels answer in {took}"
     if there.address[0] == here.address[0]:
         way = f"one machine; two processes where the doctor runs read {local}" if local else "one machine"
@@ -171,7 +175,7 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 
 def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
     """Return a note on layers of a draft model that the peer lacks: they are cleared instead of loaded."""
-    peer, ours = ([card.geometry for card in met.ranks] for met in (there, here))
+    peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
     if not (names := absent_layer_names(peer, ours)):
         return []
     return [
@@ -189,9 +193,10 @@ def _windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
     kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
     theirs, ours = (
         max(
-            (g.block_tokens for card in met.ranks for g in card.geometry.groups if g.kind in kinds), default=0
+            (g.block_tokens for card in identity.ranks for g in card.geometry.groups if g.kind in kinds),
+            default=0,
         )
-        for met in (there, here)
+        for identity in (there, here)
     )
     if not 0 < theirs < ours:
         return []

@@ -26,12 +26,12 @@ class ReadTimings:
     """Timed READs.
 
     Attributes:
-        way: names of the transports in UCX, for example ``cma/memory``.
+        transports: names of the transports in UCX, for example ``cma/memory``.
         timed: (descriptors, bytes, seconds) of each size.
         machine: description of the machine, as in `kvferry bench`.
     """
 
-    way: tuple[str, ...]
+    transports: tuple[str, ...]
     timed: tuple[tuple[int, int, float], ...]
     machine: Mapping[str, Any]
 
@@ -48,7 +48,7 @@ class ReadTimings:
             f"{moved / seconds / 1e9:.2g} GB/s in pieces of {format_bytes(moved / count)}"
             for count, moved, seconds in self.timed
         ]
-        return f"by {' and '.join(self.way) or 'a way UCX does not name'}: {', '.join(parts)}"
+        return f"by {' and '.join(self.transports) or 'a transports UCX does not name'}: {', '.join(parts)}"
 
 
 def transport_of(out: Iterable[str]) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def check(
         yield bad(subject, f"does not work: {away}", "check the network devices that UCX finds (ucx_info -d)")
         return
     rdma = devices()
-    over_tcp = all(way.startswith("tcp/") for way in away.way)
+    over_tcp = all(transports.startswith("tcp/") for transports in away.transports)
     if rdma and over_tcp:
         yield bad(
             subject,

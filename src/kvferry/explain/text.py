@@ -23,15 +23,15 @@ class Summary:
 
     Attributes:
         tokens: length of the prompt.
-        places: tokens by origin: a tier, ``peer``, ``prefix cache``, ``another connector`` or ``computed``;
-            empty until the request is scheduled.
+        tokens_by_origin: tokens by origin: a tier, ``peer``, ``prefix cache``, ``another connector`` or
+            ``computed``; empty until the request is scheduled.
         failed: number of failed loads.
         seconds: time from arrival until it was scheduled; None until then.
         loading, looking: seconds of it in which loads were under way, or a source was still looking.
     """
 
     tokens: int
-    places: Counter[str] = field(default_factory=Counter)
+    tokens_by_origin: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     seconds: float | None = None
     loading: float = 0.0
@@ -71,26 +71,26 @@ def summary(trace: RequestTrace) -> Summary:
                 broken.add(attempt)
         elif isinstance(event, events.Scheduled):
             found.seconds = event.at - came.at
-            found.places = _places([load for load in brought if load.attempt not in broken], event)
+            found.tokens_by_origin = _places([load for load in brought if load.attempt not in broken], event)
             break
     found.loading = sum(loading.values())
     return found
 
 
 def _places(brought: list[events.LoadBegan], went_on: events.Scheduled) -> Counter[str]:
-    places: Counter[str] = Counter()
+    tokens_by_origin: Counter[str] = Counter()
     for load in brought:
         for part in trim_parts(load.parts, load.end - load.begin):
-            places[part.place] += part.tokens
-    here = went_on.cached_tokens - went_on.other_connector_tokens - places.total()
-    places.update(
+            tokens_by_origin[part.place] += part.tokens
+    here = went_on.cached_tokens - went_on.other_connector_tokens - tokens_by_origin.total()
+    tokens_by_origin.update(
         {
             "prefix cache": max(0, here),
             "another connector": went_on.other_connector_tokens,
             "computed": went_on.tokens - went_on.cached_tokens,
         }
     )
-    return +places
+    return +tokens_by_origin
 
 
 _INDENT = 2
@@ -98,33 +98,35 @@ _TIMES = 11
 """Width of the time column."""
 
 
-def render(told: EngineTrace) -> str:
+def render(traced: EngineTrace) -> str:
     """Return the timeline of one request as text."""
-    engine = told.answer.engine
-    came = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(told.arrived))
+    engine = traced.answer.engine
+    came = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))
     lines = [
-        *wrapped(told.trace.request_id, hanging=_INDENT),
-        *wrapped(f"{_engine(told)}, process {engine.pid}, {engine.model}; arrived {came} UTC", _INDENT),
+        *wrapped(traced.trace.request_id, hanging=_INDENT),
+        *wrapped(f"{_engine(traced)}, process {engine.pid}, {engine.model}; arrived {came} UTC", _INDENT),
     ]
-    for line in timeline(told.trace):
+    for line in timeline(traced.trace):
         lines += _line(line)
-    if (times := _times(summary(told.trace))) is not None:
+    if (times := _times(summary(traced.trace))) is not None:
         lines += wrapped(times, _INDENT)
     return "\n".join(lines)
 
 
-def render_list(told: list[EngineTrace], now: float) -> str:
+def render_list(traced: list[EngineTrace], now: float) -> str:
     """Return a list of requests, the latest last, in about two lines each. `now` is in seconds since 1970."""
     lines: list[str] = []
-    for one in told:
+    for one in traced:
         found = summary(one.trace)
-        places = ", ".join(f"{format_count(n)} {_from(place)}" for place, n in found.places.most_common())
-        if not places:
-            places = "no source was asked" if _unasked(one) else "not scheduled yet"
+        origins = ", ".join(
+            f"{format_count(n)} {_from(place)}" for place, n in found.tokens_by_origin.most_common()
+        )
+        if not origins:
+            origins = "no source was asked" if _unasked(one) else "not scheduled yet"
         failed = f"; {found.failed} load{'s' * (found.failed > 1)} failed" if found.failed else ""
         said = f"{format_age(now - one.arrived)} ago, {_engine(one)}, {format_count(found.tokens)} tokens: "
         lines += wrapped(one.trace.request_id, hanging=_INDENT)
-        lines += wrapped(f"{said}{places}{failed}", _INDENT)
+        lines += wrapped(f"{said}{origins}{failed}", _INDENT)
     return "\n".join(lines)
 
 
@@ -153,11 +155,11 @@ def _from(place: str) -> str:
     return f"from {'its own ' if place == 'prefix cache' else ''}{place}"
 
 
-def _engine(told: EngineTrace) -> str:
-    engine = told.answer.engine
+def _engine(traced: EngineTrace) -> str:
+    engine = traced.answer.engine
     role = "engine" if engine.role == "both" else f"{engine.role} engine"
     return f"{role}, connector {engine.connector}" if engine.connector else role
 
 
-def _unasked(told: EngineTrace) -> bool:
-    return not getattr(told.trace.events[0], "sources", ())
+def _unasked(traced: EngineTrace) -> bool:
+    return not getattr(traced.trace.events[0], "sources", ())

@@ -74,9 +74,9 @@ class _Timeline:
             if one.excluded:
                 yield f"{one.source} is not asked again: {one.excluded}"
                 continue
-            places = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in one.bid.parts)
+            origins = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in one.bid.parts)
             looking = "is still looking for at most" if one.bid.looking else "bids"
-            yield f"{one.source} {looking} {_tokens(one.bid.tokens)} ({places}), worth {one.value:.4g}."
+            yield f"{one.source} {looking} {_tokens(one.bid.tokens)} ({origins}), worth {one.value:.4g}."
         if event.compute_value:
             yield f"Computing everything is worth {event.compute_value:.4g}."
         for lack in event.misses:
@@ -92,8 +92,8 @@ class _Timeline:
     def _load_began(self, event: events.LoadBegan) -> Iterator[str]:
         yield from self._again()
         parts = trim_parts(event.parts, event.end - event.begin)
-        places = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in parts)
-        yield f"Loading tokens {event.begin} to {event.end - 1}: {places}."
+        origins = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in parts)
+        yield f"Loading tokens {event.begin} to {event.end - 1}: {origins}."
         if event.peer != event.source:
             yield f"The {event.source} is {event.peer}"
 

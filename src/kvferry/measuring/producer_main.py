@@ -76,7 +76,7 @@ class AllEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class ProducerFailed:
     """The answer that the producer failed, with the reason."""
 
     reason: str
@@ -103,7 +103,7 @@ def produce(
         producers.extend(_ServedEngine(engine, incarnation, keys) for engine in engines)
         _serve(pipe, producers, incarnation)
     except KVFerryError as error:
-        pipe.send(Trouble(str(error)))
+        pipe.send(ProducerFailed(str(error)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     finally:
@@ -159,12 +159,12 @@ class _ServedEngine:
         for thread in self._threads:
             thread.close()
 
-    def grant(self, lease: str) -> Granted | Trouble:
+    def grant(self, lease: str) -> Granted | ProducerFailed:
         """Take a lease of that name, and publish a ticket for it."""
         try:
             word = self._book.grant(lease)
         except KVFerryError as error:
-            return Trouble(str(error))
+            return ProducerFailed(str(error))
         ticket = new_ticket()
         self._server.tickets.publish(ticket, lease, 1, CONTENT, Grant.of(word.slot, word.generation, []))
         return Granted(ticket)

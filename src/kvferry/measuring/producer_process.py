@@ -15,7 +15,7 @@ from kvferry.measuring.producer_main import (
     AskTicket,
     Granted,
     Listening,
-    Trouble,
+    ProducerFailed,
     produce,
 )
 from kvferry.measuring.simulated import SimulatedEngine
@@ -125,7 +125,7 @@ class ProducerProcess:
             answer: Any = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise TransferError(self._death()) from error
-        if isinstance(answer, Trouble):
+        if isinstance(answer, ProducerFailed):
             raise TransferError(f"the producer process: {answer.reason}")
         if not isinstance(answer, kind):
             raise TransferError(f"the producer process answered {answer!r}, expected a {kind.__name__}")

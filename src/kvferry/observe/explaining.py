@@ -11,7 +11,7 @@ from kvferry.observe.traces import TraceBuffer
 from kvferry.observe.wire import EngineInfo
 
 
-class Explaining:
+class RequestExplainer:
     """Remembers the latest requests and answers questions about them; does nothing if `requests` is 0."""
 
     def __init__(

@@ -90,7 +90,7 @@ class PlannedTransfer:
         kinds: the caches that layers have, each kind once.
         src_rows, dst_rows: index in `kinds` of each group of source and destination.
         srcs, dsts: ranks of source and destination.
-        here, there: block tables of source and destination.
+        src_tables, dst_tables: block tables of source and destination.
         span: tokens that move.
     """
 
@@ -99,8 +99,8 @@ class PlannedTransfer:
     dst_rows: tuple[int, ...]
     srcs: tuple[RankGeometry, ...]
     dsts: tuple[RankGeometry, ...]
-    here: Tables
-    there: Tables
+    src_tables: Tables
+    dst_tables: Tables
     span: LoadSpan
 
     def templates(self, number: int) -> tuple[Template, ...]:
@@ -113,7 +113,7 @@ class PlannedTransfer:
 
     def cells(self, route: Route, kind: GroupKind, attention_span: int) -> Cells:
         """Return the cells of a route that move if its group is of this kind and span."""
-        src, dst = self.here.by_group[route.src_group], self.there.by_group[route.dst_group]
+        src, dst = self.src_tables.by_group[route.src_group], self.dst_tables.by_group[route.dst_group]
         return select_cells(
             route, kind, attention_span=attention_span, span=self.span, src_table=src, dst_table=dst
         )
@@ -136,8 +136,10 @@ def set_up(
     laid, origin = apart(reading) if separate else (reading, {s: s for s in reading.cache.layers})
     kinds = tuple(dict.fromkeys(reading.cache.layers))
     row_of = {number: kinds.index(origin[store]) for number, store in enumerate(laid.cache.layers)}
-    here, there = (tables(laid, side, tokens) for side in sides)
-    shapes = [shape(laid, side, t.num_blocks) for side, t in zip(sides, (here, there), strict=True)]
+    src_tables, dst_tables = (tables(laid, side, tokens) for side in sides)
+    shapes = [
+        shape(laid, side, t.num_blocks) for side, t in zip(sides, (src_tables, dst_tables), strict=True)
+    ]
     rows = [tuple(row_of[group.layers[0]] for group in each.groups) for each in shapes]
     srcs, dsts = (lay_out(laid.cache, each) for each in shapes)
     return PlannedTransfer(
@@ -146,7 +148,7 @@ def set_up(
         dst_rows=rows[1],
         srcs=srcs,
         dsts=dsts,
-        here=here,
-        there=there,
+        src_tables=src_tables,
+        dst_tables=dst_tables,
         span=span_of(tokens),
     )

@@ -100,7 +100,7 @@ class ChunkedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingChunk:
     """A missing chunk, without which a group cannot continue at a boundary.
 
     Attributes:
@@ -118,22 +118,22 @@ class Coverage:
 
     Attributes:
         groups: all groups of the model.
-        cut: the prompt.
-        places: number of the fastest tier that has a chunk, int64 of shape (groups, `cut.chunks`).
-        ends: boundaries in tokens, int64 of shape (`cut.chunks`,).
-        usable: boundaries at which a prefix may end at all, bool of shape (`cut.chunks`,).
+        chunked: the prompt.
+        tier_numbers: number of the fastest tier that has a chunk, int64 of shape (groups, `chunked.chunks`).
+        ends: boundaries in tokens, int64 of shape (`chunked.chunks`,).
+        usable: boundaries at which a prefix may end at all, bool of shape (`chunked.chunks`,).
         slowest: per group, the slowest tier in the run that ends at each boundary, int64 of shape
-            (`cut.chunks`,).
-        of_all: the slowest tier over all groups, int64 of shape (`cut.chunks`,).
+            (`chunked.chunks`,).
+        slowest_overall: the slowest tier over all groups, int64 of shape (`chunked.chunks`,).
     """
 
     groups: Sequence[GroupPattern]
-    cut: ChunkedPrompt
-    places: TierNumbers
+    chunked: ChunkedPrompt
+    tier_numbers: TierNumbers
     ends: Int64s
     usable: Bools
     slowest: tuple[TierNumbers, ...]
-    of_all: TierNumbers
+    slowest_overall: TierNumbers
 
     @property
     def tokens(self) -> int:
@@ -141,23 +141,24 @@ class Coverage:
         return self.longest()[0]
 
     @property
-    def alone(self) -> tuple[int, ...]:
+    def per_group(self) -> tuple[int, ...]:
         """Tokens of the longest usable prefix of each group, if all other groups were complete."""
         return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property
-    def beginning(self) -> int:
+    def full_attention_tokens(self) -> int:
         """Tokens of the longest prefix of the groups that attend to all tokens.
 
         Windows and states may be missing at its end.
         """
-        each = zip(self.groups, self.alone, strict=True)
+        each = zip(self.groups, self.per_group, strict=True)
         return min(
-            (tokens for group, tokens in each if attends_to_all(group.kind)), default=self.cut.local_tokens
+            (tokens for group, tokens in each if attends_to_all(group.kind)),
+            default=self.chunked.local_tokens,
         )
 
     @property
-    def better(self) -> int | None:
+    def nearest_boundary(self) -> int | None:
         """Tokens of the boundary beyond `tokens` that came closest to being usable; None if there is none.
 
         It is the boundary at which the fewest groups fail; of several, the nearest.
@@ -166,20 +167,25 @@ class Coverage:
         return None if at is None else int(self.ends[at])
 
     @property
-    def missing(self) -> tuple[Missing, ...]:
-        """The first missing chunk at `better` of each group that fails there; empty if `better` is None."""
+    def missing(self) -> tuple[MissingChunk, ...]:
+        """The first missing chunk at `nearest_boundary` of each group that fails there.
+
+        Empty if `nearest_boundary` is None.
+        """
         at = self._better()
         if at is None:
             return ()
         end = int(self.ends[at])
         span, found = (
-            LoadSpan(self.cut.local_tokens, end, self.cut.prompt, (min(self.cut.first, end), end)),
+            LoadSpan(
+                self.chunked.local_tokens, end, self.chunked.prompt, (min(self.chunked.first, end), end)
+            ),
             [],
         )
         for number, (group, slowest) in enumerate(zip(self.groups, self.slowest, strict=True)):
             if slowest[at] == NO_TIER:
-                run = _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, self.cut)
-                found.append(Missing(number, int(run[self.places[number, run].argmax()])))
+                run = _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, self.chunked)
+                found.append(MissingChunk(number, int(run[self.tier_numbers[number, run].argmax()])))
         return tuple(found)
 
     def longest(self, before: int = NO_TIER) -> tuple[int, int]:
@@ -192,18 +198,22 @@ class Coverage:
             (tokens, number of the slowest tier used); tokens are `ChunkedPrompt.local_tokens` if no chunk
             extends it.
         """
-        return self._last(self.of_all, before)
+        return self._last(self.slowest_overall, before)
 
     def after(self, first: int) -> int:
         """Return the tokens of the longest usable prefix, given another `ChunkedPrompt.first`."""
-        return _covered(self.groups, replace(self.cut, first=first), self.places, self).tokens
+        return _covered(self.groups, replace(self.chunked, first=first), self.tier_numbers, self).tokens
 
     def _last(self, slowest: TierNumbers, before: int) -> tuple[int, int]:
         good = (self.usable & (slowest < before)).nonzero()[0]
-        return (int(self.ends[good[-1]]), int(slowest[good[-1]])) if len(good) else (self.cut.local_tokens, 0)
+        return (
+            (int(self.ends[good[-1]]), int(slowest[good[-1]]))
+            if len(good)
+            else (self.chunked.local_tokens, 0)
+        )
 
     def _better(self) -> int | None:
-        """Return the number of the chunk that ends at `better`."""
+        """Return the number of the chunk that ends at `nearest_boundary`."""
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
@@ -216,73 +226,76 @@ def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
     return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
 
 
-def coverage(groups: Sequence[GroupPattern], cut: ChunkedPrompt, places: TierNumbers) -> Coverage:
+def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers) -> Coverage:
     """Compute the usable prefixes of a prompt.
 
     Args:
         groups: all groups of the model.
-        cut: the prompt.
-        places: number of the tier that each chunk of a group comes from, int64 of shape (groups,
-            `cut.chunks`); `NO_TIER` if none has it. In a state group, the tier of the snapshot at the chunk's
-            end. Attention chunks inside `cut.local_tokens` may be missing. The tail of an attention group
-            may also come from a longer chunk that begins with it.
+        chunked: the prompt.
+        tier_numbers: number of the tier that each chunk of a group comes from, int64 of shape (groups,
+            `chunked.chunks`); `NO_TIER` if none has it. In a state group, the tier of the snapshot at the
+            chunk's end. Attention chunks inside `chunked.local_tokens` may be missing. The tail of an
+            attention group may also come from a longer chunk that begins with it.
 
     Raises:
-        TransferError: `places` is of another shape, or there is no group.
+        TransferError: `tier_numbers` is of another shape, or there is no group.
 
     >>> from kvferry.geometry.store import LayerCache
     >>> full, state = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.STATE, 0, ())
     >>> found = np.array([[0, 0, 1, NO_TIER], [NO_TIER, 0, NO_TIER, 0]])
     >>> both = coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
-    >>> both.longest(), both.alone, both.better, both.missing
+    >>> both.longest(), both.per_group, both.nearest_boundary, both.missing
     ((512, 0), (768, 1024), 768, (Missing(group=1, chunk=2),))
     """
-    if not groups or places.shape != (len(groups), cut.chunks) or places.dtype != np.int64:
+    if not groups or tier_numbers.shape != (len(groups), chunked.chunks) or tier_numbers.dtype != np.int64:
         raise TransferError(
-            f"places of chunks are {places.dtype} of shape {places.shape}, not int64 of ({len(groups)}, "
-            f"{cut.chunks}): groups of the model, chunks of the prompt"
+            f"tier numbers are {tier_numbers.dtype} of shape {tier_numbers.shape}, not int64 of "
+            f"({len(groups)}, {chunked.chunks}): groups of the model, chunks of the prompt"
         )
-    return _covered(groups, cut, places)
+    return _covered(groups, chunked, tier_numbers)
 
 
 def _covered(
-    groups: Sequence[GroupPattern], cut: ChunkedPrompt, places: TierNumbers, before: Coverage | None = None
+    groups: Sequence[GroupPattern],
+    chunked: ChunkedPrompt,
+    tier_numbers: TierNumbers,
+    before: Coverage | None = None,
 ) -> Coverage:
     """Compute `coverage`.
 
     `before` is a coverage that differs in `ChunkedPrompt.first` alone; rows that do not depend on it are
     kept.
     """
-    ends = cut.boundaries if before is None else before.ends
-    usable = ends > max(cut.local_tokens, cut.first)
-    if cut.tokens > longest_usable_prefix(groups, cut.prompt):
+    ends = chunked.boundaries if before is None else before.ends
+    usable = ends > max(chunked.local_tokens, chunked.first)
+    if chunked.tokens > longest_usable_prefix(groups, chunked.prompt):
         usable[-1:] = False
     slowest = tuple(
-        _slowest(group, cut, ends, row)
+        _slowest(group, chunked, ends, row)
         if before is None or attends_to_all(group.kind)
         else before.slowest[number]
-        for number, (group, row) in enumerate(zip(groups, places, strict=True))
+        for number, (group, row) in enumerate(zip(groups, tier_numbers, strict=True))
     )
     return Coverage(
         groups=groups,
-        cut=cut,
-        places=places,
+        chunked=chunked,
+        tier_numbers=tier_numbers,
         ends=ends,
         usable=usable,
         slowest=slowest,
-        of_all=reduce(np.maximum, slowest),
+        slowest_overall=reduce(np.maximum, slowest),
     )
 
 
 def chunks_to_load(
-    groups: Sequence[GroupPattern], cut: ChunkedPrompt, tokens: int, part: tuple[int, int] | None = None
+    groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tokens: int, part: tuple[int, int] | None = None
 ) -> tuple[Int64s, ...]:
     """Return the chunks to load of each group for a prefix of `tokens`.
 
     Args:
         groups: all groups of the model.
-        cut: the prompt.
-        tokens: a boundary; `cut.local_tokens` or less needs no chunk.
+        chunked: the prompt.
+        tokens: a boundary; `chunked.local_tokens` or less needs no chunk.
         part: as in `LoadSpan`. If it ends before `tokens`, `tokens` need not be a boundary.
 
     Returns:
@@ -291,47 +304,51 @@ def chunks_to_load(
     Raises:
         TransferError: `tokens` is no boundary, or lies beyond `longest_usable_prefix`.
     """
-    if tokens <= cut.local_tokens:
+    if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)
-    span = LoadSpan(cut.local_tokens, tokens, cut.prompt, part)
+    span = LoadSpan(chunked.local_tokens, tokens, chunked.prompt, part)
     whole = span.ends == tokens
-    on_boundary = not whole or tokens == cut.tokens or tokens % cut.chunk_tokens == 0
-    if not on_boundary or span.ends > min(cut.tokens, longest_usable_prefix(groups, cut.prompt)):
+    on_boundary = not whole or tokens == chunked.tokens or tokens % chunked.chunk_tokens == 0
+    if not on_boundary or span.ends > min(chunked.tokens, longest_usable_prefix(groups, chunked.prompt)):
         raise TransferError(
-            f"a prefix of {span.ends} tokens ends on no boundary of {cut.tokens} tokens in chunks of "
-            f"{cut.chunk_tokens}, or beyond the {longest_usable_prefix(groups, cut.prompt)} that may be used"
+            f"a prefix of {span.ends} tokens ends on no boundary of {chunked.tokens} tokens in chunks of "
+            f"{chunked.chunk_tokens}, or beyond the "
+            f"{longest_usable_prefix(groups, chunked.prompt)} that may be used"
         )
     return tuple(
-        _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, cut) for group in groups
+        _chunks(needed_tokens(group.kind, group.attention_span, span), group.kind, chunked)
+        for group in groups
     )
 
 
-def _chunks(tokens: tuple[int, int], kind: GroupKind, cut: ChunkedPrompt) -> Int64s:
+def _chunks(tokens: tuple[int, int], kind: GroupKind, chunked: ChunkedPrompt) -> Int64s:
     """Return the chunks that tokens ``[low, high)`` lie in; in a state group, the last one only."""
     low, high = tokens
     if low >= high:
         return np.zeros(0, np.int64)
     first = high - 1 if kind is GroupKind.STATE else low
-    return np.arange(first // cut.chunk_tokens, -(-high // cut.chunk_tokens), dtype=np.int64)
+    return np.arange(first // chunked.chunk_tokens, -(-high // chunked.chunk_tokens), dtype=np.int64)
 
 
 _NONE = np.zeros(1, np.int64)
 
 
-def _slowest(group: GroupPattern, cut: ChunkedPrompt, ends: Int64s, places: TierNumbers) -> TierNumbers:
+def _slowest(
+    group: GroupPattern, chunked: ChunkedPrompt, ends: Int64s, tier_numbers: TierNumbers
+) -> TierNumbers:
     """Return the slowest tier of the run of chunks that ends at each boundary; 0 for an empty run.
 
     Equals `select.needed_tokens` for all boundaries at once.
     """
     if group.kind is GroupKind.STATE:
-        return places
+        return tier_numbers
     if attends_to_all(group.kind):
-        run = places.copy()
-        run[: max(cut.local_tokens, cut.first) // cut.chunk_tokens] = 0
+        run = tier_numbers.copy()
+        run[: max(chunked.local_tokens, chunked.first) // chunked.chunk_tokens] = 0
         return np.maximum.accumulate(run, out=run)
-    computed, after = np.minimum(ends, cut.prompt - 1), np.arange(1, len(ends) + 1)
-    low = np.maximum(first_attended(group.kind, group.attention_span, computed), cut.local_tokens)
+    computed, after = np.minimum(ends, chunked.prompt - 1), np.arange(1, len(ends) + 1)
+    low = np.maximum(first_attended(group.kind, group.attention_span, computed), chunked.local_tokens)
     bounds = np.empty((len(ends), 2), np.int64)
-    bounds[:, 0], bounds[:, 1] = np.where(low < ends, low // cut.chunk_tokens, after), after
-    found = np.maximum.reduceat(np.concatenate((places, _NONE)), bounds.ravel())[::2]
+    bounds[:, 0], bounds[:, 1] = np.where(low < ends, low // chunked.chunk_tokens, after), after
+    found = np.maximum.reduceat(np.concatenate((tier_numbers, _NONE)), bounds.ravel())[::2]
     return found * (low < ends)

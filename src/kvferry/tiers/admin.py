@@ -68,12 +68,12 @@ class CacheAdmin(Protocol):
 
     Attributes:
         where: absolute path of a directory, or a URL.
-        notes_use: whether the time of a file is its last use; otherwise it is the time of storing.
+        records_use: whether the time of a file is its last use; otherwise it is the time of storing.
         no_capacity: meaning of an unknown capacity, for messages.
     """
 
     where: str
-    notes_use: bool
+    records_use: bool
     no_capacity: str
 
     def entries(self) -> Iterator[CacheEntry]:

@@ -124,15 +124,15 @@ class ConnectedPeer:
                 number += 1
                 if not len(cells):
                     continue
-                way = prepared.chosen(len(cells), self._settings.costs, pinned)
-                counted = prepared.counts(cells, way)
+                method = prepared.chosen(len(cells), self._settings.costs, pinned)
+                counted = prepared.counts(cells, method)
                 by_group[route.dst_group] += counted.bytes
-                strategies[route.dst_group][way.way.strategy] = None
+                strategies[route.dst_group][method.method.strategy] = None
                 tallies.append(counted)
-                if way.way.image is None:
+                if method.method.image is None:
                     direct.append(prepared.direct_indices(cells))
                 else:
-                    packed.append(PackedCells(prepared, way, cells))
+                    packed.append(PackedCells(prepared, method, cells))
                 left = partly_written_blocks(route, group.kind, group.attention_span, order.span, dst_table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))

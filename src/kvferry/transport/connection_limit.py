@@ -50,15 +50,16 @@ class ConnectionLimiter:
         events: monitor socket to poll; readable if `process_events` has work.
     """
 
-    def __init__(self, listener: zmq.Socket[Any], most: int | None = None) -> None:
+    def __init__(self, listener: zmq.Socket[Any], max_connections: int | None = None) -> None:
         """Set the limit of a socket and monitor its connections.
 
         Args:
             listener: a socket that is not bound yet.
-            most: maximum number of open connections; by default a share of the process's descriptor limit.
+            max_connections: maximum number of open connections; by default a share of the process's
+                descriptor limit.
         """
         self.open, self.paused = 0, False
-        self._listener, self._most = listener, most or _limit()
+        self._listener, self._most = listener, max_connections or _limit()
         self._log = LimitedLog(logger)
         self._accepting: socket.socket | None = None
         listener.handshake_ivl = int(HANDSHAKE_SECONDS * 1000)
@@ -149,6 +150,10 @@ class ConnectionLimiter:
 
 
 def _limit() -> int:
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    share = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else most // _SHARE_OF_DESCRIPTORS
+    max_connections, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = (
+        MAX_CONNECTIONS
+        if max_connections == resource.RLIM_INFINITY
+        else max_connections // _SHARE_OF_DESCRIPTORS
+    )
     return max(1, min(MAX_CONNECTIONS, share))

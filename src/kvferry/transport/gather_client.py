@@ -18,11 +18,11 @@ from kvferry.transport import security
 from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.gather_messages import (
     MAX_REPLY_BYTES,
+    AnnounceRoutes,
     Done,
     Gather,
     Gathered,
     GatherRoute,
-    Introduce,
     NotGathered,
     decode_reply,
     encode,
@@ -57,7 +57,7 @@ class GatherClient:
         self._socket.sndhwm = _QUEUED
         security.secure_client(self._socket, keys)
         self._socket.connect(zmq_endpoint(self._socket, host, port))
-        self._introduction = Introduce(PROTOCOL, list(routes))
+        self._introduction = AnnounceRoutes(PROTOCOL, list(routes))
         self._introductions = 0
         self._introduce()
         self._numbers = itertools.count(1)
@@ -90,11 +90,11 @@ class GatherClient:
             blocks: source block of every cell, int64 of shape (n,).
             cell: index of the first cell within its block.
         """
-        chunk = next(self._numbers) % (1 << 31)
-        self._wanted[chunk] = self._introductions
+        segment = next(self._numbers) % (1 << 31)
+        self._wanted[segment] = self._introductions
         ids = blocks.astype(np.int32).tobytes()
         request = Gather(
-            chunk=chunk,
+            segment=segment,
             route=route,
             slot=lease.slot,
             generation=lease.generation,
@@ -102,22 +102,22 @@ class GatherClient:
             cell=cell,
         )
         if not self._send(request):
-            self._answers[chunk] = NotGathered(chunk, "the producer's worker does not take requests")
-        return chunk
+            self._answers[segment] = NotGathered(segment, "the producer's worker does not take requests")
+        return segment
 
-    def answer(self, chunk: int) -> Gathered | NotGathered | None:
+    def answer(self, segment: int) -> Gathered | NotGathered | None:
         """Remove and return the reply for a segment; None if there is none yet."""
         self._receive()
-        found = self._answers.pop(chunk, None)
+        found = self._answers.pop(segment, None)
         if found is not None:
-            del self._wanted[chunk]
+            del self._wanted[segment]
         return found
 
-    def done(self, chunk: int) -> None:
+    def done(self, segment: int) -> None:
         """Tell the rank that a segment has been read or is no longer needed."""
-        self._wanted.pop(chunk, None)
-        self._answers.pop(chunk, None)
-        self._send(Done(chunk))
+        self._wanted.pop(segment, None)
+        self._answers.pop(segment, None)
+        self._send(Done(segment))
 
     def close(self) -> None:
         """Disconnect."""
@@ -130,19 +130,19 @@ class GatherClient:
             except ProtocolError:
                 continue
             self.silent_until = 0.0
-            if reply.chunk not in self._wanted:
+            if reply.segment not in self._wanted:
                 continue
-            self._answers[reply.chunk] = reply
+            self._answers[reply.segment] = reply
             # It lost us: by a broken connection, or among too many readers. One of many such answers counts.
             unknown = isinstance(reply, NotGathered) and reply.unknown
-            if unknown and self._wanted[reply.chunk] == self._introductions:
+            if unknown and self._wanted[reply.segment] == self._introductions:
                 self._introduce()
 
     def _introduce(self) -> None:
         self._introductions += 1
         self._send(self._introduction)
 
-    def _send(self, message: Introduce | Gather | Done) -> bool:
+    def _send(self, message: AnnounceRoutes | Gather | Done) -> bool:
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -59,7 +59,7 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
         return len(self.parts[0].at)
 
 
-class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
+class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
     """Announces the routes of later `Gather` messages."""
 
     protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -70,14 +70,14 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     """Asks the source to gather cells that a lease protects.
 
     Attributes:
-        chunk: number of the segment, echoed in the reply.
+        segment: number of the segment, echoed in the reply.
         route: of those introduced.
         slot, generation: the lease word.
         blocks: int32 ids of the cells' source blocks, in order.
         cell: index of the first cell within its block; the other cells follow it.
     """
 
-    chunk: _Count
+    segment: _Count = msgspec.field(name="chunk")
     route: _Count
     slot: _Count
     generation: _HalfWord
@@ -92,19 +92,19 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """Frees a segment that the reader has read or no longer wants."""
 
-    chunk: _Count
+    segment: _Count = msgspec.field(name="chunk")
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
     """A segment has been gathered.
 
     Attributes:
-        chunk: number of the segment.
+        segment: number of the segment.
         position: index of its first image in the area.
         word, generation: index of the allocation's word and its generation, to be compared after the READ.
     """
 
-    chunk: _Count
+    segment: _Count = msgspec.field(name="chunk")
     position: _Count
     word: _Count
     generation: _HalfWord
@@ -114,17 +114,17 @@ class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
     """A segment will not be gathered.
 
     Attributes:
-        chunk: number of the segment.
+        segment: number of the segment.
         reason: the cause, as text.
         unknown: True if the server does not know the routes; the reader must announce them again.
     """
 
-    chunk: _Count
+    segment: _Count = msgspec.field(name="chunk")
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
     unknown: bool = False
 
 
-Request: TypeAlias = Introduce | Gather | Done
+Request: TypeAlias = AnnounceRoutes | Gather | Done
 Reply: TypeAlias = Gathered | NotGathered
 
 _encoder = msgspec.msgpack.Encoder()
@@ -145,7 +145,7 @@ def decode_request(data: bytes) -> Request:
     """
     with as_protocol_error("a gather request"):
         message: Request = _requests.decode(data)
-    if isinstance(message, Introduce):
+    if isinstance(message, AnnounceRoutes):
         _check(message)
     if isinstance(message, Gather) and (not message.blocks or len(message.blocks) % 4):
         raise ProtocolError(f"{len(message.blocks)} bytes are no block ids")
@@ -163,7 +163,7 @@ def decode_reply(data: bytes) -> Reply:
     return message
 
 
-def _check(message: Introduce) -> None:
+def _check(message: AnnounceRoutes) -> None:
     if message.protocol != PROTOCOL:
         raise ProtocolError(
             f"protocol {message.protocol} there, {PROTOCOL} here; run the same release of kvferry on both"

@@ -29,11 +29,11 @@ from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
 from kvferry.transport.gather_messages import (
     MAX_REQUEST_BYTES,
+    AnnounceRoutes,
     Done,
     Gather,
     Gathered,
     GatherRoute,
-    Introduce,
     NotGathered,
     decode_request,
     encode,
@@ -68,13 +68,13 @@ class _Reader:
     """A reader: its announced routes with their copies, its allocations, its number of cells."""
 
     routes: list[tuple[GatherRoute, StagingCopies]]
-    lots: dict[int, _HeldAllocation] = field(default_factory=dict)
+    allocations: dict[int, _HeldAllocation] = field(default_factory=dict)
     cells: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldAllocation:
-    lot: Allocation
+    allocation: Allocation
     since: float
 
 
@@ -162,14 +162,14 @@ class GatherServer:
     def _serve(self) -> None:
         sender, data = self._listener.receive()
         message = decode_request(data)
-        if isinstance(message, Introduce):
+        if isinstance(message, AnnounceRoutes):
             self._introduce(sender, message)
         elif isinstance(message, Done):
-            self._done(sender, message.chunk)
+            self._done(sender, message.segment)
         else:
             self._ask(sender, message)
 
-    def _introduce(self, sender: bytes, message: Introduce) -> None:
+    def _introduce(self, sender: bytes, message: AnnounceRoutes) -> None:
         routes = [
             (route, StagingCopies(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
             for route in message.routes
@@ -223,25 +223,27 @@ class GatherServer:
         blocks = message.ids()
         if reason := self._refusal(reader, route, message, blocks):
             return self._refuse(sender, message, reason)
-        lot = self.area.allocate(len(blocks), route.image_stride)
-        if lot is None:
+        allocation = self.area.allocate(len(blocks), route.image_stride)
+        if allocation is None:
             return False
         # What was gathered is right only if no block had been given back by now.
-        if reason := self._copy(message, route, loops, lot) or self._ended(message):
-            self.area.free(lot)
+        if reason := self._copy(message, route, loops, allocation) or self._ended(message):
+            self.area.free(allocation)
             return self._refuse(sender, message, reason)
-        reader.lots[message.chunk] = _HeldAllocation(lot, self._clock())
-        word = self._first_word + lot.unit
+        reader.allocations[message.segment] = _HeldAllocation(allocation, self._clock())
+        word = self._first_word + allocation.unit
         generation = int(self._words.array[word]) & 0xFFFFFFFF
-        self._answer(sender, Gathered(message.chunk, lot.position, word, generation))
+        self._answer(sender, Gathered(message.segment, allocation.position, word, generation))
         return True
 
-    def _copy(self, message: Gather, route: GatherRoute, loops: StagingCopies, lot: Allocation) -> str | None:
+    def _copy(
+        self, message: Gather, route: GatherRoute, loops: StagingCopies, allocation: Allocation
+    ) -> str | None:
         """Fill an allocation; return the reason if that fails, else None."""
         slots = self.area.images(route.image_stride)
         try:
             blocks = message.ids()
-            loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, lot.position)
+            loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, allocation.position)
         except Exception as error:  # noqa: BLE001 - said in full
             self._log.say("copy", "gather channel: a copy failed", error)
             return f"the copy failed: {shown(str(error), 500)}"
@@ -252,7 +254,7 @@ class GatherServer:
             return f"cell {message.cell} of {route.cells}"
         if blocks.min() < 1 or blocks.max() >= min(self._blocks, route.src_blocks):
             return f"blocks {blocks.min()} to {blocks.max()} are not in the pool"
-        if message.chunk in reader.lots:
+        if message.segment in reader.allocations:
             return "a chunk of that name is held"
         if (len(blocks) + 1) * route.image_stride > self.area.units * UNIT_BYTES:
             return "the images of one request have no room in the staging area"
@@ -264,17 +266,17 @@ class GatherServer:
         return None if holds else "the lease has ended"
 
     def _refuse(self, sender: bytes, message: Gather, reason: str, *, unknown: bool = False) -> bool:
-        self._answer(sender, NotGathered(message.chunk, reason, unknown))
+        self._answer(sender, NotGathered(message.segment, reason, unknown))
         return True
 
     def _answer(self, sender: bytes, reply: Gathered | NotGathered) -> None:
         self._listener.send(sender, encode(reply))
 
-    def _done(self, sender: bytes, chunk: int) -> None:
+    def _done(self, sender: bytes, segment: int) -> None:
         reader = self._readers.get(sender)
-        if reader is not None and (held := reader.lots.pop(chunk, None)):
+        if reader is not None and (held := reader.allocations.pop(segment, None)):
             self._free(held)
-        self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.chunk != chunk)
+        self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.segment != segment)
 
     def _expire(self) -> None:
         """Reclaim allocations that were not read in time, and refuse requests that waited too long."""
@@ -283,18 +285,20 @@ class GatherServer:
             return
         self._swept = now
         for reader in self._readers.values():
-            for chunk in [c for c, held in reader.lots.items() if now - held.since > ALLOCATION_SECONDS]:
-                self._free(reader.lots.pop(chunk))
+            for segment in [
+                c for c, held in reader.allocations.items() if now - held.since > ALLOCATION_SECONDS
+            ]:
+                self._free(reader.allocations.pop(segment))
         while self._waiting and now - self._waiting[0].since > WAIT_SECONDS:
             late = self._waiting.popleft()
             self._refuse(late.sender, late.message, f"no room in the staging area for {WAIT_SECONDS:g} s")
 
     def _free_all(self, reader: _Reader) -> None:
-        for held in reader.lots.values():
+        for held in reader.allocations.values():
             self._free(held)
-        reader.lots.clear()
+        reader.allocations.clear()
 
     def _free(self, held: _HeldAllocation) -> None:
         """Raise the word of an allocation, so that late READs are detected, and free it."""
-        self._words.end([self._first_word + held.lot.unit])
-        self.area.free(held.lot)
+        self._words.end([self._first_word + held.allocation.unit])
+        self.area.free(held.allocation)

@@ -43,7 +43,7 @@ from kvferry.transport.staging import StagingArea
 
 logger = logging.getLogger(__name__)
 
-MAX_CHUNKS = 4096
+MAX_SEGMENTS = 4096
 """Maximum number of segments, over all reads, whose words are being read."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
@@ -131,7 +131,7 @@ class Lane:
             in_flight: maximum number of reads in flight; more are queued.
         """
         self._settings, self._geometry, self._images = settings, geometry, landing
-        self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_CHUNKS, np.uint64)
+        self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_SEGMENTS, np.uint64)
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
         self._validator = validator
@@ -214,7 +214,7 @@ class Lane:
             agent,
             self._images,
             self._landing,
-            list(range(len(self._landing) - MAX_CHUNKS, len(self._landing))),
+            list(range(len(self._landing) - MAX_SEGMENTS, len(self._landing))),
         )
         nap = _SHORTEST_NAP
         while not (self._stop and not self._reads):
@@ -290,7 +290,7 @@ class Lane:
                     lists,
                     rank.source.client,
                     route=part.route,
-                    way=part.way,
+                    method=part.method,
                     cells=part.cells,
                     lease=order.lease,
                 )

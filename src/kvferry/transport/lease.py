@@ -73,7 +73,7 @@ class LeaseWords:
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
         return first
 
-    def void(self) -> None:
+    def invalidate_all(self) -> None:
         """Invalidate all present and future leases: set the incarnation to 0, which no lease has."""
         self.array[:] = 0
 

@@ -32,7 +32,7 @@ class Listener:
         port: int,
         keys: security.Keys,
         max_message_bytes: int,
-        most_connections: int | None = None,
+        max_connections: int | None = None,
         peers: AllowedPeers = ANY_PEER,
     ) -> None:
         """Create and bind the socket.
@@ -43,7 +43,7 @@ class Listener:
             port: 0 for any free one.
             keys: CURVE keys; a client without them is refused.
             max_message_bytes: longest message; a peer that sends a longer one is disconnected.
-            most_connections: see `ConnectionLimiter`.
+            max_connections: see `ConnectionLimiter`.
             peers: machines that may connect.
 
         Raises:
@@ -56,7 +56,7 @@ class Listener:
         self._socket.maxmsgsize = max_message_bytes
         self._socket.rcvhwm = self._socket.sndhwm = _QUEUED
         security.secure_server(self._socket, keys)
-        self._connections = ConnectionLimiter(self._socket, most_connections)
+        self._connections = ConnectionLimiter(self._socket, max_connections)
         try:
             self._socket.bind(zmq_endpoint(self._socket, host, port or "*"))
         except zmq.ZMQError as error:

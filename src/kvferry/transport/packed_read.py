@@ -93,15 +93,15 @@ class _Segment:
     since: float
     number: int = 0
     gathered: Gathered | None = None
-    lot: Allocation | None = None
+    allocation: Allocation | None = None
     handle: Any = None
     word: int = -1
     direct: bool = False
 
 
-def segments_of(way: PreparedMethod, cells: Cells) -> list[Cells]:
+def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
     """Split cells into segments."""
-    per_chunk = way.chunk_cells(len(cells))
+    per_chunk = method.segment_cells(len(cells))
     return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
 
 
@@ -119,7 +119,7 @@ class PackedRead:
         lists: RankLists,
         client: GatherClient | None,
         route: PreparedRoute,
-        way: PreparedMethod,
+        method: PreparedMethod,
         cells: Cells,
         lease: LeaseWord,
         clock: Callable[[], float] = time.monotonic,
@@ -127,8 +127,8 @@ class PackedRead:
         self.failure: str | None = None
         self.peer_lost = False
         self._bench, self._lists, self._client = bench, lists, client
-        self._route, self._way, self._lease, self._clock = route, way, lease, clock
-        self._rest = segments_of(way, cells)[::-1]
+        self._route, self._way, self._lease, self._clock = route, method, lease, clock
+        self._rest = segments_of(method, cells)[::-1]
         self._chunks: list[_Segment] = []
 
     @property
@@ -139,19 +139,19 @@ class PackedRead:
     @property
     def waits_for_source(self) -> bool:
         """True if a segment waits for the source to gather it."""
-        return any(chunk.state is _SegmentState.ASKED for chunk in self._chunks)
+        return any(segment.state is _SegmentState.ASKED for segment in self._chunks)
 
     @property
     def in_flight(self) -> bool:
         """True if a READ is in flight."""
-        return any(chunk.handle is not None for chunk in self._chunks)
+        return any(segment.handle is not None for segment in self._chunks)
 
     def advance(self) -> bool:
         """Take every step that is possible now; return whether any was."""
         moved = self._ask_ahead()
-        for chunk in list(self._chunks):
+        for segment in list(self._chunks):
             # As far as it gets, before another is looked at: what it frees, the source can use meanwhile.
-            while chunk in self._chunks and self._stepped(chunk):
+            while segment in self._chunks and self._stepped(segment):
                 moved = True
             moved |= self._ask_ahead()
         return moved
@@ -165,30 +165,30 @@ class PackedRead:
     def _ask_ahead(self) -> bool:
         moved = False
         while self._rest and len(self._chunks) < AHEAD and self.failure is None:
-            chunk = _Segment(self._rest.pop(), _SegmentState.NEW, self._clock())
-            self._chunks.append(chunk)
-            moved |= self._stepped(chunk)
+            segment = _Segment(self._rest.pop(), _SegmentState.NEW, self._clock())
+            self._chunks.append(segment)
+            moved |= self._stepped(segment)
         return moved
 
-    def _stepped(self, chunk: _Segment) -> bool:
+    def _stepped(self, segment: _Segment) -> bool:
         """Take one step of a segment; return whether it was possible."""
         try:
-            return self._step(chunk)
+            return self._step(segment)
         except Exception as error:  # noqa: BLE001 - a read fails alone
-            self._fail(chunk, f"the transport failed: {error}", peer_lost=True)
+            self._fail(segment, f"the transport failed: {error}", peer_lost=True)
             return True
 
-    def _begin(self, chunk: _Segment) -> bool:
+    def _begin(self, segment: _Segment) -> bool:
         if self._way.gather < 0:
-            chunk.state = _SegmentState.GATHERED
+            segment.state = _SegmentState.GATHERED
         elif self._source.is_silent(self._clock()):
-            self._go_direct(chunk, "it has not answered lately")
+            self._go_direct(segment, "it has not answered lately")
         else:
-            cells = chunk.cells
-            chunk.number = self._source.ask(
+            cells = segment.cells
+            segment.number = self._source.ask(
                 self._way.gather, self._lease, cells.src_block, self._route.src_cell(cells)
             )
-            chunk.state = _SegmentState.ASKED
+            segment.state = _SegmentState.ASKED
         return True
 
     @property
@@ -196,100 +196,107 @@ class PackedRead:
         assert self._client is not None  # noqa: S101 - there is one for whatever can be gathered
         return self._client
 
-    def _step(self, chunk: _Segment) -> bool:
-        if chunk.state is _SegmentState.NEW:
-            return self._begin(chunk)
-        if chunk.state is _SegmentState.ASKED:
-            return self._handle_answer(chunk)
-        if chunk.state is _SegmentState.GATHERED:
-            return self._read(chunk)
-        state = self._bench.agent.state(chunk.handle)
+    def _step(self, segment: _Segment) -> bool:
+        if segment.state is _SegmentState.NEW:
+            return self._begin(segment)
+        if segment.state is _SegmentState.ASKED:
+            return self._handle_answer(segment)
+        if segment.state is _SegmentState.GATHERED:
+            return self._read(segment)
+        state = self._bench.agent.state(segment.handle)
         if state is ReadState.IN_FLIGHT:
             return False
-        self._bench.agent.release(chunk.handle)
+        self._bench.agent.release(segment.handle)
         if state is ReadState.FAILED:
-            self._fail(chunk, "the transport failed while reading", peer_lost=True)
-        elif chunk.state is _SegmentState.READING and chunk.gathered is not None and not chunk.direct:
-            self._check(chunk, chunk.gathered)
+            self._fail(segment, "the transport failed while reading", peer_lost=True)
+        elif segment.state is _SegmentState.READING and segment.gathered is not None and not segment.direct:
+            self._check(segment, segment.gathered)
         else:
-            self._land(chunk)
+            self._land(segment)
         return True
 
-    def _handle_answer(self, chunk: _Segment) -> bool:
+    def _handle_answer(self, segment: _Segment) -> bool:
         if self.failure is not None:
-            self._over(chunk)
+            self._over(segment)
             return True
-        answer = self._source.answer(chunk.number)
+        answer = self._source.answer(segment.number)
         if isinstance(answer, Gathered):
-            if not self._is_sound(chunk, answer):
-                self._go_direct(chunk, f"it names image {answer.position} and word {answer.word}")
+            if not self._is_sound(segment, answer):
+                self._go_direct(segment, f"it names image {answer.position} and word {answer.word}")
             else:
-                chunk.gathered, chunk.state, chunk.since = answer, _SegmentState.GATHERED, self._clock()
+                segment.gathered, segment.state, segment.since = answer, _SegmentState.GATHERED, self._clock()
         elif answer is not None:
-            self._go_direct(chunk, answer.reason)
-        elif self._clock() - chunk.since > ASK_SECONDS:
+            self._go_direct(segment, answer.reason)
+        elif self._clock() - segment.since > ASK_SECONDS:
             self._source.silent_until = self._clock() + SILENT_SECONDS
-            self._go_direct(chunk, f"no answer within {ASK_SECONDS:g} s")
+            self._go_direct(segment, f"no answer within {ASK_SECONDS:g} s")
         else:
             return False
         return True
 
-    def _is_sound(self, chunk: _Segment, answer: Gathered) -> bool:
+    def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
         """Return whether a reply names images and a word inside the outgoing area."""
-        inside = answer.position + len(chunk.cells) <= self._way.src.blocks
+        inside = answer.position + len(segment.cells) <= self._way.src.blocks
         return inside and answer.word in self._lists.area_words
 
-    def _go_direct(self, chunk: _Segment, reason: str) -> None:
+    def _go_direct(self, segment: _Segment, reason: str) -> None:
         """Read the cells of a segment directly instead, with one descriptor per run."""
         if self._route.direct is None:
-            self._fail(chunk, f"cells that can only move packed were not packed: {reason}")
+            self._fail(segment, f"cells that can only move packed were not packed: {reason}")
             return
-        self._give_back(chunk)
-        chunk.direct = True
-        self._post(chunk, self._route.direct_indices(chunk.cells))
+        self._give_back(segment)
+        segment.direct = True
+        self._post(segment, self._route.direct_indices(segment.cells))
 
-    def _read(self, chunk: _Segment) -> bool:
+    def _read(self, segment: _Segment) -> bool:
         if self.failure is not None:
-            self._over(chunk)
+            self._over(segment)
             return True
-        if not self._has_room(chunk):
-            if self._clock() - chunk.since <= ROOM_SECONDS:
+        if not self._has_room(segment):
+            if self._clock() - segment.since <= ROOM_SECONDS:
                 return False
-            self._go_direct(chunk, f"no room to land for {ROOM_SECONDS:g} s")
+            self._go_direct(segment, f"no room to land for {ROOM_SECONDS:g} s")
             return True
-        outgoing = chunk.gathered.position if chunk.gathered else 0
-        self._post(chunk, self._way.indices(chunk.cells, outgoing, chunk.lot.position if chunk.lot else 0))
+        outgoing = segment.gathered.position if segment.gathered else 0
+        self._post(
+            segment,
+            self._way.indices(
+                segment.cells, outgoing, segment.allocation.position if segment.allocation else 0
+            ),
+        )
         return True
 
-    def _has_room(self, chunk: _Segment) -> bool:
+    def _has_room(self, segment: _Segment) -> bool:
         """Allocate the landing memory and word that this method needs; return False if there is none."""
-        if chunk.gathered is not None and chunk.word < 0:
+        if segment.gathered is not None and segment.word < 0:
             if not self._bench.free_words:
                 return False
-            chunk.word = self._bench.free_words.pop()
+            segment.word = self._bench.free_words.pop()
         if self._way.scatter is not None:
-            chunk.lot = self._bench.landing.allocate(len(chunk.cells), self._way.stride)
-            return chunk.lot is not None
+            segment.allocation = self._bench.landing.allocate(len(segment.cells), self._way.stride)
+            return segment.allocation is not None
         return True
 
-    def _post(self, chunk: _Segment, indices: DescriptorIndices) -> None:
+    def _post(self, segment: _Segment, indices: DescriptorIndices) -> None:
         agent = self._bench.agent
-        chunk.handle = agent.read(self._lists.local, indices.dst, self._lists.remote, indices.src)
-        chunk.state = _SegmentState.READING
-        self._start(chunk)
+        segment.handle = agent.read(self._lists.local, indices.dst, self._lists.remote, indices.src)
+        segment.state = _SegmentState.READING
+        self._start(segment)
 
-    def _check(self, chunk: _Segment, gathered: Gathered) -> None:
+    def _check(self, segment: _Segment, gathered: Gathered) -> None:
         """Read the word of the source's allocation, now that the images have arrived."""
         expected = self._word(gathered)
-        self._bench.words[chunk.word] = ~np.uint64(expected)
-        here, there = np.array([chunk.word], np.int32), np.array([gathered.word], np.int32)
-        chunk.handle = self._bench.agent.read(self._lists.local_words, here, self._lists.remote_words, there)
-        chunk.state = _SegmentState.CHECKING
-        self._start(chunk)
+        self._bench.words[segment.word] = ~np.uint64(expected)
+        here, there = np.array([segment.word], np.int32), np.array([gathered.word], np.int32)
+        segment.handle = self._bench.agent.read(
+            self._lists.local_words, here, self._lists.remote_words, there
+        )
+        segment.state = _SegmentState.CHECKING
+        self._start(segment)
 
-    def _start(self, chunk: _Segment) -> None:
+    def _start(self, segment: _Segment) -> None:
         try:
-            self._bench.agent.post(chunk.handle)
+            self._bench.agent.post(segment.handle)
         except Exception as error:  # noqa: BLE001 - the handle is polled, so that it is let go of only when it is over
             self.abandon(f"the transport failed: {error}")
             self.peer_lost = True
@@ -297,37 +304,37 @@ class PackedRead:
     def _word(self, gathered: Gathered) -> int:
         return self._lists.incarnation << 32 | gathered.generation
 
-    def _land(self, chunk: _Segment) -> None:
-        gathered = chunk.gathered if chunk.state is _SegmentState.CHECKING else None
-        if gathered and int(self._bench.words[chunk.word]) != self._word(gathered):
-            self._fail(chunk, "the source used its staging area for others before it was read")
+    def _land(self, segment: _Segment) -> None:
+        gathered = segment.gathered if segment.state is _SegmentState.CHECKING else None
+        if gathered and int(self._bench.words[segment.word]) != self._word(gathered):
+            self._fail(segment, "the source used its staging area for others before it was read")
             return
-        if chunk.lot is not None and self.failure is None:
-            self._scatter(chunk, chunk.lot)
-        self._over(chunk)
+        if segment.allocation is not None and self.failure is None:
+            self._scatter(segment, segment.allocation)
+        self._over(segment)
 
-    def _scatter(self, chunk: _Segment, lot: Allocation) -> None:
-        loops, cells = self._way.scatter, chunk.cells
+    def _scatter(self, segment: _Segment, allocation: Allocation) -> None:
+        loops, cells = self._way.scatter, segment.cells
         assert loops is not None  # noqa: S101 - a lot was taken for it
         slots = self._bench.landing.images(self._way.stride)
-        loops.scatter(cells.dst_block, cells.number, slots, lot.position)
+        loops.scatter(cells.dst_block, cells.number, slots, allocation.position)
 
-    def _fail(self, chunk: _Segment, reason: str, *, peer_lost: bool = False) -> None:
+    def _fail(self, segment: _Segment, reason: str, *, peer_lost: bool = False) -> None:
         self.abandon(reason)
         self.peer_lost |= peer_lost
-        self._over(chunk)
+        self._over(segment)
 
-    def _over(self, chunk: _Segment) -> None:
+    def _over(self, segment: _Segment) -> None:
         """Remove a segment, whose READs have ended."""
-        self._chunks.remove(chunk)
-        self._give_back(chunk)
+        self._chunks.remove(segment)
+        self._give_back(segment)
 
-    def _give_back(self, chunk: _Segment) -> None:
+    def _give_back(self, segment: _Segment) -> None:
         """Free all memory that a segment holds, on both sides."""
-        if chunk.number and self._client is not None:
-            self._client.done(chunk.number)
-        if chunk.lot is not None:
-            self._bench.landing.free(chunk.lot)
-        if chunk.word >= 0:
-            self._bench.free_words.append(chunk.word)
-        chunk.number, chunk.lot, chunk.word = 0, None, -1
+        if segment.number and self._client is not None:
+            self._client.done(segment.number)
+        if segment.allocation is not None:
+            self._bench.landing.free(segment.allocation)
+        if segment.word >= 0:
+            self._bench.free_words.append(segment.word)
+        segment.number, segment.allocation, segment.word = 0, None, -1

@@ -65,7 +65,7 @@ class PeerConnections:
     def __init__(
         self,
         make: MakePeer,
-        vet: Callable[[tuple[RankCard, ...]], ValidationResult],
+        validate: Callable[[tuple[RankCard, ...]], ValidationResult],
         in_use: Callable[[], Collection[ConnectedPeer]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,11 +73,11 @@ class PeerConnections:
 
         Args:
             make: connects a peer with these ranks, or raises.
-            vet: starts a check whether the metadata of these ranks may be loaded.
+            validate: starts a check whether the metadata of these ranks may be loaded.
             in_use: returns the connections that reads use.
             clock: seconds.
         """
-        self._make, self._vet, self._in_use, self._clock = make, vet, in_use, clock
+        self._make, self._vet, self._in_use, self._clock = make, validate, in_use, clock
         self._links: dict[str, _PeerConnection] = {}
         self._leaving: list[tuple[str, ConnectedPeer]] = []
 

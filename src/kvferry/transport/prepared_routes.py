@@ -111,14 +111,14 @@ class PreparedMethod:
     """A prepared transfer method.
 
     Attributes:
-        way: the method.
+        method: the method.
         rows: number of rows of a cell.
         src, dst: entries in the list of each side.
         gather: index of the route among those announced to the source; -1 if the source does not gather.
         scatter: copies from images to blocks; None if images are read into place.
     """
 
-    way: TransferMethod
+    method: TransferMethod
     rows: int
     src: PreparedEntries
     dst: PreparedEntries
@@ -128,9 +128,9 @@ class PreparedMethod:
     @property
     def stride(self) -> int:
         """Bytes from one image to the next."""
-        return self.way.image.stride if self.way.image else 0
+        return self.method.image.stride if self.method.image else 0
 
-    def chunk_cells(self, cells: int) -> int:
+    def segment_cells(self, cells: int) -> int:
         """Return the number of cells per segment, such that several segments fit in either staging area."""
         areas = [self.src.blocks] if self.gather >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
@@ -169,7 +169,7 @@ class PreparedRoute:
     @property
     def direct(self) -> PreparedMethod | None:
         """The direct method; None if there is none."""
-        return next((p for p in self.methods if p.way.strategy is Strategy.DIRECT), None)
+        return next((p for p in self.methods if p.method.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> DescriptorIndices:
         """Return the indices of the direct method."""
@@ -182,14 +182,16 @@ class PreparedRoute:
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
         """Return the fastest method for `cells` cells."""
-        return self.methods[choose_method([prepared.way for prepared in self.methods], cells, costs, pinned)]
+        return self.methods[
+            choose_method([prepared.method for prepared in self.methods], cells, costs, pinned)
+        ]
 
     def counts(self, cells: Cells, chosen: PreparedMethod) -> TransferCounts:
         """Return the bytes and descriptors of cells that move by a method."""
-        if chosen.way.image is None:
+        if chosen.method.image is None:
             return count_transfer(self.route, cells)
-        count, longest = len(cells), chosen.way.image.longest
-        if chosen.way.landing is not None:
+        count, longest = len(cells), chosen.method.image.longest
+        if chosen.method.landing is not None:
             longest = chosen.stride
         rows = count * chosen.rows
         return TransferCounts(self.route.cell_bytes * count, rows, rows, longest if count else 0)
@@ -221,7 +223,7 @@ class RoutePreparation:
         there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
         found = transfer_methods(route, self._costs, self._landing.largest_image, self._cuts)
-        possible = [(way, *self._rows(route, way)) for way in found if self._possible(way, room)]
+        possible = [(method, *self._rows(route, method)) for method in found if self._possible(method, room)]
         made = [self._made(route, *prepared) for prepared in self._fitting(possible)]
         if not made:
             raise TransferError(
@@ -230,14 +232,14 @@ class RoutePreparation:
             )
         self.routes.append(PreparedRoute(route, tuple(made), _clearing(route, self._space)))
 
-    def _possible(self, way: TransferMethod, room: int) -> bool:
-        if way.strategy is not Strategy.STAGED or way.image is None:
+    def _possible(self, method: TransferMethod, room: int) -> bool:
+        if method.strategy is not Strategy.STAGED or method.image is None:
             return True
-        parts = [*(part for gather in self.gathers for part in gather.parts), *way.image.nests]
+        parts = [*(part for gather in self.gathers for part in gather.parts), *method.image.nests]
         few = (
             sum(len(part.nests) for part in parts) <= MAX_NESTS and sum(len(p.at) for p in parts) <= MAX_CELLS
         )
-        return self._card.outgoing is not None and way.image.stride <= room and few
+        return self._card.outgoing is not None and method.image.stride <= room and few
 
     def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
         """Drop the methods with the most entries until the rest fits in the lists."""
@@ -249,9 +251,9 @@ class RoutePreparation:
             found = found[:most] + found[most + 1 :]
         return found
 
-    def _rows(self, route: Route, way: TransferMethod) -> tuple[_DescriptorRows, _DescriptorRows]:
+    def _rows(self, route: Route, method: TransferMethod) -> tuple[_DescriptorRows, _DescriptorRows]:
         """Return the source and destination rows of a method."""
-        image = way.image
+        image = method.image
         pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
         if image is None:
             both = [(cell_copy, cell_copy.descriptors) for cell_copy in route.cell_copies]
@@ -266,7 +268,7 @@ class RoutePreparation:
         landing = self._landing.region
         here = image.stride, image_capacity(landing.length, image.stride)
         read = image.reads
-        if way.strategy is Strategy.OVER_READ:
+        if method.strategy is Strategy.OVER_READ:
             fetched = tuple((part.descriptors.src, part.descriptors.length, part.at) for part in read)
             inside = tuple(
                 (part.descriptors.dst + landing.address, part.descriptors.length, ONE_CELL) for part in read
@@ -275,7 +277,7 @@ class RoutePreparation:
         outgoing = self._card.outgoing
         assert outgoing is not None  # noqa: S101 - see _possible
         there = image.stride, image_capacity(outgoing.bytes, image.stride)
-        if way.landing is not None:
+        if method.landing is not None:
             whole = np.array([image.bytes], np.int64)
             ends = [
                 ((np.array([at], np.int64), whole, ONE_CELL),) for at in (outgoing.address, landing.address)
@@ -288,21 +290,21 @@ class RoutePreparation:
         return _DescriptorRows(packed, *there), _DescriptorRows(placed, *pools[1])
 
     def _made(
-        self, route: Route, way: TransferMethod, src: _DescriptorRows, dst: _DescriptorRows
+        self, route: Route, method: TransferMethod, src: _DescriptorRows, dst: _DescriptorRows
     ) -> PreparedMethod:
         ends = (
             PreparedEntries(self.src.add(src), src.count, src.cells),
             PreparedEntries(self.dst.add(dst), dst.count, dst.cells),
         )
         scatter = None
-        if way.scatters is not None:
-            scatter = StagingCopies(way.scatters, self._space, "dst", route.dst_stride, route.dst_blocks)
-        if way.strategy is not Strategy.STAGED or way.image is None:
-            return PreparedMethod(way, src.rows, *ends, -1, scatter)
-        gather = GatherRoute(route.src_stride, route.src_blocks, way.image.stride, way.image.nests)
+        if method.scatters is not None:
+            scatter = StagingCopies(method.scatters, self._space, "dst", route.dst_stride, route.dst_blocks)
+        if method.strategy is not Strategy.STAGED or method.image is None:
+            return PreparedMethod(method, src.rows, *ends, -1, scatter)
+        gather = GatherRoute(route.src_stride, route.src_blocks, method.image.stride, method.image.nests)
         if gather not in self.gathers:
             self.gathers.append(gather)
-        return PreparedMethod(way, src.rows, *ends, self.gathers.index(gather), scatter)
+        return PreparedMethod(method, src.rows, *ends, self.gathers.index(gather), scatter)
 
 
 def _clearing(route: Route, space: AddressSpace) -> StagingCopies:

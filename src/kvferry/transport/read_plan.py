@@ -19,7 +19,7 @@ class PackedCells:
     """Cells of one route that are transferred packed."""
 
     route: PreparedRoute
-    way: PreparedMethod
+    method: PreparedMethod
     cells: Cells
 
 

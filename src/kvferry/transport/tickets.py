@@ -24,10 +24,10 @@ UNKNOWN: Final = (
     "the ticket is not of this engine"
 )
 RELEASED: Final = "this engine has redeemed the ticket before, and released it"
-MOST_CONSUMERS: Final = 256
+MAX_CONSUMERS: Final = 256
 """Maximum number of consumers of one ticket, because a client with the key can invent consumers."""
 
-CROWDED: Final = f"{MOST_CONSUMERS} engines have redeemed the ticket, and no more may"
+CROWDED: Final = f"{MAX_CONSUMERS} engines have redeemed the ticket, and no more may"
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _OpenTicket:
             return reason
         if asked.consumer in self.released:
             return RELEASED
-        crowded = len(self.claimed | self.released) >= MOST_CONSUMERS and asked.consumer not in self.claimed
+        crowded = len(self.claimed | self.released) >= MAX_CONSUMERS and asked.consumer not in self.claimed
         return CROWDED if crowded else None
 
 

@@ -126,7 +126,7 @@ def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it
     every = {chunks.key(group, number) for group in range(3) for number in range(5)}
     gone = {chunks.key(0, 0), chunks.key(0, 1), chunks.key(1, 0), chunks.key(2, 4)}
     found = chunks.look_up(40, 0, in_host(every - gone))
-    assert (found.tokens, found.beginning) == (0, 0)
+    assert (found.tokens, found.full_attention_tokens) == (0, 0)
     assert found.after(20) == 32
     wanted_chunks = [
         (w.group, w.number, w.tokens) for w in chunks.wanted_chunks(found, LoadSpan(0, 32, 40, (20, 32)))
@@ -141,7 +141,7 @@ def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
     chunks = PromptChunks(groups, ChunkKeys(8, tokens))
     there = {chunks.key(0, number) for number in (0, 1, 2, 4)}
     found = chunks.look_up(40, 8, in_host(there))
-    assert (found.tokens, found.beginning) == (8, 24)
+    assert (found.tokens, found.full_attention_tokens) == (8, 24)
     wanted_chunks = [
         (w.group, w.number, w.tokens) for w in chunks.wanted_chunks(found, LoadSpan(8, 39, 40, (8, 20)))
     ]
@@ -168,6 +168,6 @@ def test_chunks_of_a_request_that_grows_are_those_of_one_that_was_long_from_the_
 def test_a_prompt_shorter_than_a_chunk_is_found_by_its_tail_only():
     chunks = PromptChunks([FULL], ChunkKeys(8, range(3)))
     found = chunks.look_up(3, 0, in_host([chunks.tail(0, 3)]))
-    assert (found.places.tolist(), found.tokens) == ([[0]], 3)
+    assert (found.tier_numbers.tolist(), found.tokens) == ([[0]], 3)
     with_state = PromptChunks([FULL, STATE], ChunkKeys(8, range(3)))
     assert with_state.look_up(3, 0, in_host([with_state.tail(0, 3)])).tokens == 0

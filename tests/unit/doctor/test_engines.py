@@ -120,8 +120,8 @@ def test_an_engine_is_met_through_its_http_address_and_has_its_blocks_back(contr
     with http(engine(control.port), asked := []) as url:
         (section,), (seen,) = examine_engines([parse_target(url)], KEYS)
     assert {one.state for one in section.findings} == {State.OK}
-    assert seen.met is not None
-    assert seen.met.facts == facts()
+    assert seen.identity is not None
+    assert seen.identity.facts == facts()
     (body,) = [json.loads(body) for path, _, body in asked if path == "/v1/completions"]
     assert (body["max_tokens"], body["kv_transfer_params"]["do_remote_decode"]) == (1, True)
     has_its_blocks_back(control)
@@ -157,7 +157,7 @@ def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back(
             has_its_blocks_back(server)
     assert {one.state for one in section.findings} == {State.OK}
     assert said(section)["data-parallel"].found == "3 ranks, all of which answer and are alike"
-    assert seen.met.facts.engine_id == "P_dp0"
+    assert seen.identity.facts.engine_id == "P_dp0"
 
 
 def test_a_rank_that_is_another_or_cannot_be_met_is_named():
@@ -186,7 +186,7 @@ def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it()
         assert not server.events
     finally:
         server.close()
-    assert seen.met is None
+    assert seen.identity is None
     assert (
         "engine P tells peers this address, but somebody answers there"
         in said(section)["control channel"].found
@@ -274,7 +274,7 @@ def test_an_engine_that_does_not_answer_costs_only_itself(control, monkeypatch):
     )
     assert said(first)["HTTP"].state is State.BAD
     assert "who" in said(second)
-    assert [each.met is None for each in seen] == [True, False]
+    assert [each.identity is None for each in seen] == [True, False]
 
 
 def test_every_open_port_of_an_engine_is_listed_with_who_may_use_it():

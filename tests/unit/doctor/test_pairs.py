@@ -18,7 +18,7 @@ from transport.cards import ATTENTION, cards, facts
 NEAR = "127.0.0.1", 5600
 
 
-def met(engine: str = "P", of=None, address=NEAR, **agree) -> EngineIdentity:
+def identity(engine: str = "P", of=None, address=NEAR, **agree) -> EngineIdentity:
     return EngineIdentity(address, facts(engine, ord(engine), **agree), of or cards(), 1e-3)
 
 
@@ -44,14 +44,14 @@ def found(section, subject):
 
 
 def test_engines_that_fit_are_one_line_for_both_directions():
-    (section,) = checked(met(), met("D"))
+    (section,) = checked(identity(), identity("D"))
     assert section.title == "A (there) <-> B (here)"
     assert {one.state for one in section.findings} == {State.OK}
     assert "1 rank(s) there, 1 here; bytes go " in found(section, "compatible")[0]
 
 
 def test_each_difference_is_named_once():
-    (section,) = checked(met(weights="abc"), met("D", weights="xyz", **{"model dtype": "bfloat16"}))
+    (section,) = checked(identity(weights="abc"), identity("D", weights="xyz", **{"model dtype": "bfloat16"}))
     assert found(section, "difference") == [
         "weights: abc there, xyz here",
         "model dtype: float32 there, bfloat16 here",
@@ -61,13 +61,15 @@ def test_each_difference_is_named_once():
 
 def test_each_fact_that_engines_must_agree_on_has_advice_of_its_own():
     assert set(pairs._ADVICE) == DECIDES.keys() - {"geometry", "request"}
-    (section,) = checked(met(weights="abc"), met("D", weights="xyz"))
+    (section,) = checked(identity(weights="abc"), identity("D", weights="xyz"))
     assert section.findings[0].advice == "give both the same checkpoint"
 
 
 def test_settings_that_differ_are_named_with_both_values_and_have_advice():
-    one = met(**{"model configuration": {"rope.theta": "10000", "layers": "4"}})
-    other = met("D", **{"model configuration": {"rope.theta": "500", "layers": "4"}, "built model, A.b": "1"})
+    one = identity(**{"model configuration": {"rope.theta": "10000", "layers": "4"}})
+    other = identity(
+        "D", **{"model configuration": {"rope.theta": "500", "layers": "4"}, "built model, A.b": "1"}
+    )
     (section,) = checked(one, other)
     (text,) = found(section, "difference")
     assert text == "model configuration: rope.theta is 10000 there, 500 here"
@@ -75,39 +77,39 @@ def test_settings_that_differ_are_named_with_both_values_and_have_advice():
 
 
 def test_what_differs_of_the_built_model_has_advice():
-    (section,) = checked(met(**{"built model, A.b": "1"}), met("D", **{"built model, A.b": "2"}))
+    (section,) = checked(identity(**{"built model, A.b": "1"}), identity("D", **{"built model, A.b": "2"}))
     assert found(section, "difference") == ["built model, A.b: 1 there, 2 here"]
     assert "--max-model-len" in section.findings[0].advice
 
 
 def test_differences_of_memory_are_named_beside_those_of_facts():
     other = replace(ATTENTION, fields=tuple(replace(one, item_bytes=4) for one in ATTENTION.fields))
-    (section,) = checked(met(weights="abc"), met("D", cards(family=other), weights="xyz"))
+    (section,) = checked(identity(weights="abc"), identity("D", cards(family=other), weights="xyz"))
     texts = found(section, "difference")
     assert texts[0] == "weights: abc there, xyz here"
     assert any("elements of 2 bytes there, 4 here" in text for text in texts[1:])
 
 
 def test_tensor_parallel_sizes_may_differ():
-    sections = checked(met(), met("D", cards(2)))
+    sections = checked(identity(), identity("D", cards(2)))
     assert {one.state for section in sections for one in section.findings} == {State.OK}
 
 
 def test_a_pair_goes_from_prefill_to_decode():
-    (section,) = checked(met(), met("D"), (Role.PREFILL, Role.DECODE))
+    (section,) = checked(identity(), identity("D"), (Role.PREFILL, Role.DECODE))
     assert section.title == "A (there) -> B (here)"
-    (section,) = checked(met(), met("D"), (Role.DECODE, Role.PREFILL))
+    (section,) = checked(identity(), identity("D"), (Role.DECODE, Role.PREFILL))
     assert section.title == "B (there) -> A (here)"
     for role in (Role.PREFILL, Role.DECODE):
-        assert checked(met(), met("D"), (role, role)) == []
+        assert checked(identity(), identity("D"), (role, role)) == []
 
 
 def test_one_engine_given_twice_is_no_pair():
-    assert checked(met(), met()) == []
+    assert checked(identity(), identity()) == []
 
 
 def test_windows_here_and_full_attention_there_go_one_way():
-    full, windows = met(), met("D", windowed())
+    full, windows = identity(), identity("D", windowed())
     sections = {section.title: section for section in checked(windows, full)}
     assert set(sections) == {"A (there) -> B (here)", "B (there) -> A (here)"}
     (text,) = found(sections["A (there) -> B (here)"], "difference")
@@ -116,17 +118,17 @@ def test_windows_here_and_full_attention_there_go_one_way():
 
 
 def test_larger_blocks_of_windows_are_noted():
-    small, large = met(of=windowed(tokens=8)), met("D", windowed(tokens=16))
+    small, large = identity(of=windowed(tokens=8)), identity("D", windowed(tokens=16))
     sections = {section.title: section for section in checked(small, large)}
     assert "blocks of 8 tokens there, 16 here" in found(sections["A (there) -> B (here)"], "windows")[0]
     assert not found(sections["B (there) -> A (here)"], "windows")
 
 
 def test_loopback_is_of_no_use_to_another_machine():
-    far = met("D", address=("10.0.0.2", 5600))
-    (section,) = checked(met(), far, (Role.PREFILL, Role.DECODE))
+    far = identity("D", address=("10.0.0.2", 5600))
+    (section,) = checked(identity(), far, (Role.PREFILL, Role.DECODE))
     assert "the first tells peers 127.0.0.1" in found(section, "address")[0]
-    (section,) = checked(far, met(), (Role.PREFILL, Role.DECODE))
+    (section,) = checked(far, identity(), (Role.PREFILL, Role.DECODE))
     assert not found(section, "address")
 
 
@@ -138,13 +140,13 @@ def test_loopback_is_of_no_use_to_another_machine():
     ],
 )
 def test_of_the_link_no_more_is_said_than_was_measured(addresses, said):
-    one, other = (met(name, address=address) for name, address in zip("PD", addresses, strict=True))
+    one, other = (identity(name, address=address) for name, address in zip("PD", addresses, strict=True))
     (section,) = checked(one, other, local="by cma")
     assert said in found(section, "link")[0]
 
 
 def test_what_is_not_certain_is_noted():
-    one = met(weights="unverified m at main")
+    one = identity(weights="unverified m at main")
     other = replace(one, facts=Facts("D", 9, "another version", one.facts.must_agree))
     (section,) = checked(one, other)
     assert {one.subject for one in section.findings if one.state is State.NOTE} == {"weights", "software"}
@@ -158,8 +160,10 @@ def test_layers_of_a_draft_model_that_only_one_keeps_are_noted():
         group = replace(group, layers=(first, replace(last, draft=draft)))
         return (msgspec.structs.replace(card, geometry=replace(card.geometry, groups=(group,))),)
 
-    sections = checked(met(of=drafting("3fa9")), met("D", drafting("other")))
+    sections = checked(identity(of=drafting("3fa9")), identity("D", drafting("other")))
     assert [found(section, "draft model")[0].split(":")[0] for section in sections] == [
         "1 layer(s) of the draft model here are not kept there, layers.1 for one"
     ]
-    assert not found(checked(met(of=drafting("3fa9")), met("D", drafting("3fa9")))[0], "draft model")
+    assert not found(
+        checked(identity(of=drafting("3fa9")), identity("D", drafting("3fa9")))[0], "draft model"
+    )

@@ -33,9 +33,9 @@ def told(*lines: dict, err: str = "", code: int | None = 0, ucx: str = "") -> Pr
     return ProcessResult(code, ucx + "\n".join(f"{MARK}{json.dumps(line)}" for line in lines), err)
 
 
-def read(way: str = "cma/memory") -> ProcessResult:
+def read(transports: str = "cma/memory") -> ProcessResult:
     timed = [{"descriptors": n, "bytes": size, "seconds": s} for n, size, s in (SMALL, LARGE)]
-    return told({"machine": {"cpu": "Some CPU"}}, *timed, ucx=UCX.replace("WAY", way))
+    return told({"machine": {"cpu": "Some CPU"}}, *timed, ucx=UCX.replace("WAY", transports))
 
 
 def plugins(**why: str) -> list[dict]:

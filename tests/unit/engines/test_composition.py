@@ -141,13 +141,13 @@ def cases(draw: Any) -> Case:
 @st.composite
 def row(draw: Any, chunks: int) -> list[int]:
     """A beginning, an end, all, or all but a few: so that something can be put together."""
-    places = draw(st.lists(st.integers(0, 2), min_size=chunks, max_size=chunks))
+    tier_numbers = draw(st.lists(st.integers(0, 2), min_size=chunks, max_size=chunks))
     cut, how = draw(st.integers(0, chunks)), draw(st.sampled_from(("all", "all", "before", "after", "but")))
     gone = draw(st.sets(st.integers(0, chunks - 1), max_size=2)) if how == "but" else set()
     return [
         NO_TIER if number in gone or (how == "before" and number >= cut) or (how == "after" and number < cut)
         else place
-        for number, place in enumerate(places)
+        for number, place in enumerate(tier_numbers)
     ]  # fmt: skip
 
 
@@ -160,7 +160,7 @@ class Chunks:
         self._rows, self.wanted_chunks = rows, []
         self.reading = self
 
-    def places(self, tags: np.ndarray, without: set[str]) -> np.ndarray:
+    def tier_numbers(self, tags: np.ndarray, without: set[str]) -> np.ndarray:
         assert not without
         return self._rows[:, : len(tags) // len(self._rows)].ravel()
 
@@ -204,10 +204,10 @@ class Brought:
     cleared: set[int] = field(default_factory=set)
     snapshots: list[int] = field(default_factory=list)
 
-    def take(self, route: Route, cells: Cells, places: Sequence[int]) -> None:
-        """So many cells more; `places` are positions of what source ids mean."""
+    def take(self, route: Route, cells: Cells, tier_numbers: Sequence[int]) -> None:
+        """So many cells more; `tier_numbers` are positions of what source ids mean."""
         for src, dst, cell in zip(cells.src_block, cells.dst_block, cells.number.tolist(), strict=True):
-            assert (cell // route.src_cells, cell // route.dst_cells) == (places[src - 1], dst - 1)
+            assert (cell // route.src_cells, cell // route.dst_cells) == (tier_numbers[src - 1], dst - 1)
             self.cells.append(range(cell * route.cell_tokens, (cell + 1) * route.cell_tokens))
             self.tokens.update(self.cells[-1])
             self.blocks.add(int(dst) - 1)

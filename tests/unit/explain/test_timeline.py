@@ -143,7 +143,7 @@ def test_what_another_connector_has_brought_is_told_and_no_hit_of_the_engines_ow
         "1.0 Another connector of the engine loaded 443 tokens.",
         "Scheduled: 699 tokens cached, 1 to compute.",
     ]
-    assert summary(RequestTrace("a", (CAME, *events))).places == {
+    assert summary(RequestTrace("a", (CAME, *events))).tokens_by_origin == {
         "prefix cache": 256,
         "another connector": 443,
         "computed": 1,
@@ -232,7 +232,7 @@ def test_a_load_that_nobody_waits_for_is_told() -> None:
 
 def test_a_summary_says_where_tokens_came_from_and_where_the_time_went() -> None:
     found = summary(RequestTrace("a", (CAME, *LOADED, *LOADED)))
-    assert found.places == {"peer": 443, "prefix cache": 256, "computed": 1}
+    assert found.tokens_by_origin == {"peer": 443, "prefix cache": 256, "computed": 1}
     assert (found.tokens, found.failed) == (700, 0)
     assert (found.seconds, found.loading) == (pytest.approx(0.8), 0.5)
     assert (found.looking, found.queued) == (pytest.approx(0.1), pytest.approx(0.2))
@@ -241,9 +241,9 @@ def test_a_summary_says_where_tokens_came_from_and_where_the_time_went() -> None
 def test_a_summary_of_a_failure_and_of_what_has_not_gone_on() -> None:
     end = load_ended(outcome=LoadOutcome.FAILED, at=11.0, miss=MissReason.FAILED, failure="gone")
     found = summary(RequestTrace("a", (CAME, LOADED[2], end)))
-    assert (found.failed, found.seconds, found.places) == (1, None, {})
+    assert (found.failed, found.seconds, found.tokens_by_origin) == (1, None, {})
     found = summary(RequestTrace("a", (CAME, LOADED[2], end, Scheduled("a", 12.0, 0, 700))))
-    assert found.places == {"computed": 700}
+    assert found.tokens_by_origin == {"computed": 700}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -270,7 +270,7 @@ def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_u
             ),
         )
     )
-    assert found.places == ({"computed": 700} if fails else {"host": 256, "peer": 444})
+    assert found.tokens_by_origin == ({"computed": 700} if fails else {"host": 256, "peer": 444})
     assert (found.loading, found.queued) == (pytest.approx(0.7), pytest.approx(0.3))
 
 

@@ -15,7 +15,7 @@ from kvferry.connector.stream import EventStream
 from kvferry.explain.client import ask_engines
 from kvferry.explain.text import render, render_list
 from kvferry.observe import socket_directory
-from kvferry.observe.explaining import Explaining
+from kvferry.observe.explaining import RequestExplainer
 from kvferry.observe.wire import Question
 
 
@@ -31,7 +31,7 @@ ENGINE = {"engine_id": "e", "model": "tiny", "role": "prefill"}
 
 def test_what_is_told_is_answered_as_long_as_the_engine_runs(directory: Path) -> None:
     events = EventStream()
-    explaining = Explaining(events, 2, **ENGINE)
+    explaining = RequestExplainer(events, 2, **ENGINE)
     explaining.start()
     for name in "abc":
         events.emit(Arrived(name, 0.0, tokens=10, sources=()))
@@ -48,7 +48,7 @@ def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path)
     both = []
     for name in ("memory", "disk", ""):
         events = EventStream()
-        both.append(Explaining(events, 2, **ENGINE, connector=name))
+        both.append(RequestExplainer(events, 2, **ENGINE, connector=name))
         both[-1].start()
         events.emit(Arrived("a", 0.0, tokens=10, sources=()))
     told = {one.answer.engine.connector: one for one in ask_engines(Question()).traces()}
@@ -65,7 +65,7 @@ def test_connectors_of_one_engine_are_told_apart_by_their_names(directory: Path)
 
 def test_an_engine_that_remembers_nothing_costs_nothing(directory: Path) -> None:
     threads, events = threading.active_count(), EventStream()
-    explaining = Explaining(events, 0, **ENGINE)
+    explaining = RequestExplainer(events, 0, **ENGINE)
     explaining.start()
     events.emit(Arrived("a", 0.0, tokens=10, sources=()))
     assert threading.active_count() == threads

@@ -14,7 +14,7 @@ from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import (
     NO_TIER,
     ChunkedPrompt,
-    Missing,
+    MissingChunk,
     chunks_to_load,
     coverage,
     longest_usable_prefix,
@@ -34,20 +34,20 @@ def group(kind: GroupKind, attention_span: int = 0) -> LayerCache:
 @dataclass(frozen=True)
 class Case:
     groups: list[LayerCache]
-    cut: ChunkedPrompt
-    places: np.ndarray
+    chunked: ChunkedPrompt
+    tier_numbers: np.ndarray
 
     @property
     def at_hand(self) -> np.ndarray:
-        return self.places < NO_TIER
+        return self.tier_numbers < NO_TIER
 
     def without(self, place: int) -> Case:
         """What is left without a place and slower ones."""
-        return replace(self, places=np.where(self.places < place, self.places, NO_TIER))
+        return replace(self, tier_numbers=np.where(self.tier_numbers < place, self.tier_numbers, NO_TIER))
 
     @property
     def coverage(self) -> Told:
-        return told(self.groups, self.cut, self.places)
+        return told(self.groups, self.chunked, self.tier_numbers)
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Told:
     """What there is to tell of a coverage."""
 
     tokens: int
-    alone: tuple[int, ...]
-    better: int | None
-    missing: tuple[Missing, ...]
+    per_group: tuple[int, ...]
+    nearest_boundary: int | None
+    missing: tuple[MissingChunk, ...]
 
 
-def told(groups: list[LayerCache], cut: ChunkedPrompt, places: np.ndarray) -> Told:
-    found = coverage(groups, cut, places)
-    return Told(found.tokens, found.alone, found.better, found.missing)
+def told(groups: list[LayerCache], chunked: ChunkedPrompt, tier_numbers: np.ndarray) -> Told:
+    found = coverage(groups, chunked, tier_numbers)
+    return Told(found.tokens, found.per_group, found.nearest_boundary, found.missing)
 
 
 @st.composite
@@ -73,9 +73,9 @@ def cases(draw):
     tokens = draw(st.integers(0, 50))
     prompt = tokens + draw(st.sampled_from((0, 0, 1, 1, 2, 9)))
     local_tokens, first = (draw(st.sampled_from((0, 0, draw(st.integers(0, prompt))))) for _ in range(2))
-    cut = ChunkedPrompt(tokens, draw(st.integers(1, 9)), prompt, local_tokens, first)
-    rows = [draw(row(cut.chunks)) for _ in groups]
-    return Case(groups, cut, np.array(rows, np.int64).reshape(len(groups), cut.chunks))
+    chunked = ChunkedPrompt(tokens, draw(st.integers(1, 9)), prompt, local_tokens, first)
+    rows = [draw(row(chunked.chunks)) for _ in groups]
+    return Case(groups, chunked, np.array(rows, np.int64).reshape(len(groups), chunked.chunks))
 
 
 @st.composite
@@ -91,48 +91,49 @@ def row(draw, chunks):
     return [place if yes else NO_TIER for place, yes in zip(from_where, here, strict=True)]
 
 
-def seen(group: LayerCache, cut: ChunkedPrompt, end: int) -> list[int]:
+def seen(group: LayerCache, chunked: ChunkedPrompt, end: int) -> list[int]:
     """Tokens before `end` that the next computed token attends to and the engine lacks, one by one."""
-    computed = end if end < cut.prompt else cut.prompt - 1
+    computed = end if end < chunked.prompt else chunked.prompt - 1
     return [
         token
-        for token in range(min(cut.local_tokens, end), end)
-        if (group.kind in (FULL, MLA) and token >= cut.first)
+        for token in range(min(chunked.local_tokens, end), end)
+        if (group.kind in (FULL, MLA) and token >= chunked.first)
         or (group.kind is SLIDING and computed - token < group.attention_span)
         or (group.kind is CHUNKED and computed // group.attention_span == token // group.attention_span)
     ]
 
 
-def wanted(group: LayerCache, cut: ChunkedPrompt, end: int) -> set[int]:
+def wanted(group: LayerCache, chunked: ChunkedPrompt, end: int) -> set[int]:
     """Chunks that a prefix up to `end` takes of one group."""
-    if end <= max(cut.local_tokens, cut.first):
+    if end <= max(chunked.local_tokens, chunked.first):
         return set()
     if group.kind is STATE:
-        return {(end - 1) // cut.chunk_tokens}
-    return {token // cut.chunk_tokens for token in seen(group, cut, end)}
+        return {(end - 1) // chunked.chunk_tokens}
+    return {token // chunked.chunk_tokens for token in seen(group, chunked, end)}
 
 
 def ends_of(case: Case) -> list[int]:
     """All boundaries that may be used and are beyond what the engine has."""
     stateful = any(group.kind is STATE for group in case.groups)
-    ends = {min(end, case.cut.tokens) for end in range(1, case.cut.tokens + 9)
-            if not end % case.cut.chunk_tokens}  # fmt: skip
+    ends = {min(end, case.chunked.tokens) for end in range(1, case.chunked.tokens + 9)
+            if not end % case.chunked.chunk_tokens}  # fmt: skip
     return sorted(
         end
         for end in ends
-        if end > max(case.cut.local_tokens, case.cut.first) and not (stateful and end == case.cut.prompt)
+        if end > max(case.chunked.local_tokens, case.chunked.first)
+        and not (stateful and end == case.chunked.prompt)
     )
 
 
 def loaded(case: Case, end: int) -> tuple[np.ndarray, ...]:
-    return chunks_to_load(case.groups, case.cut, end, (min(case.cut.first, end), end))
+    return chunks_to_load(case.groups, case.chunked, end, (min(case.chunked.first, end), end))
 
 
 def lacking(case: Case, end: int) -> dict[int, int]:
     """Groups that cannot continue at `end`, and the first chunk that each lacks."""
     found = {}
     for number, group in enumerate(case.groups):
-        if gone := [chunk for chunk in wanted(group, case.cut, end) if not case.at_hand[number, chunk]]:
+        if gone := [chunk for chunk in wanted(group, case.chunked, end) if not case.at_hand[number, chunk]]:
             found[number] = min(gone)
     return found
 
@@ -140,9 +141,9 @@ def lacking(case: Case, end: int) -> dict[int, int]:
 def oracle(case: Case) -> Told:
     ends = ends_of(case)
     usable = [end for end in ends if not lacking(case, end)]
-    tokens = max(usable, default=case.cut.local_tokens)
+    tokens = max(usable, default=case.chunked.local_tokens)
     alone = tuple(
-        max((end for end in ends if number not in lacking(case, end)), default=case.cut.local_tokens)
+        max((end for end in ends if number not in lacking(case, end)), default=case.chunked.local_tokens)
         for number in range(len(case.groups))
     )
     beyond = [end for end in ends if end > tokens]
@@ -150,7 +151,7 @@ def oracle(case: Case) -> Told:
         return Told(tokens, alone, None, ())
     better = min(beyond, key=lambda end: (len(lacking(case, end)), end))
     missing = sorted(lacking(case, better).items())
-    return Told(tokens, alone, better, tuple(Missing(*each) for each in missing))
+    return Told(tokens, alone, better, tuple(MissingChunk(*each) for each in missing))
 
 
 @MANY
@@ -158,37 +159,37 @@ def oracle(case: Case) -> Told:
 def test_coverage_is_what_going_token_by_token_finds(case: Case):
     found = case.coverage
     assert found == oracle(case)
-    event("something to gain" if found.tokens > case.cut.local_tokens else "nothing to gain")
+    event("something to gain" if found.tokens > case.chunked.local_tokens else "nothing to gain")
     event(f"{len(found.missing)} groups fail at the next")
-    if found.tokens % case.cut.chunk_tokens and found.tokens > case.cut.local_tokens:
+    if found.tokens % case.chunked.chunk_tokens and found.tokens > case.chunked.local_tokens:
         event("a tail is used")
 
 
 @MANY
 @given(cases(), st.integers(1, 4))
 def test_without_a_place_and_slower_ones_a_prefix_is_what_is_left(case: Case, place: int):
-    found = coverage(case.groups, case.cut, case.places)
+    found = coverage(case.groups, case.chunked, case.tier_numbers)
     left = case.without(place)
     tokens, slowest = found.longest(place)
     assert tokens == oracle(left).tokens
-    taken = [row[chunks] for row, chunks in zip(case.places, loaded(case, tokens), strict=True)]
+    taken = [row[chunks] for row, chunks in zip(case.tier_numbers, loaded(case, tokens), strict=True)]
     assert slowest == max((int(one.max()) for one in taken if len(one)), default=0)
     event(f"{slowest} of {place}")
 
 
 @given(cases(), st.integers(0, 60))
 def test_what_follows_is_what_would_be_covered_if_the_beginning_came_from_elsewhere(case: Case, first: int):
-    found = coverage(case.groups, case.cut, case.places).after(first)
-    assert found == oracle(replace(case, cut=replace(case.cut, first=first))).tokens
+    found = coverage(case.groups, case.chunked, case.tier_numbers).after(first)
+    assert found == oracle(replace(case, chunked=replace(case.chunked, first=first))).tokens
     event("farther" if found > case.coverage.tokens else "no farther")
 
 
 @given(cases())
 def test_the_beginning_is_what_all_groups_have_that_see_everything(case: Case):
-    each = [tokens for group, tokens in zip(case.groups, oracle(case).alone, strict=True)
+    each = [tokens for group, tokens in zip(case.groups, oracle(case).per_group, strict=True)
             if group.kind in (FULL, MLA)]  # fmt: skip
-    found = coverage(case.groups, case.cut, case.places).beginning
-    assert found == min(each, default=case.cut.local_tokens)
+    found = coverage(case.groups, case.chunked, case.tier_numbers).full_attention_tokens
+    assert found == min(each, default=case.chunked.local_tokens)
 
 
 @given(cases())
@@ -199,7 +200,7 @@ def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
     for end in ends_of(case):
         loads = loaded(case, end)
         assert [set(chunks.tolist()) for chunks in loads] == [
-            wanted(group, case.cut, end) for group in case.groups
+            wanted(group, case.chunked, end) for group in case.groups
         ]
         assert all((np.diff(chunks) == 1).all() and chunks.dtype == np.int64 for chunks in loads)
 
@@ -207,11 +208,11 @@ def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
 @given(cases())
 def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
     for end in ends_of(case):
-        span = LoadSpan(case.cut.local_tokens, end, case.cut.prompt, (case.cut.first, end))
+        span = LoadSpan(case.chunked.local_tokens, end, case.chunked.prompt, (case.chunked.first, end))
         for group, chunks in zip(case.groups, loaded(case, end), strict=True):
             if group.kind is not STATE:
                 low, high = needed_tokens(group.kind, group.attention_span, span)
-                size = case.cut.chunk_tokens
+                size = case.chunked.chunk_tokens
                 assert chunks.tolist() == (list(range(low // size, -(-high // size))) if low < high else [])
 
 
@@ -219,14 +220,16 @@ def test_the_chunks_are_those_of_the_tokens_that_a_hand_over_moves(case: Case):
 def test_more_at_hand_never_means_less_of_a_prefix(case: Case):
     found = case.coverage.tokens
     for number in range(len(case.groups)):
-        more = case.places.copy()
+        more = case.tier_numbers.copy()
         more[number] = 0
-        assert coverage(case.groups, case.cut, more).tokens >= found
+        assert coverage(case.groups, case.chunked, more).tokens >= found
 
 
-def prefix(groups, cut: ChunkedPrompt, *rows: str) -> Told:
+def prefix(groups, chunked: ChunkedPrompt, *rows: str) -> Told:
     """Rows: a letter per chunk, ``x`` at hand and ``.`` not."""
-    return told(groups, cut, np.array([[0 if letter == "x" else NO_TIER for letter in row] for row in rows]))
+    return told(
+        groups, chunked, np.array([[0 if letter == "x" else NO_TIER for letter in row] for row in rows])
+    )
 
 
 PROMPT = ChunkedPrompt(tokens=64, chunk_tokens=16, prompt=100)
@@ -253,7 +256,7 @@ def test_each_kind_continues_from_what_its_next_token_sees(kind, attention_span,
 def test_the_prefix_is_where_all_can_continue_not_where_the_shortest_ends():
     """States at 32 and 64, the window at 48 and 64 only: two holes that a minimum would not see."""
     found = prefix([group(STATE), group(SLIDING, 17)], PROMPT, ".x.x", "..x.")
-    assert (found.tokens, found.alone) == (0, (64, 48))
+    assert (found.tokens, found.per_group) == (0, (64, 48))
     assert prefix([group(STATE), group(SLIDING, 17)], PROMPT, ".x.x", "..xx").tokens == 64
 
 
@@ -273,24 +276,24 @@ def test_what_the_engine_has_need_not_be_at_hand(local_tokens, row, tokens):
 
 
 def test_a_snapshot_is_needed_at_the_boundary_whatever_the_engine_has():
-    cut = ChunkedPrompt(64, 16, 100, local_tokens=32)
-    assert prefix([group(FULL), group(STATE)], cut, "..xx", "xx..").tokens == 32
-    assert prefix([group(FULL), group(STATE)], cut, "..xx", "..x.").tokens == 48
-    assert [chunks.tolist() for chunks in chunks_to_load([group(FULL), group(STATE)], cut, 64)] == [
+    chunked = ChunkedPrompt(64, 16, 100, local_tokens=32)
+    assert prefix([group(FULL), group(STATE)], chunked, "..xx", "xx..").tokens == 32
+    assert prefix([group(FULL), group(STATE)], chunked, "..xx", "..x.").tokens == 48
+    assert [chunks.tolist() for chunks in chunks_to_load([group(FULL), group(STATE)], chunked, 64)] == [
         [2, 3],
         [3],
     ]
 
 
 def test_attention_may_be_loaded_to_the_end_of_the_prompt_a_state_may_not():
-    cut = ChunkedPrompt(tokens=64, chunk_tokens=16, prompt=64)
-    assert prefix([group(FULL)], cut, "xxxx").tokens == 64
-    found = prefix([group(FULL), group(STATE)], cut, "xxxx", "xxxx")
-    assert (found.tokens, found.better, found.missing) == (48, None, ())
+    chunked = ChunkedPrompt(tokens=64, chunk_tokens=16, prompt=64)
+    assert prefix([group(FULL)], chunked, "xxxx").tokens == 64
+    found = prefix([group(FULL), group(STATE)], chunked, "xxxx", "xxxx")
+    assert (found.tokens, found.nearest_boundary, found.missing) == (48, None, ())
     assert longest_usable_prefix([group(FULL)], 64) == 64
     assert longest_usable_prefix([group(FULL), group(STATE)], 64) == 63
     with pytest.raises(TransferError, match="a prefix of 64 tokens ends on no boundary"):
-        chunks_to_load([group(STATE)], cut, 64)
+        chunks_to_load([group(STATE)], chunked, 64)
 
 
 def test_at_the_end_of_the_prompt_the_window_of_the_last_token_counts():
@@ -302,47 +305,47 @@ def test_at_the_end_of_the_prompt_the_window_of_the_last_token_counts():
 
 
 def test_a_state_one_token_before_the_end_is_a_tail():
-    cut = ChunkedPrompt(tokens=63, chunk_tokens=16, prompt=64)
-    assert prefix([group(FULL), group(STATE)], cut, "xxxx", "...x").tokens == 63
-    assert prefix([group(FULL), group(STATE)], cut, "xxxx", "..x.").tokens == 48
-    assert prefix([group(FULL), group(STATE)], cut, "xxx.", "..xx").tokens == 48
+    chunked = ChunkedPrompt(tokens=63, chunk_tokens=16, prompt=64)
+    assert prefix([group(FULL), group(STATE)], chunked, "xxxx", "...x").tokens == 63
+    assert prefix([group(FULL), group(STATE)], chunked, "xxxx", "..x.").tokens == 48
+    assert prefix([group(FULL), group(STATE)], chunked, "xxx.", "..xx").tokens == 48
 
 
 @pytest.mark.parametrize("groups", [[group(FULL)], [group(STATE)], [group(SLIDING, 4), group(STATE)]])
 def test_a_prompt_of_one_token_or_none_has_no_prefix_for_a_state(groups):
     stateful = groups[-1].kind is STATE
     for prompt in (0, 1):
-        cut = ChunkedPrompt(prompt, 16, prompt)
-        found = coverage(groups, cut, np.zeros((len(groups), cut.chunks), np.int64))
+        chunked = ChunkedPrompt(prompt, 16, prompt)
+        found = coverage(groups, chunked, np.zeros((len(groups), chunked.chunks), np.int64))
         assert found.tokens == (0 if stateful else prompt)
         assert longest_usable_prefix(groups, prompt) == found.tokens
 
 
 def test_the_reason_is_the_group_without_which_more_could_be_used():
     groups = [group(FULL), group(SLIDING, 17), group(STATE)]
-    assert prefix(groups, PROMPT, "xxxx", "xxxx", ".x..").missing == (Missing(2, 2),)
-    assert prefix(groups, PROMPT, "x.xx", "xxxx", "xxxx").missing == (Missing(0, 1),)
+    assert prefix(groups, PROMPT, "xxxx", "xxxx", ".x..").missing == (MissingChunk(2, 2),)
+    assert prefix(groups, PROMPT, "x.xx", "xxxx", "xxxx").missing == (MissingChunk(0, 1),)
     found = prefix(groups, PROMPT, "xxxx", "x.x.", "x..x")
-    assert (found.tokens, found.better, found.missing) == (16, 48, (Missing(2, 2),))
+    assert (found.tokens, found.nearest_boundary, found.missing) == (16, 48, (MissingChunk(2, 2),))
     assert prefix(groups, PROMPT, "....", "....", "....").missing == (
-        Missing(0, 0),
-        Missing(1, 0),
-        Missing(2, 0),
+        MissingChunk(0, 0),
+        MissingChunk(1, 0),
+        MissingChunk(2, 0),
     )
     assert prefix(groups, PROMPT, "xxxx", "xxxx", "xxxx").missing == ()
 
 
 def test_what_is_missing_is_named_as_the_first_chunk_that_is():
     found = prefix([group(FULL), group(STATE)], PROMPT, "x..x", "...x")
-    assert found == Told(0, (16, 64), 16, (Missing(1, 0),))
+    assert found == Told(0, (16, 64), 16, (MissingChunk(1, 0),))
     found = prefix([group(SLIDING, 40), group(STATE)], PROMPT, "xx.x", "...x")
-    assert found == Told(0, (32, 64), 16, (Missing(1, 0),))
+    assert found == Told(0, (32, 64), 16, (MissingChunk(1, 0),))
     found = prefix([group(SLIDING, 40)], ChunkedPrompt(64, 16, 100, 40), "xx..")
-    assert found.missing == (Missing(0, 2),)
+    assert found.missing == (MissingChunk(0, 2),)
 
 
 @pytest.mark.parametrize(
-    "places",
+    "tier_numbers",
     [
         np.zeros((1, 3), np.int64),
         np.zeros((2, 4), np.int64),
@@ -350,9 +353,9 @@ def test_what_is_missing_is_named_as_the_first_chunk_that_is():
         np.ones((1, 4), np.bool_),
     ],
 )
-def test_an_answer_to_another_question_is_an_error(places):
-    with pytest.raises(TransferError, match=r"places of chunks are .* not int64 of \(1, 4\)"):
-        coverage([group(FULL)], PROMPT, places)
+def test_an_answer_to_another_question_is_an_error(tier_numbers):
+    with pytest.raises(TransferError, match=r"tier numbers are .* not int64 of \(1, 4\)"):
+        coverage([group(FULL)], PROMPT, tier_numbers)
 
 
 def test_a_model_without_groups_is_an_error():
@@ -375,13 +378,13 @@ def test_chunks_up_to_what_is_no_boundary_are_an_error(tokens):
 @given(cases(), st.data())
 def test_the_beginning_of_a_prefix_is_chunks_of_what_sees_everything(case: Case, data: st.DataObject):
     """Wherever it ends: another source has what follows, and all that the others need."""
-    end = data.draw(st.integers(1, max(case.cut.prompt, 1)))
-    last = data.draw(st.integers(0, min(end - 1, case.cut.tokens)))
+    end = data.draw(st.integers(1, max(case.chunked.prompt, 1)))
+    last = data.draw(st.integers(0, min(end - 1, case.chunked.tokens)))
     stateful = any(group.kind is STATE for group in case.groups)
-    if end <= case.cut.local_tokens or (stateful and last == case.cut.prompt):
+    if end <= case.chunked.local_tokens or (stateful and last == case.chunked.prompt):
         return
-    chunks = chunks_to_load(case.groups, case.cut, end, (case.cut.first, last))
-    begin, size = max(case.cut.local_tokens, case.cut.first), case.cut.chunk_tokens
+    chunks = chunks_to_load(case.groups, case.chunked, end, (case.chunked.first, last))
+    begin, size = max(case.chunked.local_tokens, case.chunked.first), case.chunked.chunk_tokens
     for group, found in zip(case.groups, chunks, strict=True):
         attends_to_all = group.kind in (FULL, MLA)
         assert set(found.tolist()) == (

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.serving.ports import listen, url_of
 from kvferry.serving.router.bodies import handed_over
-from kvferry.serving.router.endpoint import Ongoing, RouterEndpoint
+from kvferry.serving.router.endpoint import ActiveRequests, RouterEndpoint
 from kvferry.serving.router.failures import failure_of
 from kvferry.serving.router.hop import Hop
 from kvferry.serving.router.replies import Reply
@@ -243,7 +243,7 @@ def test_a_caller_who_leaves_before_the_end_of_the_request_is_not_served():
     async def send(message):
         sent.append(message)
 
-    endpoint = RouterEndpoint(handler, Ongoing(), Hop(), 1000)
+    endpoint = RouterEndpoint(handler, ActiveRequests(), Hop(), 1000)
     anyio.run(endpoint, {"method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
     assert served == sent == []
 
@@ -263,7 +263,7 @@ PART, END = ({"type": "http.response.body", "body": b"x", "more_body": more} for
     ids=["nothing", "start", "part", "all"],
 )
 def test_an_answer_is_cut_short_only_where_something_is_missing(sent, added):
-    ongoing, messages = Ongoing(), []
+    ongoing, messages = ActiveRequests(), []
 
     async def handler(call, send):
         for message in sent:

@@ -39,7 +39,9 @@ REQUESTS = [
     Sample(control, control.AskTurn(7, 16, [bytes(32)])),
     Sample(
         gather,
-        gather.Introduce(PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolCopies((0, 8), (NEST,)),) * 2)]),
+        gather.AnnounceRoutes(
+            PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolCopies((0, 8), (NEST,)),) * 2)]
+        ),
     ),
     Sample(gather, gather.Gather(7, 1, 3, 2**32 - 1, BLOCKS, 2)),
     Sample(gather, gather.Done(9)),

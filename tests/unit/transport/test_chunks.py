@@ -16,8 +16,8 @@ STRIDE = 1 << 20
 
 
 def _way(room: int, gather: int = 0, rows: int = 3, cells: int = 1) -> PreparedMethod:
-    way = TransferMethod(Strategy.STAGED, Work(1, STRIDE), PackedImage(STRIDE, (), ()))
-    return PreparedMethod(way, rows, PreparedEntries(100, room), PreparedEntries(7, 1000, cells), gather)
+    method = TransferMethod(Strategy.STAGED, Work(1, STRIDE), PackedImage(STRIDE, (), ()))
+    return PreparedMethod(method, rows, PreparedEntries(100, room), PreparedEntries(7, 1000, cells), gather)
 
 
 def _cells(count: int) -> Cells:

@@ -11,11 +11,11 @@ from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.gather_messages import (
     MAX_REPLY_BYTES,
+    AnnounceRoutes,
     Done,
     Gather,
     Gathered,
     GatherRoute,
-    Introduce,
     NotGathered,
     decode_request,
     encode,
@@ -58,32 +58,32 @@ def ends():
             context, "127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), ROUTES, KEYS
         )
         rank = Rank(router)
-        assert rank.hear() == Introduce(PROTOCOL, ROUTES)
+        assert rank.hear() == AnnounceRoutes(PROTOCOL, ROUTES)
         yield client, rank
         client.close()
 
 
-def answer(client, chunk):
+def answer(client, segment):
     """Wait until there is one."""
-    if (found := client.answer(chunk)) is not None:
+    if (found := client.answer(segment)) is not None:
         return found
     client.socket.poll(10_000)
-    return client.answer(chunk)
+    return client.answer(segment)
 
 
 def test_what_is_asked_is_heard_and_answered_once(ends):
     client, rank = ends
     assert not client.waiting
-    chunk = client.ask(4, TICKET, BLOCKS, 1)
+    segment = client.ask(4, TICKET, BLOCKS, 1)
     assert client.waiting
-    assert rank.hear() == Gather(chunk, 4, 3, 9, BLOCKS.astype(np.int32).tobytes(), 1)
-    assert client.answer(chunk) is None
-    rank.say(Gathered(chunk, 1, 2, 3))
-    assert answer(client, chunk) == Gathered(chunk, 1, 2, 3)
-    assert client.answer(chunk) is None
+    assert rank.hear() == Gather(segment, 4, 3, 9, BLOCKS.astype(np.int32).tobytes(), 1)
+    assert client.answer(segment) is None
+    rank.say(Gathered(segment, 1, 2, 3))
+    assert answer(client, segment) == Gathered(segment, 1, 2, 3)
+    assert client.answer(segment) is None
     assert not client.waiting
-    client.done(chunk)
-    assert rank.hear() == Done(chunk)
+    client.done(segment)
+    assert rank.hear() == Done(segment)
 
 
 def test_answers_come_in_any_order_and_garbage_between_them(ends):
@@ -107,28 +107,28 @@ def test_answers_come_in_any_order_and_garbage_between_them(ends):
 
 def test_an_answer_that_is_too_long_ends_the_connection(ends):
     client, rank = ends
-    chunk = client.ask(0, TICKET, BLOCKS, 0)
+    segment = client.ask(0, TICKET, BLOCKS, 0)
     rank.hear()
     poller = zmq.Poller()
     poller.register(client.socket, zmq.POLLIN)
     poller.register(ended := client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), zmq.POLLIN)
     rank.say(bytes(MAX_REPLY_BYTES + 1))
-    rank.say(Gathered(chunk, 1, 2, 3))
+    rank.say(Gathered(segment, 1, 2, 3))
     assert [socket for socket, _ in poller.poll(60_000)] == [ended]
-    assert client.answer(chunk) is None, "neither comes"
+    assert client.answer(segment) is None, "neither comes"
 
 
 def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):
     client, rank = ends
-    chunk, other = (client.ask(0, TICKET, BLOCKS, 0) for _ in range(2))
-    client.done(chunk)
+    segment, other = (client.ask(0, TICKET, BLOCKS, 0) for _ in range(2))
+    client.done(segment)
     for _ in range(3):
         rank.hear()
-    rank.say(Gathered(chunk, 0, 0, 0))
+    rank.say(Gathered(segment, 0, 0, 0))
     rank.say(Gathered(other, 0, 0, 0))
     while answer(client, other) is None:
         pass
-    assert client.answer(chunk) is None
+    assert client.answer(segment) is None
     assert not client._answers
     assert not client.waiting
 
@@ -136,28 +136,28 @@ def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):
 def test_who_is_told_that_it_is_unknown_introduces_itself_again_once(ends):
     client, rank = ends
     chunks = [client.ask(0, TICKET, BLOCKS, 0) for _ in range(3)]
-    for chunk in chunks:
-        assert rank.hear().chunk == chunk
-        rank.say(NotGathered(chunk, "who are you", unknown=True))
-    for chunk in chunks:
-        while (found := answer(client, chunk)) is None:
+    for segment in chunks:
+        assert rank.hear().segment == segment
+        rank.say(NotGathered(segment, "who are you", unknown=True))
+    for segment in chunks:
+        while (found := answer(client, segment)) is None:
             pass
         assert found.reason == "who are you"
-    assert rank.hear() == Introduce(PROTOCOL, ROUTES)
-    chunk = client.ask(0, TICKET, BLOCKS, 0)
-    assert rank.hear().chunk == chunk, "of three such answers to what was asked before, one counts"
-    rank.say(NotGathered(chunk, "who are you", unknown=True))
-    answer(client, chunk)
-    assert rank.hear() == Introduce(PROTOCOL, ROUTES)
+    assert rank.hear() == AnnounceRoutes(PROTOCOL, ROUTES)
+    segment = client.ask(0, TICKET, BLOCKS, 0)
+    assert rank.hear().segment == segment, "of three such answers to what was asked before, one counts"
+    rank.say(NotGathered(segment, "who are you", unknown=True))
+    answer(client, segment)
+    assert rank.hear() == AnnounceRoutes(PROTOCOL, ROUTES)
 
 
 def test_any_answer_ends_silence(ends):
     client, rank = ends
-    chunk = client.ask(0, TICKET, BLOCKS, 0)
+    segment = client.ask(0, TICKET, BLOCKS, 0)
     rank.hear()
     client.silent_until = 1e9
-    client.done(chunk)
-    rank.say(NotGathered(chunk, "late"))
+    client.done(segment)
+    rank.say(NotGathered(segment, "late"))
     client.socket.poll(10_000)
     assert client.is_silent(1e8) is False
     assert client.silent_until == 0

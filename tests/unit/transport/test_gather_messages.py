@@ -13,11 +13,11 @@ from kvferry.transport.gather_messages import (
     MAX_LOOPS,
     MAX_NESTS,
     MAX_ROUTES,
+    AnnounceRoutes,
     Done,
     Gather,
     Gathered,
     GatherRoute,
-    Introduce,
     decode_reply,
     decode_request,
     encode,
@@ -28,8 +28,10 @@ QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=30
 NEST = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
 
 
-def introduce(*nests: StridedCopy, stride: int = 128, blocks: int = 9, planes: int = 1, at=(0,)) -> Introduce:
-    return Introduce(
+def introduce(
+    *nests: StridedCopy, stride: int = 128, blocks: int = 9, planes: int = 1, at=(0,)
+) -> AnnounceRoutes:
+    return AnnounceRoutes(
         PROTOCOL, [GatherRoute(4096, blocks, stride, (PoolCopies(at, nests or (NEST,)),) * planes)]
     )
 
@@ -62,7 +64,7 @@ def test_nests_that_are_let_in_keep_inside_of_their_image_and_fill_no_byte_of_it
         message = decode_request(encode(introduce(*nests)))
     except ProtocolError:
         return
-    assert isinstance(message, Introduce)
+    assert isinstance(message, AnnounceRoutes)
     assert sum(nest.bytes for nest in nests) <= 128
     for nest in nests:
         # Only the image's side: the addresses to read are checked against the pool, when it is viewed.
@@ -101,11 +103,11 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
             f"{MAX_NESTS + 2} planes or nests",
         ),
         (
-            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolCopies((0,), ()),) * (MAX_NESTS + 1))]),
+            AnnounceRoutes(PROTOCOL, [GatherRoute(1, 1, 64, (PoolCopies((0,), ()),) * (MAX_NESTS + 1))]),
             "planes or nests",
         ),
         (
-            Introduce(PROTOCOL, [GatherRoute(1, 1, 64, (PoolCopies((0,), ()),))] * (MAX_ROUTES + 1)),
+            AnnounceRoutes(PROTOCOL, [GatherRoute(1, 1, 64, (PoolCopies((0,), ()),))] * (MAX_ROUTES + 1)),
             f"{MAX_ROUTES + 1} routes, at most",
         ),
         (introduce(planes=0), "a route of 0 planes"),
@@ -114,7 +116,7 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
         (introduce(at=(0, -8)), r"2 cells of a block of 2, at bytes \[0, -8\]"),
         (introduce(at=(0, 1 << 40)), "2 cells of a block of 2, at bytes"),
         (
-            Introduce(
+            AnnounceRoutes(
                 PROTOCOL,
                 [GatherRoute(64, 9, 128, (PoolCopies((0, 8), (NEST,)), PoolCopies((0, 8, 16), (NEST,))))],
             ),
@@ -127,7 +129,7 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
         (introduce(StridedCopy(0, 0, 64), StridedCopy(0, 0, 65)), "129 bytes for an image of 128"),
         (introduce(StridedCopy(0, 0, 65), planes=2), "130 bytes for an image of 128"),
         (introduce(stride=129), "images every 129 bytes"),
-        (Introduce(PROTOCOL + 1, []), f"protocol {PROTOCOL + 1} there, {PROTOCOL} here"),
+        (AnnounceRoutes(PROTOCOL + 1, []), f"protocol {PROTOCOL + 1} there, {PROTOCOL} here"),
         (introduce(stride=1 << 40), "not a gather request"),
         (Gather(1, 0, 0, 0, b"", 0), "0 bytes are no block ids"),
         (Gather(1, 0, 0, 0, b"12345", 0), "5 bytes are no block ids"),

@@ -15,11 +15,11 @@ from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_server, security
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
 from kvferry.transport.gather_messages import (
+    AnnounceRoutes,
     Done,
     Gather,
     Gathered,
     GatherRoute,
-    Introduce,
     NotGathered,
     decode_reply,
     encode,
@@ -57,7 +57,7 @@ class World:
     def reader(self, *routes: GatherRoute, keys: security.Keys | None = KEYS) -> "Reader":
         reader = Reader(self, keys)
         if routes:
-            reader.say(Introduce(PROTOCOL, list(routes)))
+            reader.say(AnnounceRoutes(PROTOCOL, list(routes)))
         return reader
 
     def route(self, *nests: StridedCopy, stride: int = 64, blocks: int = BLOCKS, at=(0,)) -> GatherRoute:
@@ -100,8 +100,10 @@ class Reader:
         return decode_reply(self._socket.recv()) if self._socket.poll(seconds * 1000) else None
 
 
-def ask(chunk: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cell: int = 0) -> Gather:
-    return Gather(chunk, route, slot, generation, np.array(blocks, np.int32).tobytes(), cell)
+def ask(
+    segment: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cell: int = 0
+) -> Gather:
+    return Gather(segment, route, slot, generation, np.array(blocks, np.int32).tobytes(), cell)
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ def test_it_gathers_what_the_nests_say(world):
     reader.say(ask(5, (3, 6, 1)))
     found = reader.hear()
     assert isinstance(found, Gathered)
-    assert (found.chunk, world.word(found)) == (5, INCARNATION << 32 | found.generation)
+    assert (found.segment, world.word(found)) == (5, INCARNATION << 32 | found.generation)
     assert found.word == LEASES
     expected = before[found.position * 64 :][: 3 * 64].reshape(3, 64).copy()
     for number, block in enumerate((3, 6, 1)):
@@ -196,7 +198,7 @@ def test_a_copy_that_fails_is_refused_and_gives_its_room_back(world, monkeypatch
 def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world, monkeypatch):
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
-    assert reader.hear().chunk == 1
+    assert reader.hear().segment == 1
     gather = gather_server.StagingCopies.gather
 
     def failing_once(self, *arguments):
@@ -279,7 +281,7 @@ def test_without_room_a_request_waits_until_there_is_some(world):
     assert reader.hear(0.3) is None
     reader.say(Done(1))
     second = reader.hear()
-    assert (second.chunk, type(second)) == (2, Gathered)
+    assert (second.segment, type(second)) == (2, Gathered)
     assert world.word(first) != INCARNATION << 32 | first.generation, "its word was raised before"
     assert (world.images(second.position, WIDE, 1)[0, :8] == world.pool[2 * STRIDE :][:8]).all()
 
@@ -287,19 +289,19 @@ def test_without_room_a_request_waits_until_there_is_some(world):
 def test_a_request_that_raises_once_there_is_room_ends_the_waiting_of_no_other(world, monkeypatch):
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2, (2,)), ask(3, (3,)))
-    assert reader.hear().chunk == 1
+    assert reader.hear().segment == 1
     assert reader.hear(0.3) is None, "both wait"
     inner = world.server._gather
 
     def raising(sender, message):
-        if message.chunk == 2:
+        if message.segment == 2:
             raise RuntimeError("nobody expects this")
         return inner(sender, message)
 
     monkeypatch.setattr(world.server, "_gather", raising)
     reader.say(Done(1))
     third = reader.hear()
-    assert (third.chunk, type(third)) == (3, Gathered)
+    assert (third.segment, type(third)) == (3, Gathered)
 
 
 def test_small_requests_do_not_overtake_a_large_one(world):
@@ -319,13 +321,13 @@ def test_small_requests_do_not_overtake_a_large_one(world):
 def test_a_request_that_is_no_longer_wanted_does_not_wait_on(world):
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3), Done(2), Done(1))
-    assert [reader.hear().chunk, reader.hear().chunk] == [1, 3]
+    assert [reader.hear().segment, reader.hear().segment] == [1, 3]
 
 
 def test_a_request_that_waits_in_vain_is_refused(world):
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2))
-    assert reader.hear().chunk == 1
+    assert reader.hear().segment == 1
     assert reader.hear(0.3) is None
     world.now += WAIT_SECONDS + 1
     assert reader.hear() == NotGathered(2, f"no room in the staging area for {WAIT_SECONDS:g} s")
@@ -401,7 +403,9 @@ def test_room_is_free_only_once_its_word_is_raised(world, monkeypatch):
     reader.say(ask(1))
     held, seen = reader.hear(), []
     inner = world.area.free
-    monkeypatch.setattr(world.area, "free", lambda lot: seen.append(world.word(held)) or inner(lot))
+    monkeypatch.setattr(
+        world.area, "free", lambda allocation: seen.append(world.word(held)) or inner(allocation)
+    )
     reader.say(Done(1))
     world.idle()
     assert seen == [INCARNATION << 32 | held.generation + 1]
@@ -411,7 +415,7 @@ def test_another_introduction_frees_what_was_held(world):
     reader = world.reader(world.route(StridedCopy(0, 0, 8)))
     reader.say(ask(1))
     held = reader.hear()
-    reader.say(Introduce(PROTOCOL, [world.route(StridedCopy(8, 0, 8))]), ask(1))
+    reader.say(AnnounceRoutes(PROTOCOL, [world.route(StridedCopy(8, 0, 8))]), ask(1))
     again = reader.hear()
     assert world.word(held) != INCARNATION << 32 | held.generation
     assert (world.images(again.position, 64, 1)[0, :8] == world.pool[STRIDE + 8 :][:8]).all()
@@ -436,7 +440,7 @@ def test_more_than_may_wait_are_refused(world, monkeypatch):
     monkeypatch.setattr(gather_server, "MAX_WAITING", 1)
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
-    assert reader.hear().chunk == 1
+    assert reader.hear().segment == 1
     assert reader.hear() == NotGathered(3, "1 requests are waiting already")
 
 
@@ -452,7 +456,7 @@ def test_garbage_is_dropped_and_others_are_served(world):
         reader.say(garbage)
     reader.frames(b"a", b"b", b"c")
     reader.say(ask(1))
-    assert reader.hear().chunk == 1
+    assert reader.hear().segment == 1
 
 
 def test_keys_let_in_whoever_has_them_and_nobody_else(stack):

@@ -169,7 +169,7 @@ def test_a_lease_for_longer_is_not_shortened_by_a_heartbeat(book, clock):
 def test_once_void_no_lease_holds_not_even_one_that_is_granted_later(book):
     words, first = LeaseWords(9, 2), book.grant("a")
     assert int(words.array[first.slot]) == first.word(9)
-    words.void()
+    words.invalidate_all()
     words.end([first.slot])
     book.end(["a"])
     book.ended("a")

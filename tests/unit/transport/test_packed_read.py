@@ -90,12 +90,12 @@ class Source:
         self.asked.append((route, blocks.tolist(), cell))
         return len(self.asked)
 
-    def answer(self, chunk):
-        return self.answers.pop(chunk, None)
+    def answer(self, segment):
+        return self.answers.pop(segment, None)
 
-    def done(self, chunk):
-        assert chunk not in self.ended, "said once"
-        self.ended.append(chunk)
+    def done(self, segment):
+        assert segment not in self.ended, "said once"
+        self.ended.append(segment)
 
 
 class Table:
@@ -109,9 +109,9 @@ class Table:
         self.bench = PackedReadResources(self.transport, self.landing, places, list(range(words)))
         self.scattered: list[tuple[list[int], list[int], int]] = []
         loops = SimpleNamespace(scatter=self._scatter)
-        self.way = SimpleNamespace(
+        self.method = SimpleNamespace(
             gather=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
-            src=PreparedEntries(0, 40), chunk_cells=lambda _: per_chunk, indices=self._indices,
+            src=PreparedEntries(0, 40), segment_cells=lambda _: per_chunk, indices=self._indices,
         )  # fmt: skip
         route = SimpleNamespace(
             direct=direct or None,
@@ -121,7 +121,7 @@ class Table:
         self.indices: list[tuple[int, int]] = []
         ids = np.arange(1, cells + 1)
         self.read = PackedRead(
-            self.bench, LISTS, self.source if gathers else None, route, self.way,
+            self.bench, LISTS, self.source if gathers else None, route, self.method,
             Cells(ids, ids + 20, ids + 1), LeaseWord(0, 0, 1), lambda: self.now,
         )  # fmt: skip
 
@@ -137,9 +137,9 @@ class Table:
 
     def answer(self, reply=None):
         """Everything asked and not answered is gathered; or is answered so."""
-        for chunk in range(1, len(self.source.asked) + 1):
-            if chunk not in self.source.ended:
-                self.source.answers.setdefault(chunk, reply or Gathered(chunk, 6, 71, 9))
+        for segment in range(1, len(self.source.asked) + 1):
+            if segment not in self.source.ended:
+                self.source.answers.setdefault(segment, reply or Gathered(segment, 6, 71, 9))
 
     def run(self, times=3):
         for _ in range(times):
@@ -472,7 +472,7 @@ def test_a_scatter_that_fails_is_a_failure():
     def failing(*_):
         raise RuntimeError("no such device")
 
-    table.way.scatter.scatter = failing
+    table.method.scatter.scatter = failing
     table.run()
     table.land()
     assert table.read.failure == "the transport failed: no such device"

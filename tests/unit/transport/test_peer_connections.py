@@ -24,9 +24,9 @@ class World:
     def __init__(self) -> None:
         self.clock, self.faulty, self.attempts, self.in_use = Clock(), False, 0, list[Peer]()
         self.verdict = ""
-        self.links = PeerConnections(self.make, self.vet, lambda: self.in_use, self.clock)
+        self.links = PeerConnections(self.make, self.validate, lambda: self.in_use, self.clock)
 
-    def vet(self, cards) -> ValidationResult:
+    def validate(self, cards) -> ValidationResult:
         self.asked = ValidationResult(self.verdict)
         return self.asked
 

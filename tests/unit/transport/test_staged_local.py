@@ -607,7 +607,7 @@ def test_prepared_lists_have_a_row_per_cell_of_a_block_and_an_entry_per_cell_of_
     for way in prepared_route.methods:
         assert way.src.cells in (1, route.src_cells)
         assert way.dst.cells in (1, route.dst_cells)
-        assert {way.src.blocks, way.dst.blocks} & {blocks} or way.way.landing is not None
+        assert {way.src.blocks, way.dst.blocks} & {blocks} or way.method.landing is not None
         rows["src"] += way.rows * way.src.cells
         rows["dst"] += way.rows * way.dst.cells
     assert len(made.src.table()) == rows["src"]
@@ -622,7 +622,7 @@ def test_prepared_lists_have_a_row_per_cell_of_a_block_and_an_entry_per_cell_of_
 
 def test_ways_that_lists_have_no_room_for_are_left_out(monkeypatch):
     everything = preparation(dense(), dense(layout="LBNHC"), DENSE)
-    assert [way.way.strategy for way in everything.routes[0].methods] == [
+    assert [way.method.strategy for way in everything.routes[0].methods] == [
         "direct",
         "over-read",
         "staged",
@@ -643,15 +643,15 @@ def test_images_of_too_many_nests_are_not_introduced(monkeypatch):
     monkeypatch.setattr(prepared_routes, "MAX_NESTS", nests - 1)
     made = preparation(dense(), dense(layout="LBNHC"), DENSE)
     assert made.gathers == []
-    assert {way.way.strategy for way in made.routes[0].methods} == {"direct", "over-read"}
+    assert {way.method.strategy for way in made.routes[0].methods} == {"direct", "over-read"}
 
 
 @pytest.mark.parametrize(("images", "fits"), [(3, False), (4, True)])
 def test_images_that_the_peer_has_no_room_for_are_not_staged(images, fits):
     staged = preparation(wide(layout="LBNHC"), wide(), WIDE).routes[0].methods[-1]
-    assert staged.way.strategy is Strategy.STAGED
+    assert staged.method.strategy is Strategy.STAGED
     made = preparation(wide(layout="LBNHC"), wide(), WIDE, outgoing=images * staged.stride)
-    assert (made.routes[0].methods[-1].way.strategy is Strategy.STAGED) == fits == bool(made.gathers)
+    assert (made.routes[0].methods[-1].method.strategy is Strategy.STAGED) == fits == bool(made.gathers)
 
 
 def test_entries_lie_where_their_images_and_blocks_do():

@@ -21,18 +21,21 @@ def test_images_of_lots_lie_in_the_area_and_in_no_others(units, steps):
     for (images, stride), gives_back in steps:
         if gives_back and held:
             area.free(held.pop(0)[0])
-        lot = area.allocate(images, stride)
-        if lot is None:
+        allocation = area.allocate(images, stride)
+        if allocation is None:
             assert held or (images + 1) * stride > units * UNIT_BYTES, "an empty area has room"
             continue
-        low, high = lot.position * stride, (lot.position + images) * stride
-        assert lot.unit * UNIT_BYTES <= low
-        assert high <= (lot.unit + lot.units) * UNIT_BYTES <= area.region.length
-        assert lot.position + images <= image_capacity(area.region.length, stride)
-        assert all(lot.unit + lot.units <= o.unit or o.unit + o.units <= lot.unit for o, _, _ in held)
-        held.append((lot, low, high))
-    for lot, _, _ in held:
-        area.free(lot)
+        low, high = allocation.position * stride, (allocation.position + images) * stride
+        assert allocation.unit * UNIT_BYTES <= low
+        assert high <= (allocation.unit + allocation.units) * UNIT_BYTES <= area.region.length
+        assert allocation.position + images <= image_capacity(area.region.length, stride)
+        assert all(
+            allocation.unit + allocation.units <= o.unit or o.unit + o.units <= allocation.unit
+            for o, _, _ in held
+        )
+        held.append((allocation, low, high))
+    for allocation, _, _ in held:
+        area.free(allocation)
     whole = area.allocate(units * UNIT_BYTES // 64 - 1, 64)
     assert whole is not None, "everything has been given back"
     assert (whole.unit, whole.units) == (0, units)

@@ -9,7 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, new_ticket
-from kvferry.transport.tickets import CROWDED, MOST_CONSUMERS, RELEASED, UNKNOWN, TicketBook
+from kvferry.transport.tickets import CROWDED, MAX_CONSUMERS, RELEASED, UNKNOWN, TicketBook
 from support.locked import locked
 from transport.cards import ticket
 
@@ -91,10 +91,10 @@ def test_a_ticket_that_a_heartbeat_names_often_is_one_lease():
 
 def test_runs_that_somebody_makes_up_fill_no_memory_and_cost_no_claim_that_stands():
     made = book("a")
-    for consumer in range(MOST_CONSUMERS):
+    for consumer in range(MAX_CONSUMERS):
         redeem(made, "a", consumer)
     made.release(3, [ticket("a")])
-    assert refused(redeem(made, "a", MOST_CONSUMERS)) == CROWDED
+    assert refused(redeem(made, "a", MAX_CONSUMERS)) == CROWDED
     assert refused(redeem(made, "a", 3)) == RELEASED
     assert redeem(made, "a", 4) == Redeemed(8, RUN, GRANT)
 

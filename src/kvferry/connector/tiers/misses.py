@@ -26,25 +26,25 @@ def lack_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
         labels: of the canonical groups, with their numbers.
         cache: that was looked in.
     """
-    cut, lacking = found.cut, found.missing
+    chunked, lacking = found.chunked, found.missing
     short = SourceMiss(
-        TIERS, MissReason.SHORT_PROMPT, detail=f"{cut.prompt} tokens, chunks of {cut.chunk_tokens}"
+        TIERS, MissReason.SHORT_PROMPT, detail=f"{chunked.prompt} tokens, chunks of {chunked.chunk_tokens}"
     )
     here = SourceMiss(
         TIERS,
         MissReason.LOCAL,
-        detail=f"{cut.local_tokens} of {cut.prompt} tokens are here, no tier has more",
+        detail=f"{chunked.local_tokens} of {chunked.prompt} tokens are here, no tier has more",
     )
     if not lacking:
-        return short if cut.prompt <= cut.chunk_tokens else here
-    whys = {cache.why_missed(chunks.key_of(cut, one.group, one.chunk)) for one in lacking}
+        return short if chunked.prompt <= chunked.chunk_tokens else here
+    whys = {cache.why_missed(chunks.key_of(chunked, one.group, one.chunk)) for one in lacking}
     group = labels[lacking[0].group] if len(lacking) == 1 else "several"
     detail = ", ".join(f"chunk {one.chunk} of group {labels[one.group]}" for one in lacking)
     if len(whys) == 1 and (miss := _REMEMBERED.get(next(iter(whys)))) is not None:
         return SourceMiss(TIERS, miss, group, detail)
-    if cut.prompt < cut.chunk_tokens:
+    if chunked.prompt < chunked.chunk_tokens:
         return short
-    if 0 < cut.local_tokens >= max(found.alone):
+    if 0 < chunked.local_tokens >= max(found.per_group):
         return here
     if same_name_namespace := cache.same_name_namespace:
         detail = f"there is nothing of this model, but of one of its name: namespace {same_name_namespace}"

@@ -161,7 +161,7 @@ class TierSource:
         asked.looked = found = chunks.look_up(
             request.num_tokens,
             local_tokens,
-            partial(self._cache.reading.places, without=asked.without),
+            partial(self._cache.reading.tier_numbers, without=asked.without),
             in_full=self._keeps_windows(request.num_tokens),
         )
         ends, slowest = found.longest()
@@ -188,7 +188,9 @@ class TierSource:
         return (
             None
             if found is None
-            else self._part_of(found, local_tokens, found.beginning // alignment_tokens * alignment_tokens)
+            else self._part_of(
+                found, local_tokens, found.full_attention_tokens // alignment_tokens * alignment_tokens
+            )
         )
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
@@ -310,9 +312,9 @@ class TierSource:
 
         A chunk that is nowhere is not needed, and counts as one in host memory.
         """
-        size = found.cut.chunk_tokens
+        size = found.chunked.chunk_tokens
         low, high = first // size, -(-last // size)
-        row = found.places[self._widest, low:high] % NO_TIER
+        row = found.tier_numbers[self._widest, low:high] % NO_TIER
         sums = np.bincount(row) * size
         sums[row[0]] -= first - low * size
         sums[row[-1]] -= high * size - last

@@ -113,7 +113,7 @@ class WorkerHalf:
         for key in self._orders:
             self._loads.give_up(key, CHANGED)
         if self._transfers is not None:
-            self._transfers.words.void()
+            self._transfers.words.invalidate_all()
 
     def begin(self, orders: StepOrders) -> None:
         """Begin a step: take all orders but those to store."""

@@ -18,7 +18,7 @@ from kvferry.engines.vllm.requests import VLLMRequests, VLLMStep
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tracing import tracing
 from kvferry.errors import ConfigError
-from kvferry.observe.explaining import Explaining
+from kvferry.observe.explaining import RequestExplainer
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.observe.transfer_log import TransferLog
 
@@ -53,7 +53,7 @@ class VLLMScheduler:
         events = EventStream(self._fold)
         if is_traced(vllm_config):
             events.subscribe(tracing())
-        self._explaining = Explaining(
+        self._explaining = RequestExplainer(
             events,
             config.explain_requests,
             engine_id=engine.engine_id,

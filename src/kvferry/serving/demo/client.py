@@ -13,7 +13,7 @@ import msgspec
 from kvferry.errors import KVFerryError
 
 
-class AskError(KVFerryError):
+class CompletionError(KVFerryError):
     """Raised if the endpoint refuses a request or its answer is incomplete. The message is the endpoint's."""
 
 
@@ -53,7 +53,7 @@ def ask(
         on_text: called with each piece of text.
 
     Raises:
-        AskError: a status other than 200, an error event, a broken or an empty stream.
+        CompletionError: a status other than 200, an error event, a broken or an empty stream.
     """
     whole = {**body, "temperature": 0.0, "ignore_eos": True, "stream": True}
     whole |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -69,7 +69,7 @@ def ask(
         logprobs += _likeliest(choice)
         on_text(choice.get("text") or "")
     if not tokens:
-        raise AskError(f"{url} ended its answer to {request_id} without a token")
+        raise CompletionError(f"{url} ended its answer to {request_id} without a token")
     return StreamedAnswer(tuple(prompt), tuple(tokens), tuple(logprobs), first)
 
 
@@ -79,17 +79,19 @@ def _choices(
     try:
         with client.stream("POST", url, json=body, headers={"X-Request-Id": request_id}) as response:
             if response.status_code != httpx.codes.OK:
-                raise AskError(f"{url} answered {response.status_code}: {_error_text(response.read())}")
+                raise CompletionError(
+                    f"{url} answered {response.status_code}: {_error_text(response.read())}"
+                )
             for line in response.iter_lines():
                 data = line.removeprefix("data: ")
                 if not line.startswith("data: ") or data == "[DONE]":
                     continue
                 event = msgspec.json.decode(data)
                 if "error" in event:
-                    raise AskError(f"{url} broke off: {_error_text(data.encode())}")
+                    raise CompletionError(f"{url} broke off: {_error_text(data.encode())}")
                 yield from event.get("choices", ())
     except httpx.HTTPError as error:
-        raise AskError(f"{url} cannot be reached: {error}") from error
+        raise CompletionError(f"{url} cannot be reached: {error}") from error
 
 
 def _likeliest(choice: Mapping[str, Any]) -> Iterator[Mapping[int, float]]:

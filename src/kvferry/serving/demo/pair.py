@@ -88,7 +88,7 @@ def measure(
 
     Raises:
         LaunchError: an engine did not start.
-        AskError: a request failed.
+        CompletionError: a request failed.
         StopRequested, KeyboardInterrupt: a signal was received.
     """
     log = folder / "transfers.jsonl"

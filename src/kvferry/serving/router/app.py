@@ -23,7 +23,7 @@ from kvferry.serving.router.bodies import (
     parse_body,
     without_kv_params,
 )
-from kvferry.serving.router.endpoint import Call, Ongoing, RouterEndpoint
+from kvferry.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
 from kvferry.serving.router.failures import Failures
 from kvferry.serving.router.flow import Completion, CompletionFlow
 from kvferry.serving.router.hop import Hop, loop_reply
@@ -41,7 +41,7 @@ class RouterApp(Starlette):
 
     def __init__(self, settings: RouterSettings) -> None:
         router = _Router(settings)
-        self._ongoing = Ongoing()
+        self._ongoing = ActiveRequests()
 
         def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
             return RouterEndpoint(handler, self._ongoing, router.hop, settings.max_body_bytes)

@@ -43,7 +43,7 @@ class _TooLarge(Exception):
     """The body exceeds the limit."""
 
 
-class Ongoing:
+class ActiveRequests:
     """The requests under way."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class RouterEndpoint:
     def __init__(
         self,
         handler: Callable[[Call, Send], Awaitable[None]],
-        ongoing: Ongoing,
+        ongoing: ActiveRequests,
         hop: Hop,
         max_body_bytes: int,
     ) -> None:

@@ -34,7 +34,7 @@ class DirectoryAdmin(CacheAdmin):
         ConfigError: the path is not a directory of the file tier.
     """
 
-    notes_use = True
+    records_use = True
     no_capacity = "unknown: the ledger is damaged"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -35,7 +35,7 @@ class _WaitingThreads(Generic[T]):
         changed: notified when a thread is done with the lock.
         waiting: number of waiting threads.
         busy: whether a thread holds the lock or is taking it.
-        thing: the held resource, while this process has the lock.
+        resource: the held resource, while this process has the lock.
         since: when the lock was taken, by the clock.
         leave: whether to let other processes go first.
     """
@@ -44,7 +44,7 @@ class _WaitingThreads(Generic[T]):
     changed: Condition = field(default_factory=Condition)
     waiting: int = 0
     busy: bool = False
-    thing: T | None = None
+    resource: T | None = None
     since: float = 0.0
     leave: bool = False
 
@@ -89,12 +89,12 @@ class LockHandoff(Generic[T]):
         self._enter(queue, seconds)
         sound = False
         try:
-            if queue.thing is None:
+            if queue.resource is None:
                 if queue.leave:
                     self._sleep(_LEFT_SECONDS)
-                queue.thing = self._get(deadline)
+                queue.resource = self._get(deadline)
                 queue.since = self._clock()
-            yield queue.thing
+            yield queue.resource
             sound = True
         finally:
             self._leave(queue, sound=sound)
@@ -103,8 +103,8 @@ class LockHandoff(Generic[T]):
         """Return the queue of this process; after a fork, release what the parent's threads held."""
         if self._own.pid != os.getpid():
             inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
-            if inherited.thing is not None:
-                self._give(inherited.thing)
+            if inherited.resource is not None:
+                self._give(inherited.resource)
         return self._own
 
     def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
@@ -121,11 +121,11 @@ class LockHandoff(Generic[T]):
         with queue.changed:
             long = self._clock() - queue.since > _KEPT_SECONDS
             queue.leave = long and queue.waiting > 0
-            thing = queue.thing
+            resource = queue.resource
             try:
-                if thing is not None and (long or not sound or not queue.waiting):
-                    queue.thing = None
-                    self._give(thing)
+                if resource is not None and (long or not sound or not queue.waiting):
+                    queue.resource = None
+                    self._give(resource)
             finally:
                 queue.busy = False
                 queue.changed.notify()

@@ -84,7 +84,7 @@ class Slabs:
         self.used_bytes += stride
         return offset
 
-    def give(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         """Free a slot. Nothing may read or write it any more."""
         slab = offset // self.slab_bytes
         stride = self._stride[slab]

@@ -195,4 +195,4 @@ class SlotTable:
         """Move EVICTED to FREE if there is no hold."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]
-            self.slabs.give(chunk.offset)
+            self.slabs.free(chunk.offset)

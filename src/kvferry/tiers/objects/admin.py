@@ -32,7 +32,7 @@ class BucketAdmin(CacheAdmin):
         ConfigError: URL or options cannot be used, the store cannot be reached, or it has no kvferry objects.
     """
 
-    notes_use = False
+    records_use = False
     no_capacity = "none: see to the bucket's lifecycle rules"
 
     def __init__(self, url: str, options: Mapping[str, str]) -> None:

@@ -123,9 +123,9 @@ class BucketClient:
 
     def size(self, path: str) -> int | None:
         """Return the bytes of an object; None if it does not exist."""
-        return self.look(path)[0]
+        return self.head(path)[0]
 
-    def look(self, path: str) -> tuple[int | None, str]:
+    def head(self, path: str) -> tuple[int | None, str]:
         """Return the bytes and the ETag of an object; None for the bytes if it does not exist."""
         try:
             with _asking():

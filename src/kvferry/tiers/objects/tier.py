@@ -214,7 +214,7 @@ class ObjectTier(StorageTier):
         """
         name = chunk_name(self._namespace, key)
         with suppress(FileNotFoundError, Unavailable), self._bucket.writing() as bucket:
-            if bucket.look(name) == (found.size, found.etag):
+            if bucket.head(name) == (found.size, found.etag):
                 bucket.move(name, quarantine_name(self._namespace, key))
                 self._counter.add(quarantined=1)
 

@@ -697,13 +697,13 @@ def test_where_a_prefix_may_end_everything_is_kept_that_it_takes(shape, every, p
 
     def found(length):
         chunks = Prompts(engine.canonical, Adapters()).add(request("b", [*tokens[:length], 999]))
-        return chunks.look_up(length + 1, 0, engine.cache.reading.places).tokens
+        return chunks.look_up(length + 1, 0, engine.cache.reading.tier_numbers).tokens
 
     for end in {*range(every * CHUNK, 81, every * CHUNK), prompt // CHUNK * CHUNK}:
         assert found(end) == end, "others go on from there"
     whole = Prompts(engine.canonical, Adapters()).add(request("b", tokens[:prompt]))
     farthest = (prompt - 1) // CHUNK * CHUNK if shape is HYBRID else prompt
-    again = whole.look_up(prompt, 0, engine.cache.reading.places)
+    again = whole.look_up(prompt, 0, engine.cache.reading.tier_numbers)
     assert again.tokens == farthest, "and the same prompt from where it can"
     engine.end()
 

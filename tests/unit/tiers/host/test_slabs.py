@@ -23,11 +23,11 @@ def test_slots_never_overlap_and_everything_given_back_is_there_again():
         elif taken:
             offset = chance.choice(list(taken))
             del taken[offset]
-            slabs.give(offset)
+            slabs.free(offset)
         assert slabs.used_bytes == sum(taken.values())
         slabs.check_integrity()
     for offset in taken:
-        slabs.give(offset)
+        slabs.free(offset)
     slabs.check_integrity()
     assert sum(slabs.take(20) is not None for _ in range(1000)) == slabs.count * (slabs.slab_bytes // 20)
     assert slabs.take(7) is None
@@ -53,12 +53,12 @@ def test_a_slab_is_offered_to_another_size_when_as_much_is_free():
     offsets = [slabs.take(10) for _ in range(slabs.count * per_slab)]
     assert not slabs.has_room(30)
     for offset in offsets[: per_slab - 1]:
-        slabs.give(offset)
+        slabs.free(offset)
     assert slabs.reclaimable(30) == []
-    slabs.give(offsets[-1])
+    slabs.free(offsets[-1])
     assert slabs.reclaimable(30) == [offsets[0] // slabs.slab_bytes, offsets[-1] // slabs.slab_bytes]
     assert slabs.reclaimable(10) == []
-    slabs.give(offsets[per_slab - 1])
+    slabs.free(offsets[per_slab - 1])
     assert slabs.has_room(30)
 
 
