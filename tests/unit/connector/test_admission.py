@@ -192,8 +192,20 @@ class Engine:
                 meta.released = {load.key: workers}
             self.admission.take_reports(meta)
 
+    def report_at_once(self, reports):
+        """A worker says how several loads ended, of which nothing is in flight."""
+        once = dict.fromkeys(reports, 1)
+        self.admission.take_reports(StepReports(reports=reports, reported=once, released=once))
+
     def landed(self, load, workers):
         self.admission.take_reports(StepReports(released={load.key: workers}))
+
+
+def alone(strikes=True, alignment_tokens=BLOCK, **settings):
+    """An engine with one source of 24 tokens, and a request that came in."""
+    source = Stand("one", 24, strikes=strikes, alignment_tokens=alignment_tokens)
+    engine = Engine(source, **settings)
+    return engine, source, engine.arrive()
 
 
 def test_the_most_tokens_win_and_the_first_of_equals():
@@ -327,9 +339,7 @@ def test_a_request_that_no_source_serves_is_none_of_ours():
 
 
 def test_a_load_is_described_whole():
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     assert engine.admit(one, local_tokens=8) == 16
     load = source.load
     assert (load.request_id, load.source, load.span) == ("a", "one", LoadSpan(8, 24, PROMPT))
@@ -344,18 +354,14 @@ def test_a_load_is_described_whole():
 
 
 def test_an_engine_that_takes_less_loads_the_end_of_what_was_offered():
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     assert engine.admission.matched(one, 0) == 24
     engine.allocate(one, 16)
     assert source.heard == [("begin", 8, 24)]
 
 
 def test_being_told_twice_of_blocks_begins_one_load():
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     engine.admit(one)
     engine.allocate(one, 24)
     engine.allocate(one, 0)
@@ -364,9 +370,7 @@ def test_being_told_twice_of_blocks_begins_one_load():
 
 
 def test_what_a_load_writes_is_pinned_until_every_worker_has_landed():
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     engine.admit(one, local_tokens=8)
     table, window = engine.held["a"]
     assert [block.ref_cnt for block in table] == [1, 1] + [2] * 8
@@ -405,9 +409,7 @@ def test_a_failure_of_one_worker_is_one_of_the_load_and_the_next_bid_is_taken():
 
 
 def test_when_all_bids_are_struck_out_the_request_is_computed():
-    source = Stand("one", 24)
-    engine = Engine(source, attempts=9)
-    one = engine.arrive()
+    engine, source, one = alone(attempts=9)
     engine.admit(one)
     engine.report(source.load, "torn", "torn")
     assert engine.admit_anew(one) == 0
@@ -415,9 +417,7 @@ def test_when_all_bids_are_struck_out_the_request_is_computed():
 
 
 def test_attempts_are_capped_though_a_source_goes_on_bidding():
-    source = Stand("one", 24, strikes=False)
-    engine = Engine(source, attempts=3)
-    one = engine.arrive()
+    engine, source, one = alone(strikes=False, attempts=3)
     assert engine.admit(one) == 24
     for left in (24, 24, 0):
         engine.report(source.load, "torn", "torn")
@@ -425,9 +425,7 @@ def test_attempts_are_capped_though_a_source_goes_on_bidding():
 
 
 def test_an_offer_after_a_failure_that_finds_no_room_at_once_is_withdrawn():
-    source = Stand("one", 24, strikes=False)
-    engine = Engine(source, attempts=9)
-    one = engine.arrive()
+    engine, source, one = alone(strikes=False, attempts=9)
     engine.admit(one)
     engine.report(source.load, "torn", "torn")
     engine.free(one)
@@ -440,9 +438,7 @@ def test_an_offer_after_a_failure_that_finds_no_room_at_once_is_withdrawn():
 
 
 def test_loads_that_bring_something_do_not_use_up_attempts():
-    source = Stand("one", 24)
-    engine = Engine(source, attempts=1)
-    one = engine.arrive()
+    engine, source, one = alone(attempts=1)
     for _ in range(3):
         assert engine.admit(one) == 24
         engine.report(source.load, None, None)
@@ -453,9 +449,7 @@ def test_loads_that_bring_something_do_not_use_up_attempts():
 
 def test_a_request_that_asks_again_before_it_computes_anything_uses_up_attempts():
     """Whatever makes the engine forget what it was brought, it does not load for ever."""
-    source = Stand("one", 24)
-    engine = Engine(source, attempts=3)
-    one = engine.arrive()
+    engine, source, one = alone(attempts=3)
     for _ in range(3):
         assert engine.admit(one) == 24
         engine.report(source.load, None, None)
@@ -517,9 +511,7 @@ def test_a_request_that_reads_no_cache_is_told_so(sampling, why):
 
 
 def test_a_late_load_is_a_failure_and_keeps_its_blocks_until_it_has_landed():
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     engine.admit(one)
     load = source.load
     engine.report(load, "its deadline passed", "its deadline passed", late=True)
@@ -535,9 +527,7 @@ def test_a_late_load_is_a_failure_and_keeps_its_blocks_until_it_has_landed():
 
 
 def test_a_load_that_one_worker_has_late_and_another_in_time_is_late():
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     engine.admit(one)
     engine.report(source.load, None)
     engine.report(source.load, "its deadline passed", late=True)
@@ -565,9 +555,7 @@ def test_a_request_aborted_while_loading_is_settled_once_and_its_load_still_repo
 
 
 def test_a_request_of_the_same_name_does_not_hear_of_the_load_before():
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     engine.admit(one)
     load = source.load
     engine.admission.finished("a")
@@ -585,9 +573,7 @@ def test_a_request_of_the_same_name_does_not_hear_of_the_load_before():
 
 @pytest.mark.parametrize("served", [True, False])
 def test_a_preempted_request_is_served_again(served):
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     if served:
         engine.admit(one)
         engine.report(source.load, None, None)
@@ -601,9 +587,7 @@ def test_a_preempted_request_is_served_again(served):
 
 
 def test_an_offer_that_has_gone_by_the_time_blocks_are_there_loads_nothing():
-    source = Stand("one", 24)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone()
     assert engine.admission.matched(one, 0) == 24
     source.total = 0
     assert engine.admission.matched(one, 0) == 0
@@ -696,9 +680,7 @@ def test_blocks_of_another_request_are_not_those_that_were_given_back():
 
 
 def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
-    source = Stand("one", 24, alignment_tokens=2)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone(alignment_tokens=2)
     engine.admit(one)
     _, window = engine.held["a"]
     engine.report(source.load, "torn", "torn")
@@ -708,9 +690,7 @@ def test_blocks_that_a_failed_load_gave_back_are_nobodys_parts():
 
 
 def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
-    source = Stand("one", 24, alignment_tokens=2)
-    engine = Engine(source)
-    one = engine.arrive()
+    engine, source, one = alone(alignment_tokens=2)
     engine.admit(one)
     engine.report(source.load, None, None)
     _, window = engine.held["a"]
@@ -821,9 +801,7 @@ def test_when_one_part_fails_the_other_is_given_up_and_is_not_to_blame(fails, la
 def test_two_parts_that_fail_at_once_are_both_to_blame():
     engine, one, near, far = composed(workers=1)
     reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
-    engine.admission.take_reports(
-        StepReports(reports=reports, reported=dict.fromkeys(reports, 1), released=dict.fromkeys(reports, 1))
-    )
+    engine.report_at_once(reports)
     assert near.heard[1:] == far.heard[1:] == [("ended", "torn")]
     assert handed_over(engine) == {}
     assert engine.admit_anew(one) == 0
@@ -832,9 +810,7 @@ def test_two_parts_that_fail_at_once_are_both_to_blame():
 def test_two_parts_that_fail_on_one_worker_at_once_are_both_to_blame_and_the_others_need_not_go_on():
     engine, one, near, far = composed()
     reports = {source.load.key: Report("torn", late=False) for source in (near, far)}
-    engine.admission.take_reports(
-        StepReports(reports=reports, reported=dict.fromkeys(reports, 1), released=dict.fromkeys(reports, 1))
-    )
+    engine.report_at_once(reports)
     why = "another part of the prefix has failed"
     assert handed_over(engine) == dict.fromkeys(reports, why)
     for source in (near, far):

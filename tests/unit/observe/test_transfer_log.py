@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.bids import Part
 from kvferry.connector.decisions import MissReason
-from kvferry.connector.events import Event, LoadBegan, LoadEnded
+from kvferry.connector.events import Event
 from kvferry.connector.load_results import LoadFigures, LoadOutcome
 from kvferry.connector.stream import EventStream
 from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.observe.transfer_log import TransferLog
+from support.load_events import load_began, load_ended
 from support.pages import kv_page
 
 PAGE = kv_page()
@@ -50,17 +50,12 @@ def load(
     source: str = "peer",
 ) -> tuple[Event, Event]:
     """The two events of a load of a hundred tokens."""
-    peer, key = "P@host:1#2", f"{name}#1.0"
+    key = f"{name}#1.0"
+    miss = MissReason.FAILED if failure else None
     return (
-        LoadBegan(
-            name, 1.0, load=key, source=source, peer=peer, parts=(Part(source, 100),),
-            begin=16, end=116, attempt=f"{name}#1",
-        ),
-        LoadEnded(
-            name, 1.5, load=key, source=source, outcome=outcome,
-            miss=MissReason.FAILED if failure else None, failure=failure, seconds=0.5, figures=figures,
-        ),
-    )  # fmt: skip
+        load_began(key, source, end=116, begin=16, at=1.0, peer="P@host:1#2"),
+        load_ended(key, source, outcome, at=1.5, miss=miss, failure=failure, figures=figures),
+    )
 
 
 def written(path: Path, *loads: tuple[Event, Event]) -> list[dict[str, Any]]:
