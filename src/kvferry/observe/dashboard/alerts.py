@@ -18,17 +18,17 @@ class Alert:
         name: name of the alert.
         expression: PromQL that is true for each affected engine, source or tier.
         lasts: time that it must be true before the alert fires.
-        severity: ``warning``: look at it today; ``info``: something could be better.
         summary: the problem, with labels.
         action: what to do.
+        severity: ``warning``: look at it today; ``info``: something could be better.
     """
 
     name: str
     expression: str
     lasts: str
-    severity: str
     summary: str
     action: str
+    severity: str = "warning"
 
 
 _SOURCE = (*ENGINE, "source")
@@ -66,63 +66,52 @@ ALERTS = (
         name="KVFerryLoadsFail",
         expression=f"{_FAILED} / {_LOADED} > 0.05",
         lasts="10m",
-        severity="warning",
         summary=f"{_SHARE} of the loads from {{{{ $labels.source }}}} fail on {_WHO}",
         action="Requests are computed instead: answers are right, and slower. The engine's log names each "
-        "failure, "
-        "kvferry_misses_total has reasons: checksum is a disk (kvferry cache verify), refused is a peer.",
+        "failure, kvferry_misses_total has reasons: checksum is a disk (kvferry cache verify), "
+        "refused is a peer.",
     ),
     Alert(
         name="KVFerryDeadlinesPass",
         expression=f"{_gained('kvferry_loads_total', _SOURCE, '10m', outcome='expired')} > 2",
         lasts="2m",
-        severity="warning",
         summary=f"Loads from {{{{ $labels.source }}}} pass their deadline on {_WHO}: "
         "{{ $value | humanize }} in ten minutes",
         action="Each held a request up for load_timeout_seconds. Look at kvferry_transfer_seconds by stage, "
-        "or at "
-        "kvferry_tier_fetch_seconds: a hung mount, a dead peer, a network that is full.",
+        "or at kvferry_tier_fetch_seconds: a hung mount, a dead peer, a network that is full.",
     ),
     Alert(
         name="KVFerryLateBlocks",
         expression=f"{total(series('kvferry_late_blocks'), *ENGINE)} > 0",
         lasts="15m",
-        severity="warning",
         summary=f"{{{{ $value }}}} blocks of {_WHO} are held by reads that should have ended long ago",
         action="They are given back when the reads have ended; at the cap of late_blocks that peer is "
-        "refused. "
-        "See whether the peer is stopped but not gone, and end it if so.",
+        "refused. See whether the peer is stopped but not gone, and end it if so.",
     ),
     Alert(
         name="KVFerryLeasesExpire",
         expression=f"{_rate('kvferry_leases_ended_total', ENGINE, outcome='expired')}"
         f" / {_rate('kvferry_leases_ended_total', ENGINE)} > 0.05",
         lasts="10m",
-        severity="warning",
         summary=f"{_SHARE} of the prompts that {_WHO} prepared are never taken",
         action="Their blocks are lost to the engine for lease_seconds each. See whether the router sends "
-        "both "
-        "halves of a request, and whether decode engines reach this one's control channel.",
+        "both halves of a request, and whether decode engines reach this one's control channel.",
     ),
     Alert(
         name="KVFerryTierDropsStores",
         expression=f"{_DROPPED} / ({_DROPPED} + {_STORED}) > 0.01",
         lasts="15m",
-        severity="warning",
         summary=f"{_WHICH} on {_WHO} does not take {_SHARE} of the chunks",
         action="They will be misses. kvferry_tier_dropped_chunks_total has the reasons: a tier slower than "
-        "what is "
-        "stored, host memory too small to wait for it, a disk that others fill.",
+        "what is stored, host memory too small to wait for it, a disk that others fill.",
     ),
     Alert(
         name="KVFerryTierFull",
         expression=f"{_USED} / {_CAPACITY} > 0.95 and {_DROPPED} > 0",
         lasts="15m",
-        severity="warning",
         summary=f"{_WHICH} on {_WHO} is {_SHARE} full and drops stores",
         action="Eviction should make room. See kvferry_tier_dropped_chunks_total by reason, the log, and "
-        "the free "
-        "space of the disk (kvferry cache stat): the capacity may be more than the disk has left.",
+        "the free space of the disk (kvferry cache stat): the capacity may be more than the disk has left.",
     ),
     Alert(
         name="KVFerryNoHits",
@@ -131,17 +120,16 @@ ALERTS = (
         severity="info",
         summary=f"No hit from {{{{ $labels.source }}}} on {_WHO} in {{{{ $value | humanize }}}} queries",
         action="topk(5, sum by (reason, group) (rate(kvferry_misses_total[30m]))) says why; docs/metrics.md "
-        "says "
-        "what each reason asks for.",
+        "says what each reason asks for.",
     ),
     Alert(
         name="KVFerryTokensRecomputed",
         expression=f"{_RECOMPUTED} / {_PROMPTS} > 0.05",
         lasts="10m",
-        severity="warning",
         summary=f"{_SHARE} of the prompt tokens on {_WHO} are computed after a load of them failed",
         action="First tokens wait for the load and then for the computing. Find out why loads fail "
-        "(kvferry_loads_total by outcome); until then a shorter load_timeout_seconds makes it cheaper.",
+        "(kvferry_loads_total by outcome); until then a shorter load_timeout_seconds makes it "
+        "cheaper.",
     ),
 )
 
