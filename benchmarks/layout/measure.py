@@ -97,7 +97,11 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
         lists = raw.equal_descriptors(largest.cache.buffer.nbytes)
         raws = [RawNixlMover("raw NIXL", raw, lists) for _ in range(-(-len(ferries) // RAW_EVERY))]
         movers: list[Mover] = [*ferries.values(), *raws]
-        times = run_rounds(movers, job.repeats, lambda said: progress(f"{reading.cache.name}: {said}"))
+        times = run_rounds(
+            [mover.move for mover in movers],
+            job.repeats,
+            lambda said: progress(f"{reading.cache.name}: {said}"),
+        )
     speed = [lists.bytes / float(np.median(s)) / 1e9 for s in zip(*times[len(ferries) :], strict=True)]
     series = {
         key: MoverRounds(ferry.name, ferry.bytes, tuple(seconds))

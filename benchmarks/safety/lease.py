@@ -46,7 +46,7 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionC
             KVFerryMover("with", reader, source),
             UncheckedMover(KVFerryMover("without", reader, source)),
         )
-        on, off = run_rounds([checked, unchecked], job.repeats, progress)
+        on, off = run_rounds([checked.move, unchecked.move], job.repeats, progress)
     checks = tuple(check for _, _, check, _ in checked.stages[-job.repeats :])
     return [
         ProtectionCost(part="lease", work=f"transfer of {job.tokens:,} tokens", on=tuple(on), off=tuple(off)),

@@ -8,7 +8,7 @@ round draws a new order of sizes, so that a slow minute of the machine does not 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ import torch
 import zmq
 
 from kvferry.bench.fit import Fit, fit
+from kvferry.bench.rounds import run_rounds
 from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.measuring.producer_process import ProducerProcess, use_transports
@@ -118,7 +119,7 @@ def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
         count = min(job.read_descriptors, min(job.read_bytes, room) // size)
         if count:
             lists.append(raw.equal_descriptors(count * size, size))
-    seconds = np.median(_rounds([partial(raw.read, made) for made in lists], job.repeats), axis=0)
+    seconds = np.median(run_rounds([partial(raw.read, made) for made in lists], job.repeats), axis=1)
     work = np.array([[len(made.indices.src), made.bytes] for made in lists], np.float64)
     return fit(work, seconds)
 
@@ -138,7 +139,7 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, 
                 read.result()
             return time.perf_counter() - started
 
-        one, all_of_them = _rounds([partial(alone.read, whole), together], 3 * job.repeats).T
+        one, all_of_them = np.array(run_rounds([partial(alone.read, whole), together], 3 * job.repeats))
     return float(np.clip(np.median(one / all_of_them), 1, lanes))
 
 
@@ -150,7 +151,7 @@ def _copies(job: CalibrationJob) -> Fit:
         if cell >= run
         for copy in (_Copy(run, cell, job.copy_bytes, "src"), _Copy(run, cell, job.copy_bytes, "dst"))
     ]
-    seconds = np.median(_rounds([copy.once for copy in copies], job.repeats), axis=0)
+    seconds = np.median(run_rounds([copy.once for copy in copies], job.repeats), axis=1)
     return fit(np.array([copy.work for copy in copies], np.float64), seconds)
 
 
@@ -251,15 +252,5 @@ def _overlap(job: CalibrationJob, asking: _GatherChannel, raw: RawReads, size: i
         partial(raw.read, lists),
         lambda: asking.large(lambda: raw.read(lists)),
     ]
-    gather, read, both = _rounds(timed, 3 * job.repeats).T
+    gather, read, both = np.array(run_rounds(timed, 3 * job.repeats))
     return float(np.clip(np.median((gather + read - both) / np.minimum(gather, read)), 0, 1))
-
-
-def _rounds(timed: Sequence[Callable[[], float]], repeats: int) -> np.ndarray:
-    """Return the seconds of each in every round, shape (rounds, n), without a first warm-up round."""
-    draw = np.random.default_rng(11)
-    seconds = np.empty((repeats + 1, len(timed)))
-    for number in range(repeats + 1):
-        for which in draw.permutation(len(timed)):
-            seconds[number, which] = timed[which]()
-    return seconds[1:]

@@ -85,7 +85,7 @@ def compare(
             RawNixlMover("(b) raw NIXL, same descriptors", raw, raw.same_descriptors(source)),
             MemcpyMover(reader),
         ]
-        seconds = run_rounds(movers, repeats, progress)
+        seconds = run_rounds([mover.move for mover in movers], repeats, progress)
     all_series = [MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
     planning, reading, check, rest = (
         Spread.of(column).median for column in zip(*ferry.stages[1:], strict=True)
@@ -93,15 +93,17 @@ def compare(
     return TransferComparison(all_series[0], tuple(all_series[1:]), (planning, reading, check, rest))
 
 
-def run_rounds(movers: Sequence[Mover], repeats: int, progress: Callable[[str], None]) -> list[list[float]]:
-    """Return the seconds of every mover, round by round, after a round that does not count."""
+def run_rounds(
+    moves: Sequence[Callable[[], float]], repeats: int, progress: Callable[[str], None] = lambda _: None
+) -> list[list[float]]:
+    """Return the seconds of every move, round by round, after a round that does not count."""
     progress("moving, a round that does not count")
-    for mover in movers:
-        mover.move()
+    for move in moves:
+        move()
     draw = np.random.default_rng(7)
-    seconds: list[list[float]] = [[] for _ in movers]
+    seconds: list[list[float]] = [[] for _ in moves]
     for number in range(repeats):
         progress(f"moving, round {number + 1} of {repeats}")
-        for which in draw.permutation(len(movers)):
-            seconds[which].append(movers[which].move())
+        for which in draw.permutation(len(moves)):
+            seconds[which].append(moves[which]())
     return seconds

@@ -76,7 +76,7 @@ def measure_cases(
         TransferError: a mover failed.
     """
     movers = [mover for one in cases for mover in (one.ours, *one.limits, *one.controls)]
-    seconds = run_rounds(movers, repeats, progress)
+    seconds = run_rounds([mover.move for mover in movers], repeats, progress)
     series = iter([MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)])
     return tuple(
         TierSpeed(
