@@ -77,13 +77,7 @@ def parse_connectors(text: str) -> Any:
     Raises:
         ConfigError: the text is not JSON.
     """
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"other_connectors is {text!r}, which is no JSON ({error}); write a list such as "
-            '[{"kv_connector": "NixlConnector"}]'
-        ) from error
+    return _parse_json("other_connectors", text, 'a list such as [{"kv_connector": "NixlConnector"}]')
 
 
 def parse_tiers(text: str | None) -> Any:
@@ -97,13 +91,15 @@ def parse_tiers(text: str | None) -> Any:
     """
     if text is None or text == "default":
         return text
+    example = 'default, or a list such as [{"type": "host", "capacity": "8GiB"}]'
+    return _parse_json("tiers", text, example)
+
+
+def _parse_json(name: str, text: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"tiers is {text!r}, which is no JSON ({error}); write default, or a list such as "
-            '[{"type": "host", "capacity": "8GiB"}]'
-        ) from error
+        raise ConfigError(f"{name} is {text!r}, which is no JSON ({error}); write {expected}") from error
 
 
 def kv_transfer_json(config: Mapping[str, Any]) -> str:
