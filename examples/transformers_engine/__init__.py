@@ -6,5 +6,6 @@ It has one request at a time, greedy decoding, and no prefix cache of its own. I
 - `blocks`: the block pool, and the block tables of a request
 - `identity`: facts that other engines must share
 - `engine`: the engine
-- `show`: the demonstration, `python -m examples.transformers_engine`
+- `tiers`: stores a prompt in one process and continues from it in others
+- `handover`: takes prompts from a vLLM server, and gives it some
 """

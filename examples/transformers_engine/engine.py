@@ -73,6 +73,7 @@ class Engine:
     Attributes:
         pages: K and V of all layers.
         pool: the block pool.
+        lent: blocks of ended requests that peers may still read, by request.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Engine:
             facts=Facts(name, self._half.incarnation, "kvferry's example over transformers", facts),
             namespace=lambda canonical: namespace_of_facts(facts, canonical, checkpoint.name),
         )
-        self._lent: dict[str, Tables] = {}
+        self.lent: dict[str, Tables] = {}
         self._numbers = count()
 
     def generate(self, prompt: list[int], max_tokens: int, kv_transfer_params: Any = None) -> Answer:
@@ -163,7 +164,7 @@ class Engine:
 
     def close(self) -> None:
         """Finish all stores, wait until peers have released what they read, and end all threads."""
-        while self._half.busy or self._lent:
+        while self._half.busy or self.lent:
             self._step()
             time.sleep(_POLL_SECONDS)
         self._half.shutdown()
@@ -213,7 +214,7 @@ class Engine:
             self._half.take_reports(reports)
         self._half.sent(set(ended.sent))
         for name in ended.sent:
-            self._lent.pop(name).free()
+            self.lent.pop(name).free()
         self._half.step_done()
         return ended
 
@@ -231,7 +232,7 @@ class Engine:
         request.is_complete = True
         lent, params = self._half.finished(request, request.tables.get_block_ids())
         if lent:
-            self._lent[request.request_id] = request.tables
+            self.lent[request.request_id] = request.tables
         else:
             request.tables.free()
         return params

@@ -25,7 +25,7 @@ computes at least the last token, so of a load of all tokens it keeps one fewer.
     (the forward pass)
     worker.save(orders, mark)
     ended = worker.ended()
-    half.take_reports(worker.take_reports())
+    half.take_reports(worker.take_reports())     unless it is None
     half.sent(ended.sent)                 the blocks of these requests, kept since `finished`, can be freed
     half.step_done()
 

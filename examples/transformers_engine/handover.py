@@ -1,0 +1,82 @@
+"""Take a prompt from a vLLM server, or give one to it.
+
+The server runs the same checkpoint with kvferry's connector. Only a ticket passes through this client; K and
+V go from engine to engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+
+from examples.transformers_engine.engine import Answer, Engine
+
+COMPUTE_FOR_ANOTHER = {"do_remote_decode": True}
+"""``kv_transfer_params`` of a request whose KV another engine will ask for."""
+
+
+def take(client: httpx.Client, engine: Engine, prompt: list[int], max_tokens: int) -> Answer:
+    """Let the server compute a prompt, and continue it here.
+
+    Args:
+        client: has the server's address as its base URL.
+        engine: continues.
+        prompt: token ids.
+        max_tokens: tokens of the answer.
+
+    Raises:
+        httpx.HTTPError: the server does not answer, or refuses.
+    """
+    offer = _complete(client, prompt, 1, COMPUTE_FOR_ANOTHER)["kv_transfer_params"]
+    return engine.generate(prompt, max_tokens, offer)
+
+
+def give(client: httpx.Client, engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
+    """Compute a prompt here, and return the server's continuation; arguments and errors as of `take`."""
+    offer = engine.generate(prompt, 1, COMPUTE_FOR_ANOTHER).kv_transfer_params
+    found: list[int] = _complete(client, prompt, max_tokens, offer)["choices"][0]["token_ids"]
+    return found
+
+
+def compare(
+    client: httpx.Client,
+    engine: Engine,
+    prompt: list[int],
+    max_tokens: int,
+    say: Callable[[str], None] = print,
+) -> bool:
+    """Answer a prompt alone, by `take` and by `give`; return whether all answers are the same.
+
+    Args:
+        client, engine, prompt, max_tokens: as of `take`.
+        say: receives the text for people.
+    """
+    alone = engine.generate(prompt, max_tokens)
+    taken = take(client, engine, prompt, max_tokens)
+    answers = {
+        "computed here": alone.token_ids,
+        f"continued here, {taken.loaded.get('peer', 0)} tokens from vLLM": taken.token_ids,
+        "computed here, continued by vLLM": give(client, engine, prompt, max_tokens),
+    }
+    for what, tokens in answers.items():
+        say(f"{what}: {' '.join(map(str, tokens))}")
+    return all(tokens == alone.token_ids for tokens in answers.values())
+
+
+def _complete(
+    client: httpx.Client, prompt: list[int], max_tokens: int, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the server's greedy completion."""
+    body = {
+        "model": client.get("/v1/models").raise_for_status().json()["data"][0]["id"],
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "kv_transfer_params": dict(params),
+    }
+    found: dict[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
+    return found
