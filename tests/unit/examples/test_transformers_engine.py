@@ -153,6 +153,7 @@ def test_a_load_holds_only_the_window_of_layers_that_have_one(start, tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_it_needs_no_vllm(checkpoint, tmp_path):
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['kvferry.engines'] = None\n"  # imports of these raise
@@ -167,6 +168,7 @@ def test_it_needs_no_vllm(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # four processes, each of which imports torch and transformers
 def test_the_demonstration_is_as_it_says(checkpoint, tmp_path):
     said: list[str] = []
     assert demonstrate(checkpoint, tmp_path, said.append), "\n".join(said)
