@@ -20,18 +20,18 @@ def _multi(engine: Any) -> Any:
 
 def chosen(engine: Any) -> list[tuple[str, int]]:
     """(child, tokens) of every load begun since the last call; the first call begins."""
-    choosing = _multi(engine)._choosing
+    admission = _multi(engine)._admission
     if not hasattr(engine, "chosen"):
         engine.chosen = []
-        inner = choosing._admit
+        inner = admission._admit
 
         def admit(name: str, wish: Any, blocks: Any, external: int) -> int | None:
             place = inner(name, wish, blocks, external)
             if place is not None:
-                engine.chosen.append((choosing._names[place], external))
+                engine.chosen.append((admission._names[place], external))
             return place
 
-        choosing._admit = admit
+        admission._admit = admit
     seen, engine.chosen = engine.chosen, []
     return seen
 
@@ -46,7 +46,7 @@ def story_of_last(engine: Any, of: int = 0) -> list[str]:
 
 def forget_speeds(engine: Any) -> None:
     """How fast children load, as if they had not for long; not how fast the engine computes."""
-    _multi(engine)._choosing._choice.speeds._lines.clear()
+    _multi(engine)._admission._choice.speeds._lines.clear()
 
 
 def still_known(engine: Any) -> dict[str, int]:
@@ -56,10 +56,10 @@ def still_known(engine: Any) -> dict[str, int]:
     ours = _multi(engine)
     worker = get_kv_transfer_group() if has_kv_transfer_group() else None  # of one rank, it is here
     counts = {
-        "requests": len(ours._choosing),
+        "requests": len(ours._admission),
         "holders": len(ours._endings._holders),
         "expected": len(worker._completions) if worker else 0,
-        "pending": sum(ours._choosing.counts.pending.values()),
+        "pending": sum(ours._admission.counts.pending.values()),
     }
     return {name: count for name, count in counts.items() if count}
 

@@ -6,7 +6,7 @@ Every child stores. One child loads a request, chosen as kvferry chooses between
 - `children`: makes the connectors that it names, and checks that they agree
 - `connector`: vLLM's hooks on the scheduler, and what both halves share
 - `worker_hooks`: vLLM's hooks on a worker
-- `choosing`: decides which child loads a request, and follows each load to its end
+- `child_admission`: decides which child loads a request, and follows each load to its end
 - `completions`: joins the completions that children report
 - `endings`: collects which children keep blocks of ended requests
 - `meta`: carries messages between the two halves

@@ -26,8 +26,6 @@ _HAND_OVER = {
 }
 """Connectors of vLLM's own that hand a request's KV to another engine."""
 
-"""What a child has of the engine's own setting, unless it says otherwise."""
-
 
 @dataclass(frozen=True, slots=True)
 class Child:

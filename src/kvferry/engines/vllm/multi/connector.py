@@ -4,7 +4,7 @@
         "kv_connector_module_path": "kvferry.engines.vllm.multi.connector", ...}'
 
 This class and its base only hand vLLM's hooks on to the children and join their answers: `worker_hooks` has
-those that vLLM calls on workers. `choosing`, `completions` and `endings` hold all further logic.
+those that vLLM calls on workers. `child_admission`, `completions` and `endings` hold all further logic.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.process import share_logging
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.info import cache_group, step_tokens
+from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.engines.vllm.multi.children import (
     agreed_count,
     agreed_layout,
@@ -35,7 +36,6 @@ from kvferry.engines.vllm.multi.children import (
     children_of,
     read_multi,
 )
-from kvferry.engines.vllm.multi.choosing import Choosing
 from kvferry.engines.vllm.multi.endings import Ending, Endings
 from kvferry.engines.vllm.multi.meta import MultiMeta
 from kvferry.engines.vllm.multi.metrics import MultiMetrics
@@ -77,7 +77,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         weights = {child.name: child.load_weight for child in of}
         policy = policy_named(settings.source_policy, weights, self._speeds)
         choice = Choice(policy, self._speeds, settings.patience_seconds)
-        self._choosing = Choosing(self._names, self._connectors, choice, settings.attempts)
+        self._admission = ChildAdmission(self._names, self._connectors, choice, settings.attempts)
         self._endings = Endings(self._names)
 
     @property
@@ -111,7 +111,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         groups = tuple(map(cache_group, self._kv_cache_config.kv_cache_groups))
-        self._choosing.phases.headroom = Headroom.of(
+        self._admission.phases.headroom = Headroom.of(
             groups, step_tokens(self._vllm_config), kv_cache_manager.block_pool
         )
         for child in self._connectors:
@@ -136,16 +136,16 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             child.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._choosing.matched(request, num_computed_tokens)
+        return self._admission.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        place = self._choosing.chosen(request.request_id)
+        place = self._admission.chosen(request.request_id)
         if place is None:
             return ()
         return tuple(self._connectors[place].get_loaded_kv_cache_group_ids(request))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        loader = self._choosing.allocated(request, blocks, num_external_tokens)
+        loader = self._admission.allocated(request, blocks, num_external_tokens)
         for place, child in enumerate(self._connectors):
             if loader not in (None, place) and isinstance(child, KVFerryConnector):
                 # What fails to load is known after the step, in which what follows from it would be stored.
@@ -154,7 +154,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        place = self._choosing.chosen(request.request_id)
+        place = self._admission.chosen(request.request_id)
         found: dict[CacheHitSource, int] = {}
         if place is not None:
             found = self._connectors[place].get_external_cache_hit_sources(request, num_external_tokens)
@@ -162,9 +162,9 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output.total_num_scheduled_tokens)
-        self._choosing.phases.scheduled(scheduler_output.num_scheduled_tokens)
+        self._admission.phases.scheduled(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
-        return MultiMeta(children, self._choosing.take_new(), self._endings.take_new())
+        return MultiMeta(children, self._admission.take_new(), self._endings.take_new())
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
@@ -176,7 +176,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         finally:
             connector_output.kv_connector_worker_meta = meta
             connector_output.kv_cache_events = events
-        self._choosing.heard(
+        self._admission.take_results(
             connector_output.finished_recving or set(),
             connector_output.failed_recving,
             connector_output.invalid_block_ids,
@@ -195,7 +195,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
     def _finish(self, request: Any, ended: Callable[[Any], Ending]) -> Ending:
         endings = [ended(child) for child in self._connectors]
-        self._choosing.finished(request.request_id)
+        self._admission.finished(request.request_id)
         return self._endings.join(request.request_id, endings)
 
     def register_finished_partial_tail(
@@ -232,7 +232,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             name: (path_of(type(child)), child.get_kv_connector_stats()) for name, child in self._children()
         }
         children = {name: (path, stats) for name, (path, stats) in found.items() if stats is not None}
-        counts = self._choosing.counts if self._role is KVConnectorRole.SCHEDULER else None
+        counts = self._admission.counts if self._role is KVConnectorRole.SCHEDULER else None
         stats = MultiStats.of(children, counts)
         return None if stats.is_empty() else stats
 

@@ -40,9 +40,9 @@ class Counts:
             else:
                 self.more["misses", name, ""] += 1
 
-    def ended(self, name: str, *, good: bool) -> None:
+    def ended(self, name: str, *, succeeded: bool) -> None:
         """Count the end of a child's load."""
-        self.more["loads", name, "ready" if good else "failed"] += 1
+        self.more["loads", name, "ready" if succeeded else "failed"] += 1
 
     def take(self) -> Counter[Count]:
         """Return the increments and begin new ones."""

@@ -1,4 +1,4 @@
-"""Choice of the child that loads a request: ask all, choose one, exclude a child after its load failed.
+"""Admission over child connectors: ask all, choose the one that loads, exclude a child after its load failed.
 
 Requests go through the phases of kvferry's own admission (`connector.request_phases`). A child that was not
 chosen gets the blocks with 0 tokens to load, as in vLLM's MultiConnector, and drops its state of the request.
@@ -29,12 +29,12 @@ class _Plan:
     Attributes:
         place: index of the child.
         bid: its bid.
-        waits: True if the load is asynchronous, between steps, and the child reports its end.
+        asynchronous: the load runs between steps, and the child reports its end.
     """
 
     place: int
     bid: Bid
-    waits: bool
+    asynchronous: bool
 
 
 @dataclass(slots=True)
@@ -45,13 +45,13 @@ class _Load:
         plan: the plan that was taken.
         blocks: vLLM's blocks of the request.
         began: start of the load, in seconds of the clock.
-        spoilt: True once the engine was told of blocks that did not load.
+        invalid: a child has reported blocks of it that did not load.
     """
 
     plan: _Plan
     blocks: Any
     began: float
-    spoilt: bool = False
+    invalid: bool = False
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class _RequestState(RequestState[_Plan]):
     load: _Load | None = None
 
 
-class Choosing:
+class ChildAdmission:
     """Decides for every request which child loads it. Only the engine's thread calls it.
 
     Attributes:
@@ -122,7 +122,7 @@ class Choosing:
         tokens = self.phases.propose(
             known, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)
         )
-        return tokens, best is not None and best.waits and bool(tokens)
+        return tokens, best is not None and best.asynchronous and bool(tokens)
 
     def _plans(self, rest: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
         """Return a plan for each child, of the children's answers; the engine lacks `rest` tokens."""
@@ -131,15 +131,17 @@ class Choosing:
             _Plan(
                 place,
                 Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None),
-                waits,
+                asynchronous,
             )
-            for place, (name, (tokens, waits)) in enumerate(zip(self._names, answers, strict=True))
+            for place, (name, (tokens, asynchronous)) in enumerate(zip(self._names, answers, strict=True))
         ]
 
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
         """Return whether a load leaves the blocks that waiting requests need."""
         total = local_tokens + plan.bid.tokens
-        return not plan.waits or self.phases.headroom.fits(request.request_id, total, request.num_tokens)
+        return not plan.asynchronous or self.phases.headroom.fits(
+            request.request_id, total, request.num_tokens
+        )
 
     def chosen(self, request_id: str) -> int | None:
         """Return the index of the child that is to load the request or is loading it; None without one."""
@@ -172,10 +174,10 @@ class Choosing:
         if taken is None:
             known.load = None
             return None
-        plan, had = taken
+        plan, local_tokens = taken
         known.load = _Load(plan, blocks, self._clock())
-        if plan.waits:
-            self.phases.wait(known, request, had + external)
+        if plan.asynchronous:
+            self.phases.wait(known, request, local_tokens + external)
             self._loads[request.request_id] = known.load
             self._new[request.request_id] = plan.place
             self.counts.pending[plan.bid.source] += 1
@@ -186,34 +188,34 @@ class Choosing:
         new, self._new = self._new, {}
         return new
 
-    def heard(self, received: set[str], failed: set[str], spoilt: set[int]) -> None:
+    def take_results(self, received: set[str], failed: set[str], invalid: set[int]) -> None:
         """Handle a step's results: received requests, the failed ones among them, and blocks not loaded."""
-        if spoilt:
-            self._look_for(spoilt)
+        if invalid:
+            self._strike_for(invalid)
         for request_id in received:
             load = self._loads.pop(request_id, None)
             if load is None:
                 continue
-            name, good = load.plan.bid.source, request_id not in failed and not load.spoilt
+            name, succeeded = load.plan.bid.source, request_id not in failed and not load.invalid
             self.counts.pending[name] -= 1
-            self.counts.ended(name, good=good)
-            if good:
+            self.counts.ended(name, succeeded=succeeded)
+            if succeeded:
                 self._choice.speeds.loaded(load.plan.bid.parts, self._clock() - load.began)
             known = self._known.get(request_id)
             if known is not None and known.load is load:
-                if good:
+                if succeeded:
                     known.load = None
                 else:
                     known.bidding.strike(name, "its load failed")
-                self.phases.ended(known, request_id, failed=not good)
+                self.phases.ended(known, request_id, failed=not succeeded)
 
-    def _look_for(self, spoilt: set[int]) -> None:
-        """Strike out the children that were to load these blocks."""
+    def _strike_for(self, invalid: set[int]) -> None:
+        """Strike out the children that were to load these blocks, which are invalid."""
         for known in self._known.values():
             load = known.load
-            if load is None or not any(spoilt.intersection(ids) for ids in load.blocks.get_block_ids()):
+            if load is None or not any(invalid.intersection(ids) for ids in load.blocks.get_block_ids()):
                 continue
-            load.spoilt = True
+            load.invalid = True
             known.bidding.strike(load.plan.bid.source, "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
@@ -226,8 +228,8 @@ class Choosing:
     def _settle(self, known: _RequestState) -> None:
         """End a synchronous load, which no child reports."""
         load, known.load = known.load, None
-        if load is not None and not load.plan.waits:
-            self.counts.ended(load.plan.bid.source, good=not load.spoilt)
-            if not load.spoilt:
+        if load is not None and not load.plan.asynchronous:
+            self.counts.ended(load.plan.bid.source, succeeded=not load.invalid)
+            if not load.invalid:
                 known.bidding.succeeded()
                 known.bidding.computed()  # in the step that loaded

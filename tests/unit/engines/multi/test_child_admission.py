@@ -9,7 +9,7 @@ from kvferry.connector.engine import CacheGroup
 from kvferry.connector.headroom import Headroom
 from kvferry.connector.policies import Choice, Cost, First, Weight
 from kvferry.connector.speeds import Speeds
-from kvferry.engines.vllm.multi.choosing import Choosing
+from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.geometry import GroupKind
 from support.clock import Clock
 
@@ -38,16 +38,16 @@ def blocks(*ids: int) -> SimpleNamespace:
     return SimpleNamespace(get_block_ids=lambda: (list(ids),))
 
 
-def choosing(*answers: tuple[int | None, bool], policy=None, attempts: int = 2) -> tuple:
+def admission_of(*answers: tuple[int | None, bool], policy=None, attempts: int = 2) -> tuple:
     clock = Clock()
     children = [Child(answer) for answer in answers]
     names = [f"c{n}" for n in range(len(children))]
     choice = Choice(policy or Weight({}), Speeds(clock), PATIENCE)
-    return Choosing(names, children, choice, attempts, clock), children, clock
+    return ChildAdmission(names, children, choice, attempts, clock), children, clock
 
 
 def test_the_best_bid_is_loaded_and_the_others_are_told_of_the_blocks() -> None:
-    ours, children, _ = choosing((100, True), (300, True), (0, False))
+    ours, children, _ = admission_of((100, True), (300, True), (0, False))
     assert ours.matched(request(), 0) == (300, True)
     assert ours.chosen("r") == 1
     assert ours.allocated(request(), blocks(1), 300) is None, "it is loaded between steps"
@@ -55,7 +55,7 @@ def test_the_best_bid_is_loaded_and_the_others_are_told_of_the_blocks() -> None:
     assert ours.take_new() == {"r": 1}
     assert ours.take_new() == {}
     assert ours.counts.pending == {"c1": 1}
-    ours.heard({"r"}, set(), set())
+    ours.take_results({"r"}, set(), set())
     ours.allocated(request(), blocks(1), 0)  # as the engine does once the load is done
     assert [child.allocated for child in children] == [[0, 0], [300, 0], [0, 0]]
     ours.finished("r")
@@ -72,11 +72,11 @@ def test_the_best_bid_is_loaded_and_the_others_are_told_of_the_blocks() -> None:
 
 
 def test_weights_and_order_decide() -> None:
-    weighed, *_ = choosing((100, True), (300, True), policy=Weight({"c0": 4.0}))
+    weighed, *_ = admission_of((100, True), (300, True), policy=Weight({"c0": 4.0}))
     assert weighed.matched(request(), 0) == (100, True)
-    first, *_ = choosing((1, True), (300, True), policy=First())
+    first, *_ = admission_of((1, True), (300, True), policy=First())
     assert first.matched(request(), 0) == (1, True)
-    equal, *_ = choosing((300, True), (300, False))
+    equal, *_ = admission_of((300, True), (300, False))
     assert equal.matched(request(), 0) == (300, True)
 
 
@@ -84,17 +84,17 @@ def test_by_cost_a_slow_child_is_left_for_a_faster_one() -> None:
     clock = Clock()
     speeds = Speeds(clock)
     children = [Child((900, True)), Child((500, True))]
-    ours = Choosing(["slow", "fast"], children, Choice(Cost(speeds), speeds, PATIENCE), 2, clock)
+    ours = ChildAdmission(["slow", "fast"], children, Choice(Cost(speeds), speeds, PATIENCE), 2, clock)
     speeds.computed(1000, 1.0)
     for name, seconds, tokens in (("a", 9.0, 900), ("b", 0.1, 500), ("c", 0.1, 500)):
         assert ours.matched(request(name), 0) == (tokens, True)
         ours.allocated(request(name), blocks(1), tokens)
         clock.now += seconds
-        ours.heard({name}, set(), set())
+        ours.take_results({name}, set(), set())
 
 
 def test_a_child_that_is_looking_is_waited_for_as_long_as_there_is_patience() -> None:
-    ours, children, clock = choosing((None, False), (300, True))
+    ours, children, clock = admission_of((None, False), (300, True))
     assert ours.matched(request(), 0) == (None, False)
     clock.now += PATIENCE / 2
     assert ours.matched(request(), 0) == (None, False)
@@ -105,7 +105,7 @@ def test_a_child_that_is_looking_is_waited_for_as_long_as_there_is_patience() ->
 
 
 def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> None:
-    ours, children, clock = choosing((640, True))
+    ours, children, clock = admission_of((640, True))
     pool = SimpleNamespace(get_num_free_blocks=lambda: 21)
     groups = [
         CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=64),
@@ -120,7 +120,7 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
     assert ours.matched(request("b"), 0) == (None, False)
     clock.now += PATIENCE
     assert ours.matched(request("b"), 0) == (0, False), "it is computed"
-    ours.heard({"a"}, {"a"}, set())
+    ours.take_results({"a"}, {"a"}, set())
     ours.phases.headroom.go_on({"a"})
     assert ours.matched(request("c"), 0) == (640, True), "nobody waits"
     ours.allocated(request("c"), blocks(1), 640)
@@ -130,16 +130,16 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
 
 
 def test_a_child_that_is_looking_holds_up_nobody_whose_bid_is_better_anyway() -> None:
-    ours, *_ = choosing((REST, True), (None, False))
+    ours, *_ = admission_of((REST, True), (None, False))
     assert ours.matched(request(), 0) == (REST, True)
-    weighed, *_ = choosing((None, False), (300, True), policy=Weight({"c0": 0.1}))
+    weighed, *_ = admission_of((None, False), (300, True), policy=Weight({"c0": 0.1}))
     assert weighed.matched(request(), 0) == (300, True)
-    alone, *_ = choosing((None, False), (0, False))
+    alone, *_ = admission_of((None, False), (0, False))
     assert alone.matched(request(), REST - 1) == (0, False), "nothing is left to be found"
 
 
 def test_what_was_chosen_stays_chosen_until_another_is_clearly_better() -> None:
-    ours, children, _ = choosing((300, True), (290, True))
+    ours, children, _ = admission_of((300, True), (290, True))
     assert ours.matched(request(), 0) == (300, True)
     children[1].answer = (320, True)
     assert ours.matched(request(), 0) == (300, True)
@@ -148,20 +148,20 @@ def test_what_was_chosen_stays_chosen_until_another_is_clearly_better() -> None:
 
 
 def test_a_child_that_has_nothing_any_more_is_not_the_chosen_one() -> None:
-    ours, children, _ = choosing((300, True))
+    ours, children, _ = admission_of((300, True))
     assert ours.matched(request(), 0) == (300, True)
     children[0].answer = (0, False)
     assert ours.matched(request(), 0) == (0, False)
     assert ours.chosen("r") is None
 
 
-def fail(ours: Choosing, tokens: int) -> None:
+def fail(ours: ChildAdmission, tokens: int) -> None:
     ours.allocated(request(), blocks(1), tokens)
-    ours.heard({"r"}, {"r"}, set())
+    ours.take_results({"r"}, {"r"}, set())
 
 
 def test_a_child_that_failed_is_struck_out_and_the_request_lets_others_pass_once() -> None:
-    ours, *_ = choosing((300, True), (100, True))
+    ours, *_ = admission_of((300, True), (100, True))
     assert ours.matched(request(), 0) == (300, True)
     fail(ours, 300)
     assert ours.matched(request(), 0) == (None, False)
@@ -173,7 +173,7 @@ def test_a_child_that_failed_is_struck_out_and_the_request_lets_others_pass_once
 
 
 def test_an_offer_after_a_failure_that_finds_no_room_is_withdrawn() -> None:
-    ours, *_ = choosing((300, True), (100, True))
+    ours, *_ = admission_of((300, True), (100, True))
     ours.matched(request(), 0)
     fail(ours, 300)
     assert [ours.matched(request(), 0) for _ in range(3)] == [(None, False), (100, True), (0, False)]
@@ -182,18 +182,18 @@ def test_an_offer_after_a_failure_that_finds_no_room_is_withdrawn() -> None:
 
 
 def test_a_failure_before_the_last_load_withdraws_no_later_offer() -> None:
-    ours, *_ = choosing((300, True), (100, True))
+    ours, *_ = admission_of((300, True), (100, True))
     ours.matched(request(), 0)
     fail(ours, 300)
     assert [ours.matched(request(), 0) for _ in range(2)] == [(None, False), (100, True)]
     ours.allocated(request(), blocks(1), 100)
-    ours.heard({"r"}, set(), set())
+    ours.take_results({"r"}, set(), set())
     ours.phases.scheduled({"r"})
     assert [ours.matched(request(), 0) for _ in range(2)] == [(100, True)] * 2, "it was preempted"
 
 
 def test_attempts_are_capped() -> None:
-    ours, *_ = choosing((300, True), (200, True), (100, True), attempts=2)
+    ours, *_ = admission_of((300, True), (200, True), (100, True), attempts=2)
     for tokens in (300, 200):
         ours.matched(request(), 0)
         ours.matched(request(), 0)
@@ -202,11 +202,11 @@ def test_attempts_are_capped() -> None:
 
 
 def test_a_preempted_request_may_be_served_again() -> None:
-    ours, children, _ = choosing((300, True), attempts=1)
+    ours, children, _ = admission_of((300, True), attempts=1)
     for _ in range(3):
         assert ours.matched(request(), 0) == (300, True)
         ours.allocated(request(), blocks(1), 300)
-        ours.heard({"r"}, set(), set())
+        ours.take_results({"r"}, set(), set())
         assert ours.matched(request(), 0) == (0, False), "nothing was computed since"
         ours.phases.scheduled({"r"})
     assert children[0].allocated == [300] * 3
@@ -214,34 +214,34 @@ def test_a_preempted_request_may_be_served_again() -> None:
 
 def test_nothing_is_loaded_where_only_the_last_token_is_left() -> None:
     """Of a load of everything vLLM computes the last token again, and asks once more if there is no other."""
-    ours, *_ = choosing((1, True))
+    ours, *_ = admission_of((1, True))
     assert ours.matched(request(tokens=1), 0) == (0, False)
     assert ours.matched(request(tokens=17), 16) == (0, False)
     assert ours.matched(request(tokens=2), 0) == (1, True)
 
 
 def test_an_ended_request_is_forgotten_when_its_load_is_reported() -> None:
-    ours, *_ = choosing((300, True))
+    ours, *_ = admission_of((300, True))
     ours.matched(request(), 0)
     ours.allocated(request(), blocks(1), 300)
     ours.finished("r")
     assert len(ours) == 1
     assert ours.counts.pending["c0"] == 1
-    ours.heard({"r"}, {"r"}, set())
+    ours.take_results({"r"}, {"r"}, set())
     assert len(ours) == 0
     assert +ours.counts.pending == {}
 
 
 def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> None:
-    ours, *_ = choosing((300, False), (100, True))
+    ours, *_ = admission_of((300, False), (100, True))
     assert ours.matched(request(), 0) == (300, False)
     assert ours.allocated(request(), blocks(4, 5), 300) == 0
     assert ours.take_new() == {}, "nobody will report it"
-    ours.heard(set(), set(), {9})
-    ours.heard(set(), set(), {5})
+    ours.take_results(set(), set(), {9})
+    ours.take_results(set(), set(), {5})
     assert ours.matched(request(), 0) == (100, True), "preempted, it is asked for again"
     assert ours.counts.more["loads", "c0", "failed"] == 1
-    good, *_ = choosing((300, False))
+    good, *_ = admission_of((300, False))
     good.matched(request(), 0)
     good.allocated(request(), blocks(4), 300)
     good.finished("r")
@@ -250,11 +250,11 @@ def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> 
 
 
 def test_blocks_of_loads_that_are_done_blame_nobody() -> None:
-    ours, *_ = choosing((300, True))
+    ours, *_ = admission_of((300, True))
     ours.matched(request(), 0)
     ours.allocated(request(), blocks(4), 300)
-    ours.heard({"r"}, set(), set())
-    ours.heard(set(), set(), {4})
+    ours.take_results({"r"}, set(), set())
+    ours.take_results(set(), set(), {4})
     assert ours.matched(request(), 0) == (300, True)
 
 
@@ -270,7 +270,7 @@ def test_whatever_children_answer_and_do_a_request_comes_to_an_end(data) -> None
     """Until it is admitted without a load, or with one that succeeds, however often loads fail."""
     count, attempts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     policy = data.draw(st.sampled_from([Weight({"c0": 0.5}), Weight({"c1": 0.0}), First(), Cost(Speeds())]))
-    ours, children, clock = choosing(*[(0, False)] * count, policy=policy, attempts=attempts)
+    ours, children, clock = admission_of(*[(0, False)] * count, policy=policy, attempts=attempts)
     failed, loads, waited = set(), 0, 0.0
     while True:
         for child in children:
@@ -294,10 +294,10 @@ def test_whatever_children_answer_and_do_a_request_comes_to_an_end(data) -> None
         loads += 1
         assert loads <= attempts
         if not data.draw(st.booleans()) and waits:
-            ours.heard({"r"}, {"r"}, set())
+            ours.take_results({"r"}, {"r"}, set())
             failed.add(place)
             continue
-        ours.heard({"r"} if waits else set(), set(), set())
+        ours.take_results({"r"} if waits else set(), set(), set())
         break
     ours.finished("r")
     assert len(ours) == 0
