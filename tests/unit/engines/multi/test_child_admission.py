@@ -232,6 +232,16 @@ def test_an_ended_request_is_forgotten_when_its_load_is_reported() -> None:
     assert +ours.counts.pending == {}
 
 
+def test_of_a_request_that_ends_before_it_computes_after_its_load_nothing_is_kept() -> None:
+    ours, *_ = admission_of((300, True))
+    ours.matched(request(), 0)
+    ours.allocated(request(), blocks(1), 300)
+    ours.take_results({"r"}, set(), set())
+    assert ours.phases._brought
+    ours.finished("r")
+    assert not ours.phases._brought
+
+
 def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> None:
     ours, *_ = admission_of((300, False), (100, True))
     assert ours.matched(request(), 0) == (300, False)
