@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 
 from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.eviction.arc import ARC
 
 
 def hits(name, capacity, trace):
@@ -92,3 +93,29 @@ def test_an_eviction_takes_no_longer_among_many_pinned_keys(name):
         return time.perf_counter() - began
 
     assert min(seconds(50_000) for _ in range(3)) < 20 * min(seconds(500) for _ in range(3))
+
+
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
+def test_the_integrity_check_finds_wrong_bytes_and_keys_in_two_queues(name):
+    policy = EVICTION_POLICIES[name](100)
+    policy.admit(b"a", 10)
+    policy.check_integrity()
+    home = policy._queue_of(b"a")
+    home.total += 1
+    with pytest.raises(AssertionError, match="a queue of 10 bytes says 11"):
+        policy.check_integrity()
+    home.total -= 1
+    for other in policy._queues:
+        if other is not home:
+            other.push(b"a", 10)
+            with pytest.raises(AssertionError, match="is in two queues"):
+                policy.check_integrity()
+            other.remove(b"a")
+
+
+@pytest.mark.parametrize("target", [-1, 101])
+def test_the_integrity_check_of_arc_finds_a_target_outside_the_capacity(target):
+    policy = ARC(100)
+    policy._target = target
+    with pytest.raises(AssertionError, match=f"target {target} is outside the capacity 100"):
+        policy.check_integrity()
