@@ -167,5 +167,7 @@ async def reset(stage: Stage, trial: Trial, draw: random.Random) -> None:
     mine = stage.name()
     await stage.decode.do("forget_prefixes")
     await stage.decoded(trial, texts[0], None, salt, mine)
-    at_hand = [one["cached_tokens"] for one in await stage.told(mine, "Scheduled")]
-    trial.detected = f"{len(asked)} answers beside the reset" if trial.answers > len(asked) else str(at_hand)
+    available = [one["cached_tokens"] for one in await stage.told(mine, "Scheduled")]
+    trial.detected = (
+        f"{len(asked)} answers beside the reset" if trial.answers > len(asked) else str(available)
+    )

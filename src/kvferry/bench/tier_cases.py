@@ -63,7 +63,7 @@ class TierSpeed:
 
     @property
     def reached(self) -> bool:
-        """Whether the median reaches the target."""
+        """Return whether the median reaches the target."""
         return self.ratio.median >= self.target
 
 

@@ -107,7 +107,7 @@ class ChunkCache:
             "",
         )
 
-    def at_hand(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
+    def available(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
         """Return which chunks can be loaded now: bool of shape (len(keys),).
 
         Args:

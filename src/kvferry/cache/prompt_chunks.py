@@ -104,10 +104,7 @@ class PromptChunks:
             yield WantedChunk(group, number, key, 0 if state else last - number * size)
 
     def _tags(self, chunked: ChunkedPrompt) -> Tags:
-        """Return the tags of all chunks' keys, without computing the keys.
-
-        Uint64 of shape (groups, chunks).
-        """
+        """Return the tags of all chunks' keys, uint64 of shape (groups, chunks)."""
         whole, rest = divmod(chunked.tokens, chunked.chunk_tokens)
         if len(self._of_any) < whole:
             self._of_any = np.concatenate((self._of_any, self._more()))

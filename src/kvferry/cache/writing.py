@@ -87,7 +87,7 @@ class Writing:
             self._write_next()
 
     def forget(self) -> None:
-        """Drop all chunks that are owed; writes that have started go on."""
+        """Drop all owed chunks; writes that have started continue."""
         self._owed.clear()
 
     @property

@@ -180,9 +180,9 @@ class AdmissionEvents:
         )
 
     @log_errors
-    def settled(self, request_id: str, at_hand: int, tokens: int) -> None:
+    def settled(self, request_id: str, available: int, tokens: int) -> None:
         """Tell that the engine goes on with a request that was loaded."""
-        self._events.emit(Scheduled(request_id, time.monotonic(), at_hand, tokens))
+        self._events.emit(Scheduled(request_id, time.monotonic(), available, tokens))
 
     @log_errors
     def unserved(self, request: Request) -> None:
@@ -200,9 +200,9 @@ class AdmissionEvents:
             own, last = request.own_hit, self._asked.get(name)
             if own is None:
                 own = 0 if last is None else last[1].local_tokens
-            at_hand = request.num_computed_tokens
+            available = request.num_computed_tokens
             self._events.emit(
-                Scheduled(name, time.monotonic(), at_hand, request.num_tokens, max(0, at_hand - own))
+                Scheduled(name, time.monotonic(), available, request.num_tokens, max(0, available - own))
             )
 
     @log_errors

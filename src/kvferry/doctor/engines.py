@@ -171,7 +171,7 @@ def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> Eng
     """Connect to an engine, and release the blocks that it offered.
 
     Raises:
-        CannotMeet: nothing, or another engine, answers at the address.
+        IdentifyError: no engine, or another engine, answers at the address.
     """
     identity = identify(control, keys, _CONTROL_SECONDS)
     if offered is None or keys is None:

@@ -137,7 +137,7 @@ def _connected(
     """Yield a connection to the control channel at `address`.
 
     Raises:
-        CannotMeet: the address is malformed, or the socket fails.
+        IdentifyError: the address is malformed, or the socket fails.
     """
     context: zmq.Context[Any] = zmq.Context()
     channel = None
@@ -156,7 +156,7 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
     """Return the answer to a message, which is of class `kind`.
 
     Raises:
-        CannotMeet: there is no answer by the deadline, or another one.
+        IdentifyError: no answer arrived by the deadline, or an unexpected one.
     """
     try:
         reply = channel.ask(message, deadline)
@@ -183,7 +183,7 @@ def _mechanism(address: Address, seconds: float) -> str:
     """Return the security mechanism of a ZeroMQ socket from its greeting: ``NULL`` or ``CURVE``.
 
     Raises:
-        CannotMeet: nobody listens, or it is no ZeroMQ socket.
+        IdentifyError: no process listens, or it is not a ZeroMQ socket.
     """
     until = time.monotonic() + seconds
     heard = b""

@@ -79,8 +79,8 @@ class _Timeline:
             yield f"{one.source} {looking} {_tokens(one.bid.tokens)} ({origins}), worth {one.value:.4g}."
         if event.compute_value:
             yield f"Computing everything is worth {event.compute_value:.4g}."
-        for lack in event.misses:
-            yield f"{lack.source} bids nothing, {_lack(lack)}"
+        for source_miss in event.misses:
+            yield f"{source_miss.source} bids nothing, {_lack(source_miss)}"
         chosen = next((one.source for one in event.bids if one.bid == event.chosen), "")
         if event.chosen is None:
             yield f"{'The rest' if event.local_tokens else 'Everything'} is computed: {event.why}."
@@ -177,8 +177,8 @@ def _arrived(event: events.Arrived) -> Iterator[str]:
         yield f"The request has {_tokens(event.tokens)}."
     else:
         yield f"The request has {_tokens(event.tokens)}. No other engine offers them, so no source is asked."
-    for lack in event.declined:
-        yield f"{lack.source} cannot serve it, {_lack(lack)}"
+    for source_miss in event.declined:
+        yield f"{source_miss.source} cannot serve it, {_lack(source_miss)}"
 
 
 def _stored(stored: StoredChunks) -> str:
@@ -190,8 +190,12 @@ def _stored(stored: StoredChunks) -> str:
     return f"{said}; {stored.failed} failed: {stored.failure}" if stored.failed else f"{said}."
 
 
-def _lack(lack: SourceMiss) -> str:
-    return f"{_words(lack.reason)}: {lack.detail}" if lack.detail else f"{_words(lack.reason)}."
+def _lack(source_miss: SourceMiss) -> str:
+    return (
+        f"{_words(source_miss.reason)}: {source_miss.detail}"
+        if source_miss.detail
+        else f"{_words(source_miss.reason)}."
+    )
 
 
 def _words(miss: MissReason) -> str:

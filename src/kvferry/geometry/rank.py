@@ -146,7 +146,7 @@ class RankGeometry:
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels of the groups after their numbers, for people."""
+        """Return the labels of the groups with their numbers, for messages."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """Content keys that are equal in every process, restart, Python version and node.
 
 - `chunk`: the key of a chunk, over all tokens up to its end and everything else that decides its content.
-- `namespace`: the scope of keys, from all facts on model and format that make bytes of another run wrong.
+- `namespace`: the scope of keys, from all facts about model and format that affect the bytes of chunks.
 - `settings_text`: settings of a model as flat text, by which engines compare them.
 - `prompt`: one digest of a whole prompt, by which two engines agree on a handover.
 """

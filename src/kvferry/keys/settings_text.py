@@ -40,7 +40,7 @@ MOST = 4096
 _LONGEST = 120
 _HEAD = 72
 _DEEPEST = 6
-"""Objects inside each other, of which one may hold itself."""
+"""Maximum nesting of objects, because an object may contain itself."""
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -44,12 +44,14 @@ class _RequestCounts:
     broken: set[str] = field(default_factory=set)
     settled: bool = False
 
-    def lack(self, source: str) -> SourceMiss:
+    def source_miss(self, source: str) -> SourceMiss:
         """Return why a source served nothing."""
         if source in self.failed:
             return SourceMiss(source, self.failed[source])
         asked = self.asked
-        if asked is not None and (own := [lack for lack in asked.misses if lack.source == source]):
+        if asked is not None and (
+            own := [source_miss for source_miss in asked.misses if source_miss.source == source]
+        ):
             return own[0]
         bids = [] if asked is None else [one for one in asked.bids if one.source == source]
         if asked is None or not bids:
@@ -104,8 +106,8 @@ class MetricsListener:
         return taken
 
     def _arrived(self, event: events.Arrived) -> None:
-        for lack in event.declined:
-            self._miss(lack)
+        for source_miss in event.declined:
+            self._miss(source_miss)
         if event.sources:
             self._requests[event.request_id] = _RequestCounts(event.sources)
 
@@ -168,7 +170,7 @@ class MetricsListener:
             if brought:
                 self._hit(source, brought)
             else:
-                self._miss(request.lack(source))
+                self._miss(request.source_miss(source))
         request.asked = None
 
     def _hit(self, source: str, brought: list[events.LoadBegan]) -> None:
@@ -178,9 +180,9 @@ class MetricsListener:
             for part in trim_parts(load.parts, load.end - load.begin):
                 self._counted.count("hit_tokens", source, part.place, by=part.tokens)
 
-    def _miss(self, lack: SourceMiss) -> None:
-        self._counted.count("queries", lack.source)
-        self._counted.count("misses", lack.source, lack.reason, lack.group)
+    def _miss(self, source_miss: SourceMiss) -> None:
+        self._counted.count("queries", source_miss.source)
+        self._counted.count("misses", source_miss.source, source_miss.reason, source_miss.group)
 
     def _finished(self, event: events.Finished) -> None:
         self._requests.pop(event.request_id, None)

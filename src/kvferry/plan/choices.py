@@ -79,16 +79,16 @@ class StoredPrompt:
             yield from ((steps, tokens) for tokens in thinned if tokens > every)
 
     def _choice(self, steps: SnapshotSteps, every: int) -> StorageChoice:
-        at_hand = self._at_hand(steps, every)
-        kept = at_hand.sum(axis=1).tolist()
+        kept_chunks = self._kept_chunks(steps, every)
+        kept = kept_chunks.sum(axis=1).tolist()
         tail = 0 if self._has_state or self.tokens % self.canonical.chunk_tokens == 0 else 1
         total = sum((count + tail) * each for count, each in zip(kept, self.file_bytes, strict=True))
         state = [group.kind is GroupKind.STATE for group in self.canonical.groups]
         snapshots = sum(count for count, is_state in zip(kept, state, strict=True) if is_state)
-        ends = [0, *self._usable(at_hand), self.tokens]
+        ends = [0, *self._usable(kept_chunks), self.tokens]
         return StorageChoice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
 
-    def _at_hand(self, steps: SnapshotSteps, every: int) -> Bools:
+    def _kept_chunks(self, steps: SnapshotSteps, every: int) -> Bools:
         """Return a mask of the whole chunks that are kept: bool of shape (groups, chunks)."""
         chunk = self.canonical.chunk_tokens
         ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
@@ -101,13 +101,13 @@ class StoredPrompt:
                 row[:] = [keeps_chunk(group, n, chunk, every, ends) for n in range(len(row))]
         return found
 
-    def _usable(self, at_hand: Bools) -> Iterator[int]:
+    def _usable(self, kept_chunks: Bools) -> Iterator[int]:
         """Yield the chunk ends, in tokens, from which a longer prompt can continue, ascending."""
-        tokens = at_hand.shape[1] * self.canonical.chunk_tokens
+        tokens = kept_chunks.shape[1] * self.canonical.chunk_tokens
         cut = ChunkedPrompt(tokens, self.canonical.chunk_tokens, tokens + 1)
         for end in cut.boundaries.tolist():
             takes = chunks_to_load(self.canonical.groups, cut, end)
-            if all(row[numbers].all() for row, numbers in zip(at_hand, takes, strict=True)):
+            if all(row[numbers].all() for row, numbers in zip(kept_chunks, takes, strict=True)):
                 yield end
 
 

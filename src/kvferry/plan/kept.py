@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of
-from kvferry.geometry.canonical.length import check_windows, chunk_length, first_prefix, snapshots_apart
+from kvferry.geometry.canonical.length import check_windows, chunk_length, first_prefix, snapshot_interval
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.plan.choices import StorageChoice, StoredPrompt
@@ -100,7 +100,7 @@ def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierFo
     kinds = {store.kind for store in reading.cache.layers}
     _check_retention(kinds, asked.retention)
     steps = SnapshotSteps(block_tokens(reading, side)[0], asked.step_tokens, asked.retention)
-    apart = snapshots_apart(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
+    apart = snapshot_interval(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
     block = steps.block_tokens if kinds & {GroupKind.SLIDING, GroupKind.CHUNKED} else 1
     chunk = chunk_length(asked.chunk_tokens, apart, block)
     check_windows(chunk, block)

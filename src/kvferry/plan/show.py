@@ -62,7 +62,7 @@ def _heading(forecast: Forecast) -> Iterator[str]:
 
 
 def engine(side: EngineSide, block_tokens: int) -> str:
-    """Return a description of one engine for people."""
+    """Return a description of one engine."""
     return f"{side.label}, blocks of {block_tokens:,}"
 
 

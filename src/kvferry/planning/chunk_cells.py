@@ -76,7 +76,7 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
 
 
 def cells_to_store(
-    route: Route, chunk_tokens: int, numbers: Sequence[int], at_hand: range, blocks: TableSlice
+    route: Route, chunk_tokens: int, numbers: Sequence[int], available: range, blocks: TableSlice
 ) -> list[Cells]:
     """Return the cells to copy from blocks into chunks.
 
@@ -84,7 +84,7 @@ def cells_to_store(
         route: from a rank to a pool of chunks.
         chunk_tokens: tokens of a chunk.
         numbers: chunk numbers, ascending; exactly one for a snapshot.
-        at_hand: tokens whose content the blocks hold; begins at a cell. Only these are copied.
+        available: tokens whose content the blocks hold; begins at a cell. Only these are copied.
         blocks: block table of the route's source group.
 
     Raises:
@@ -104,8 +104,8 @@ def cells_to_store(
         ]
     table, chunks, found = blocks.table(), chunk_table(numbers), []
     for run in runs_of(numbers):
-        high = min(run.stop * chunk_tokens, at_hand.stop)
-        part = LoadSpan(max(run.start * chunk_tokens, at_hand.start), high, high)
+        high = min(run.stop * chunk_tokens, available.stop)
+        part = LoadSpan(max(run.start * chunk_tokens, available.start), high, high)
         found.append(
             select_cells(
                 route, GroupKind.FULL, attention_span=0, span=part, src_table=table, dst_table=chunks
@@ -114,18 +114,18 @@ def cells_to_store(
     return found
 
 
-def unfilled_cells(route: Route, chunk_tokens: int, number: int, at_hand: range) -> Cells:
+def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
     """Return the cells of a chunk that `cells_to_store` leaves out, when it is given this chunk alone.
 
     Args:
-        route, chunk_tokens, at_hand: as in `cells_to_store`.
+        route, chunk_tokens, available: as in `cells_to_store`.
         number: number of the chunk.
     """
     cell = route.cell_tokens
     if not cell:
         return Cells(*(np.zeros(0, np.int64) for _ in range(3)))
     cells = np.arange(number * chunk_tokens // cell, (number + 1) * chunk_tokens // cell, dtype=np.int64)
-    cells = cells[(cells < at_hand.start // cell) | (cells >= -(-at_hand.stop // cell))]
+    cells = cells[(cells < available.start // cell) | (cells >= -(-available.stop // cell))]
     return Cells(np.zeros(len(cells), np.int64), np.ones(len(cells), np.int64), cells)
 
 

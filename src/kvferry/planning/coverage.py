@@ -302,7 +302,7 @@ def chunks_to_load(
         Per group, chunk numbers: int64, ascending; in a state group, the chunk whose end has the snapshot.
 
     Raises:
-        TransferError: `tokens` is no boundary, or lies beyond `longest_usable_prefix`.
+        TransferError: `tokens` is not a boundary, or exceeds `longest_usable_prefix`.
     """
     if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)

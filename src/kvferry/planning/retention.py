@@ -30,8 +30,8 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt
-    apart = lcm(chunk_tokens, block_tokens)
-    return (prompt - 1) // apart * apart, prompt // apart * apart
+    interval = lcm(chunk_tokens, block_tokens)
+    return (prompt - 1) // interval * interval, prompt // interval * interval
 
 
 def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:

@@ -21,11 +21,11 @@ WriteMode: TypeAlias = Literal["through", "back"]
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a tier keeps its chunks.
+    """The location of a tier's chunks.
 
     Attributes:
         text: the location, for messages.
-        key: equal for two tiers that would share every chunk.
+        key: a value that is equal for two tiers with the same chunks.
     """
 
     text: str
@@ -34,7 +34,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """What `StorageSettings.try_out` found.
+    """The result of `StorageSettings.try_out`.
 
     Attributes:
         found: a sentence without its full stop.
@@ -52,7 +52,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     Attributes:
         kind: value of ``type``, and name of the tier in messages and metrics.
-        medium: what an engine counts tokens from here as.
+        medium: medium under which the engine counts tokens from this tier.
         write: when chunks are written: ``through``, as soon as one is in host memory, or ``back``, when host
             memory fills up.
         load_weight: weight of tokens from here, for source policy ``weight``.
@@ -90,7 +90,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 that two locations are the same storage.
 
         Raises:
-            ConfigError: it cannot be used; the engine goes on without this tier.
+            ConfigError: it cannot be used; the engine continues without this tier.
         """
         raise NotImplementedError
 

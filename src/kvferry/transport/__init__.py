@@ -1,8 +1,8 @@
 """Move bytes between engines, and agree on how.
 
 **Peers find each other.** `messages` and `redeem` define the control channel. `control_server` answers on it,
-`control_client` asks on it. `handshake` keeps what is known of peers, `tickets` and `redemptions` the two
-ends of an offer, `turns` the earlier turns that a producer keeps. `lease` says until when blocks may be read.
+`control_client` asks on it. `handshake` keeps the state of peers, `tickets` and `redemptions` the two ends of
+an offer, `turns` the earlier turns that a producer keeps. `lease` defines how long blocks may be read.
 
 **A worker reads.** `transfers` splits an order over lanes. A `lane` is one thread with one NIXL `agent`. It
 keeps `peer_connections`, each a `connected_peer` with `prepared_routes`. `read_plan` is what one order reads,

@@ -100,7 +100,7 @@ def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any])
     Args:
         path: path of the file; its folder is created.
         costs: the fitted costs.
-        made: when, in ISO 8601.
+        made: time of the calibration, ISO 8601.
         machine: facts about the machine, for people.
 
     Raises:

@@ -39,7 +39,7 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """How the cells of one route are packed into images.
+    """The packing of one route's cells into images.
 
     Attributes:
         src_stride, src_blocks: bytes between blocks of the source pool, number of its blocks.

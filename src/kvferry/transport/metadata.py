@@ -63,7 +63,7 @@ def parse_metadata(data: bytes) -> Metadata:
     """Parse an agent's metadata.
 
     Raises:
-        ProtocolError: it is not NIXL's, or is out of bounds.
+        ProtocolError: it is not valid NIXL metadata, or exceeds a limit.
     """
     if len(data) > MAX_AGENT_BYTES:
         raise ProtocolError(f"{len(data)} bytes of transport metadata, at most {MAX_AGENT_BYTES}")

@@ -27,7 +27,7 @@ _LIMITS = {
     resource.RLIMIT_NOFILE: (256, "{} files may be open (ulimit -n 65535)"),
     resource.RLIMIT_AS: (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
 }
-"""By resource limit: the least value, and the messages (problem, remedy) if it is lower."""
+"""The least value of each resource limit, and the messages (problem, remedy) if the limit is lower."""
 
 
 def missing_requirements(

@@ -107,7 +107,7 @@ def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else
     made.keep(KEYS[5])
     made.forget()
     assert made.load(KEYS[5])
-    assert not made.cache.at_hand(KEYS[:5]).any()
+    assert not made.cache.available(KEYS[:5]).any()
 
     folder.rename(tmp_path / "second")
     away.rename(folder)

@@ -206,7 +206,7 @@ class Living(RuleBasedStateMachine):
     def fetch(self, data, keys, offered):
         """Often what slow tiers have, and what others wait for."""
         if offered:
-            here = self.cache.at_hand(KEYS) & ~self.host.contains(KEYS)
+            here = self.cache.available(KEYS) & ~self.host.contains(KEYS)
             keys = [KEYS[at] for at in np.flatnonzero(here)][data.draw(st.integers(0, 3)) :] or keys
         fetch = self.made.fetch(*keys)
         self.note_lost()
@@ -621,7 +621,7 @@ def hung(*kept):
 
 def test_a_tier_that_is_stuck_for_reading_is_asked_for_nothing_more_and_still_given():
     made, _ = hung([FULL, OTHER])
-    assert not made.cache.at_hand([FULL, OTHER]).any()
+    assert not made.cache.available([FULL, OTHER]).any()
     made.store(THIRD)
     made.cache.poll()
     assert made.jobs(0) == [("read", FULL), ("write", THIRD)]
@@ -639,12 +639,12 @@ def test_an_engine_need_not_step_for_a_chunk_that_hangs_and_nobody_waits_for():
 
 def test_a_chunk_that_hangs_is_offered_to_nobody_though_another_tier_has_it():
     made, _ = hung([FULL, OTHER], [FULL, OTHER])
-    assert made.cache.at_hand([FULL, OTHER]).tolist() == [False, True]
+    assert made.cache.available([FULL, OTHER]).tolist() == [False, True]
 
 
 def test_a_tier_that_a_request_does_not_ask_is_not_asked():
     made = cache([FULL, OTHER], [FULL])
-    assert made.cache.at_hand([FULL, OTHER], {"file"}).tolist() == [True, False]
+    assert made.cache.available([FULL, OTHER], {"file"}).tolist() == [True, False]
     made.fetch(FULL, without={"file"})
     assert (made.jobs(0), made.jobs(1)) == ([], [("read", FULL)])
 
@@ -652,7 +652,7 @@ def test_a_tier_that_a_request_does_not_ask_is_not_asked():
 def test_a_tier_that_rests_is_not_asked():
     made = cache([FULL, OTHER], [FULL])
     made.tiers[0].rests = True
-    assert made.cache.at_hand([FULL, OTHER]).tolist() == [True, False]
+    assert made.cache.available([FULL, OTHER]).tolist() == [True, False]
     made.fetch(FULL)
     assert (made.jobs(0), made.jobs(1)) == ([], [("read", FULL)])
 
@@ -671,9 +671,9 @@ def test_tiers_of_one_cache_share_a_table_of_tags():
 def test_a_chunk_that_a_struck_tier_is_reading_is_not_offered():
     made = cache([FULL], [FULL])
     made.fetch(FULL)
-    assert not made.cache.at_hand([FULL], {"file"}).any()
+    assert not made.cache.available([FULL], {"file"}).any()
     made.store(OTHER)
-    assert made.cache.at_hand([OTHER], {"file", "object"}).all()
+    assert made.cache.available([OTHER], {"file", "object"}).all()
 
 
 def test_all_tiers_together_get_the_time_that_closing_may_take(monkeypatch):

@@ -979,8 +979,8 @@ def settled(engine):
     ]
 
 
-@pytest.mark.parametrize(("local", "at_hand"), [(8, 39), (None, 39), (0, 24)])
-def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_own(local, at_hand):
+@pytest.mark.parametrize(("local", "available"), [(8, 39), (None, 39), (0, 24)])
+def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_own(local, available):
     """As a parent of several connectors has it: 0 tokens are ours to load, and the engine has more later."""
     ours = Stand("tiers", 32)
     engine = Engine(ours)
@@ -991,9 +991,9 @@ def test_what_another_connector_has_loaded_is_neither_computed_nor_the_engines_o
     assert settled(engine) == [], "the other one is loading"
     engine.allocate(one, 0)
     engine.admission.scheduled({"b": 1})
-    engine.compute(one, at_hand)
-    engine.compute(one, at_hand + 1)
-    assert settled(engine) == [(at_hand, at_hand - (local or 0))]
+    engine.compute(one, available)
+    engine.compute(one, available + 1)
+    assert settled(engine) == [(available, available - (local or 0))]
     assert said(engine)[1] == {"queries tiers": 1, "misses tiers lost_bid ": 1}
 
 

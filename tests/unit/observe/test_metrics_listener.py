@@ -117,7 +117,7 @@ def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failing", "at_hand", "recomputed"),
+    ("failing", "available", "recomputed"),
     [
         (["tiers"], 0, {"tiers": 80}),
         (["peer"], 16, {"peer": 64}),
@@ -125,7 +125,7 @@ def test_two_parts_of_a_prefix_are_two_hits_or_none(fails) -> None:
         (["tiers"], 80, {}),
     ],
 )
-def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, at_hand, recomputed) -> None:
+def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, available, recomputed) -> None:
     """Of the source that failed; of two that did, once."""
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=SOURCES),
@@ -137,7 +137,7 @@ def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, at_hand, r
             else load_ended(f"a#1.{number}", source)
             for number, source in enumerate(("tiers", "peer"))
         ),
-        Scheduled("a", 1.0, at_hand, PROMPT),
+        Scheduled("a", 1.0, available, PROMPT),
     )
     assert {
         name.partition(" ")[2]: n for name, n in found.items() if name.startswith("recomputed")
@@ -308,7 +308,7 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
     events: list[Event] = [Arrived(name, 0.0, tokens=PROMPT, sources=tuple(sources))]
     loads = 0
     for _ in range(draw(st.integers(1, 3))):  # admissions: the first, and those after a preemption
-        at_hand = local_tokens = draw(st.integers(0, PROMPT - 1))
+        available = local_tokens = draw(st.integers(0, PROMPT - 1))
         for _ in range(draw(st.integers(0, 3))):  # attempts
             source, loads = draw(st.sampled_from(sources)), loads + 1
             total = draw(st.integers(local_tokens + 1, PROMPT))
@@ -330,7 +330,7 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
             )
             events.append(load_ended(load, source, outcome, miss=miss))
             if outcome is LoadOutcome.READY:
-                at_hand = total
+                available = total
                 break
         else:
             lacking = [
@@ -349,7 +349,7 @@ def lives(draw: st.DrawFn, name: str) -> list[Event]:
                 )
             )
             events.append(asked(name, misses=lacking, why=why, local_tokens=local_tokens))
-        events.append(Scheduled(name, 1.0, at_hand, PROMPT))
+        events.append(Scheduled(name, 1.0, available, PROMPT))
     events = events[: draw(st.integers(1, len(events)))]
     return [*events, Finished(name, 2.0), *_left_behind(events)]
 

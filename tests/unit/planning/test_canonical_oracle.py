@@ -108,13 +108,13 @@ def load(case: Kept, pools, tables, memories, how: str) -> None:
         for source, template in zip(memories, build_templates(pools, rank), strict=True):
             for route in template.routes:
                 group, span = rank.groups[route.dst_group], case.spans[route.dst_group]
-                at_hand = needed_slots(case, group, span, tables[route.src_group])
+                available = needed_slots(case, group, span, tables[route.src_group])
                 cells = select_cells(
                     route,
                     group.kind,
                     group.attention_span,
                     span,
-                    at_hand,
+                    available,
                     case.reader.tables[route.dst_group],
                 )
                 carry(route, cells, source, memory, writes, how)

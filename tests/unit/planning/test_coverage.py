@@ -38,7 +38,7 @@ class Case:
     tier_numbers: np.ndarray
 
     @property
-    def at_hand(self) -> np.ndarray:
+    def available(self) -> np.ndarray:
         return self.tier_numbers < NO_TIER
 
     def without(self, place: int) -> Case:
@@ -133,7 +133,7 @@ def lacking(case: Case, end: int) -> dict[int, int]:
     """Groups that cannot continue at `end`, and the first chunk that each lacks."""
     found = {}
     for number, group in enumerate(case.groups):
-        if gone := [chunk for chunk in wanted(group, case.chunked, end) if not case.at_hand[number, chunk]]:
+        if gone := [chunk for chunk in wanted(group, case.chunked, end) if not case.available[number, chunk]]:
             found[number] = min(gone)
     return found
 
@@ -196,7 +196,7 @@ def test_the_beginning_is_what_all_groups_have_that_see_everything(case: Case):
 def test_what_is_loaded_is_at_hand_and_is_what_the_next_token_sees(case: Case):
     found = case.coverage
     for number, chunks in enumerate(loaded(case, found.tokens)):
-        assert case.at_hand[number, chunks].all()
+        assert case.available[number, chunks].all()
     for end in ends_of(case):
         loads = loaded(case, end)
         assert [set(chunks.tolist()) for chunks in loads] == [

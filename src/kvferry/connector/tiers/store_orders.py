@@ -79,7 +79,7 @@ class StoreOrders:
         group: int,
         wanted: Sequence[tuple[int, bytes, int]],
         stretches: Sequence[TableSlice | None],
-        at_hand: range,
+        available: range,
     ) -> None:
         """Reserve room, pin blocks, and tell the ranks with the next hand-over.
 
@@ -88,7 +88,7 @@ class StoreOrders:
             group: canonical.
             wanted: (number, key, tokens) of chunks.
             stretches: blocks per group of the engine.
-            at_hand: tokens that the blocks hold.
+            available: tokens that the blocks hold.
         """
         ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}
         if self._pinned + len(ids) > self.most_pinned:
@@ -109,7 +109,7 @@ class StoreOrders:
         name = f"store#{next(self._numbers)}"
         self._stores[name] = _Store(request_id, slots, blocks)
         self._events.emit(StoreBegan(request_id, time.monotonic(), name, self._labels[group], len(pieces)))
-        self._orders.append(StoreOrder(name, tuple(pieces), tuple(stretches), at_hand))
+        self._orders.append(StoreOrder(name, tuple(pieces), tuple(stretches), available))
 
     def take(self) -> list[StoreOrder]:
         """Return the orders since the last call."""

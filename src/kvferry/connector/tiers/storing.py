@@ -27,7 +27,7 @@ from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm
-from kvferry.geometry.canonical.length import content_alignment, snapshots_apart
+from kvferry.geometry.canonical.length import content_alignment, snapshot_interval
 from kvferry.planning.chunk_cells import TableSlice, slice_table
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 from kvferry.planning.select import NULL_BLOCK, first_attended
@@ -76,7 +76,7 @@ class Storing:
         ]
         self._state = next((n for n, g in enumerate(canonical.groups) if g.kind is GroupKind.STATE), None)
         states = [] if self._state is None else self._parts[self._state]
-        self._block = snapshots_apart(*(groups[number].block_tokens for number in states)) if states else 0
+        self._block = snapshot_interval(*(groups[number].block_tokens for number in states)) if states else 0
         self._progress: dict[str, Progress] = {}
 
     def on_new_request(self, request: Request) -> None:
@@ -139,7 +139,9 @@ class Storing:
         """Order the chunks of one group that are to be stored, as far as their blocks are there."""
         names, ends = list(keys.values()), np.minimum((np.array(list(keys)) + 1) * self._chunk, until)
         kept = self._cache.host.contains(names)
-        kept |= (ends <= progress.found + 1) & self._cache.at_hand(names)  # the last token is always computed
+        kept |= (ends <= progress.found + 1) & self._cache.available(
+            names
+        )  # the last token is always computed
         whole: list[int] = []
         for number, here in zip(keys, kept.tolist(), strict=True):
             since = None if here else self._since(group, number, tables, until, progress.found)
@@ -164,16 +166,16 @@ class Storing:
         numbers: list[int],
         keys: dict[int, bytes],
         tables: BlockIds,
-        at_hand: range,
+        available: range,
     ) -> None:
         """Order chunks whose tokens at hand are these."""
-        low, high = at_hand.start, min((numbers[-1] + 1) * self._chunk, at_hand.stop)
+        low, high = available.start, min((numbers[-1] + 1) * self._chunk, available.stop)
         stretches = [
             slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
             for number, one in enumerate(self._groups)
         ]
         wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
-        self._orders.order(progress.request.request_id, group, wanted, stretches, at_hand)
+        self._orders.order(progress.request.request_id, group, wanted, stretches, available)
 
     def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
         """Return the token of a chunk from which on the engine still has it; None if that is not enough.

@@ -30,7 +30,7 @@ from kvferry.geometry.canonical.length import (
     check_prompt_length,
     check_windows,
     chunk_length,
-    snapshots_apart,
+    snapshot_interval,
 )
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -209,7 +209,7 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
             "recurrent layers can ever be stored; enable prefix caching (--enable-prefix-caching "
             "--mamba-cache-mode align), or configure no tiers"
         )
-    apart = snapshots_apart(*(block for block in blocks if block))
+    apart = snapshot_interval(*(block for block in blocks if block))
     block = lcm(*(group.block_tokens for group in engine.groups if group.attention_span))
     tokens = chunk_length(config.chunk_tokens, apart, block)
     check_windows(tokens, block)

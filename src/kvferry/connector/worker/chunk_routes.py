@@ -92,11 +92,11 @@ class ChunkRoutes:
                 if blocks is None:
                     raise TransferError(f"no blocks of group {each.route.src_group} in a store of it")
                 tokens = self._canonical.chunk_tokens
-                for cells in cells_to_store(each.route, tokens, numbers, order.at_hand, blocks):
+                for cells in cells_to_store(each.route, tokens, numbers, order.available, blocks):
                     each.copies.store(cells, offsets)
                     found[group] += len(cells) * each.route.cell_bytes
                 for piece in {pieces[0], pieces[-1]}:
-                    beside = unfilled_cells(each.route, tokens, piece.number, order.at_hand)
+                    beside = unfilled_cells(each.route, tokens, piece.number, order.available)
                     each.copies.blank(beside, piece.offset)
         return tuple(found)
 

@@ -48,14 +48,14 @@ class StoreOrder:
         key: names the order.
         pieces: by group, then by number.
         tables: the blocks that hold them, per group of the engine; None for groups that are no part of it.
-        at_hand: tokens of the prompt that the blocks hold; where they begin or end inside a chunk, the rest
+        available: tokens of the prompt that the blocks hold; where they begin or end inside a chunk, the rest
             of it becomes zero.
     """
 
     key: str
     pieces: tuple[Piece, ...]
     tables: tuple[TableSlice | None, ...]
-    at_hand: range
+    available: range
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ WINDOW_ALIGNMENT_TOKENS = 128
 """Alignment of content in chunks of short windows. A change needs another `form.FORMAT`."""
 
 
-def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
+def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     """Return the tokens of a chunk.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
@@ -24,15 +24,15 @@ def chunk_length(asked: int | None, apart: int, block: int = 1) -> int:
     (240, 256, 544)
 
     Args:
-        asked: the configured tokens; None for the largest number up to `CHUNK_TOKENS` that divides `apart`
+        asked: the configured tokens; None for the largest number up to `CHUNK_TOKENS` that divides `interval`
             and is a multiple of `block`, or the least multiple beyond.
-        apart: least number of tokens between snapshots, from `snapshots_apart`.
+        interval: least number of tokens between snapshots, from `snapshot_interval`.
         block: tokens of a block of a window, as in `check_windows`.
     """
     if asked:
         return asked
-    fits = [n for n in range(block, CHUNK_TOKENS + 1, block) if apart == 1 or apart % n == 0]
-    return max(fits, default=block if apart == 1 else lcm(apart, block) if apart % block else block)
+    fits = [n for n in range(block, CHUNK_TOKENS + 1, block) if interval == 1 or interval % n == 0]
+    return max(fits, default=block if interval == 1 else lcm(interval, block) if interval % block else block)
 
 
 def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
@@ -53,17 +53,17 @@ def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -
     return chunk_tokens if whole else WINDOW_ALIGNMENT_TOKENS
 
 
-def check_prompt_length(chunk_tokens: int, apart: int, longest: int) -> None:
+def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
     """Check that a prompt of `longest` tokens (``max_model_len``) has a chunk that can be loaded.
 
     Raises:
         ConfigError: there is no such chunk. The message names a setting that works.
     """
-    if (first := first_prefix(chunk_tokens, apart)) > longest:
-        snapshots = f" and snapshots every {apart}, of which the first at a chunk's end is at {first}"
+    if (first := first_prefix(chunk_tokens, interval)) > longest:
+        snapshots = f" and snapshots every {interval}, of which the first at a chunk's end is at {first}"
         raise ConfigError(
-            f"tiers: chunks of {chunk_tokens} tokens{snapshots if apart > 1 else ''}, but max_model_len is "
-            f"{longest}: no chunk could ever be loaded; {_instead(apart, longest)}"
+            f"tiers: chunks of {chunk_tokens} tokens{snapshots if interval > 1 else ''}, but max_model_len "
+            f"is {longest}: no chunk could ever be loaded; {_instead(interval, longest)}"
         )
 
 
@@ -84,10 +84,10 @@ def check_windows(chunk_tokens: int, block: int) -> None:
         )
 
 
-def snapshots_apart(*blocks: int) -> int:
+def snapshot_interval(*blocks: int) -> int:
     """Return the tokens between positions at which all state groups may have a snapshot; 1 without any.
 
-    >>> snapshots_apart(), snapshots_apart(128, 128), snapshots_apart(128, 192)
+    >>> snapshots_apart(), snapshot_interval(128, 128), snapshot_interval(128, 192)
     (1, 128, 384)
 
     Args:
@@ -96,29 +96,29 @@ def snapshots_apart(*blocks: int) -> int:
     return lcm(*blocks)
 
 
-def first_prefix(chunk_tokens: int, apart: int) -> int:
+def first_prefix(chunk_tokens: int, interval: int) -> int:
     """Return the tokens of the shortest prefix of whole chunks from which all groups can continue.
 
     >>> first_prefix(256, 1), first_prefix(176, 1056), first_prefix(256, 1056)
     (256, 1056, 8448)
     """
-    return lcm(chunk_tokens, apart)
+    return lcm(chunk_tokens, interval)
 
 
-def divisor(apart: int, most: int) -> int:
-    """Return the largest number of tokens up to `most` that divides `apart`, the distance between snapshots.
+def divisor(interval: int, limit: int) -> int:
+    """Return the largest number of tokens up to `limit` that divides the snapshot `interval`.
 
     >>> divisor(1, 256), divisor(1056, 256), divisor(128, 256)
     (256, 176, 128)
     """
-    if apart == 1:
-        return most
-    return max(n for n in range(1, most + 1) if apart % n == 0)
+    if interval == 1:
+        return limit
+    return max(n for n in range(1, limit + 1) if interval % n == 0)
 
 
-def _instead(apart: int, longest: int) -> str:
-    if apart > longest:
-        return f"a prompt never reaches its first snapshot; raise max_model_len above {apart}"
-    if apart == 1:
+def _instead(interval: int, longest: int) -> str:
+    if interval > longest:
+        return f"a prompt never reaches its first snapshot; raise max_model_len above {interval}"
+    if interval == 1:
         return f"set chunk_tokens to {longest} or less"
-    return f"set chunk_tokens to a divisor of {apart}, {divisor(apart, CHUNK_TOKENS)} for instance"
+    return f"set chunk_tokens to a divisor of {interval}, {divisor(interval, CHUNK_TOKENS)} for instance"

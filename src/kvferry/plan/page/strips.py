@@ -60,7 +60,7 @@ def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
 
 
 def rank_label(rank: RankGeometry) -> str:
-    """Return a short name of a rank for people."""
+    """Return a short name of a rank."""
     stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
     return f"{stage}TP rank {rank.tp_rank} of {rank.tp_size}"
 

@@ -28,14 +28,14 @@ class ARC(EvictionPolicy):
         super().__init__(capacity_bytes, resident, ghosts)
 
     def touch(self, key: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Record a use of a key: make it the newest of `frequent`. Raises KeyError if it is not admitted."""
         if key in self._recent:
             self._recent.move(key, self._frequent)
         else:
             self._frequent.make_newest(key)
 
     def evict(self) -> bytes | None:
-        """See `EvictionPolicy`. This is REPLACE of the paper."""
+        """Remove and return the key to evict (REPLACE of the paper); None if all keys are pinned."""
         if self._recent.unpinned and (self._recent.total > self._target or not self._frequent.unpinned):
             queue, ghosts = self._recent, self._recent_ghosts
         elif self._frequent.unpinned:
@@ -48,7 +48,7 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """See `EvictionPolicy`."""
+        """Check the queues, the ghosts' bounds and the target. Raises AssertionError."""
         super().check_integrity()
         recent = self._recent.total + self._recent_ghosts.total
         everything = recent + self._frequent.total + self._frequent_ghosts.total

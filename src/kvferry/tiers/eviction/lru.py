@@ -14,11 +14,11 @@ class LRU(EvictionPolicy):
         super().__init__(capacity_bytes, [self._queue])
 
     def touch(self, key: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Record a use of a key: make it the newest. Raises KeyError if it is not admitted."""
         self._queue.make_newest(key)
 
     def evict(self) -> bytes | None:
-        """See `EvictionPolicy`."""
+        """Remove and return the oldest key; None if all keys are pinned."""
         return self._queue.pop()[0] if self._queue.unpinned else None
 
     def _place(self, key: bytes, size: int) -> None:

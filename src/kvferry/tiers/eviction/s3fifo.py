@@ -35,16 +35,16 @@ class S3FIFO(EvictionPolicy):
         super().__init__(capacity_bytes, [self._small, self._main], [self._ghosts])
 
     def touch(self, key: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Record a use of a key. Raises KeyError if it is not admitted."""
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
     def remove(self, key: bytes) -> None:
-        """See `EvictionPolicy`."""
+        """Forget a key and its uses. Raises KeyError if it is not admitted."""
         super().remove(key)
         del self._uses[key]
 
     def evict(self) -> bytes | None:
-        """See `EvictionPolicy`.
+        """Remove and return the key to evict; None if all keys are pinned.
 
         The average cost of a call is the number of keys touched since the last call.
         """
@@ -56,7 +56,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """See `EvictionPolicy`."""
+        """Check the queues and the bound of the ghosts. Raises AssertionError."""
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")

@@ -52,7 +52,7 @@ class _WaitingThreads(Generic[T]):
 class LockHandoff(Generic[T]):
     """A locked resource, used by one thread of this process at a time. Any thread may use it.
 
-        gone ─get─▶ had ─another waits─▶ kept ─▶ had ─nobody waits, or for long enough─▶ gone
+        free ─get─▶ used ─another thread waits─▶ handed over ─▶ used ─no thread waits, or after 20 ms─▶ free
 
     Args:
         name: name of the resource, for messages.

@@ -189,7 +189,7 @@ class ObjectTier(StorageTier):
         return PutOutcome.PRESENT if there else PutOutcome.STORED
 
     def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
-        """Fetch a chunk; return the outcome, and what is wrong with the object."""
+        """Fetch a chunk; return the outcome, and the defect of the object, empty if it has none."""
         with self._bucket.reading() as bucket:
             found = bucket.get(chunk_name(self._namespace, chunk.key))
             try:

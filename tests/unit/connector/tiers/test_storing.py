@@ -181,8 +181,8 @@ class Engine:
                 assert (tokens, stretch.first, len(table)) == (0, 0, 1)
                 found.add(self.content[table[0]][0])
                 continue
-            begin, last = piece.number * CHUNK, min((piece.number + 1) * CHUNK, order.at_hand.stop)
-            first = max(begin, order.at_hand.start)
+            begin, last = piece.number * CHUNK, min((piece.number + 1) * CHUNK, order.available.stop)
+            first = max(begin, order.available.start)
             assert tokens == last - begin
             alignment_tokens = length.content_alignment(of.kind, of.attention_span, CHUNK)
             assert (
@@ -370,7 +370,7 @@ def test_what_is_at_hand_is_not_stored_again():
 
 def test_what_only_a_slow_tier_has_is_not_stored_again_if_it_was_found(monkeypatch):
     engine = Engine()
-    monkeypatch.setattr(engine.cache, "at_hand", lambda keys: np.array([False, True, False])[: len(keys)])
+    monkeypatch.setattr(engine.cache, "available", lambda keys: np.array([False, True, False])[: len(keys)])
     one = arrived(engine, range(24))
     engine.allocate(one, 24)
     engine.compute(one, 0, 23)
@@ -382,7 +382,7 @@ def test_what_only_a_slow_tier_has_is_not_stored_again_if_it_was_found(monkeypat
 
 def test_what_is_computed_though_a_slow_tier_has_it_comes_to_host_memory(monkeypatch):
     engine = Engine()
-    monkeypatch.setattr(engine.cache, "at_hand", lambda keys: np.ones(len(keys), np.bool_))
+    monkeypatch.setattr(engine.cache, "available", lambda keys: np.ones(len(keys), np.bool_))
     one = arrived(engine, range(20))
     engine.allocate(one, 12)
     engine.compute(one, 0, 12)
@@ -397,7 +397,7 @@ def test_what_is_computed_though_a_slow_tier_has_it_comes_to_host_memory(monkeyp
 
 def test_a_snapshot_comes_to_host_memory_though_a_slow_tier_has_it(monkeypatch):
     engine = Engine(HYBRID)
-    monkeypatch.setattr(engine.cache, "at_hand", lambda keys: np.ones(len(keys), np.bool_))
+    monkeypatch.setattr(engine.cache, "available", lambda keys: np.ones(len(keys), np.bool_))
     for name in "ab":
         one = arrived(engine, range(20), name=name)
         engine.step((one, 8), snapshots=[(one, 8)])
@@ -438,7 +438,7 @@ def test_what_a_window_has_let_go_of_is_not_needed_of_a_chunk():
         engine.all_stored()
         engine.step((one, 1))
     assert windows(engine) == [2]
-    assert [order.at_hand for order in engine.orders] == [range(16, 24), range(20, 24)]
+    assert [order.available for order in engine.orders] == [range(16, 24), range(20, 24)]
     engine.end()
 
 
