@@ -43,7 +43,7 @@ def transfer(
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
 ) -> None:
-    """Measure a KV transfer over NIXL, compared with raw NIXL and memcpy.
+    """Compare a KV transfer over NIXL with raw NIXL and memcpy.
 
     Moves KV between two processes. kvferry's time is that of a request: from the moment its blocks are known
     until they may be used, with planning, posting, the lease check and the acknowledgement.
@@ -106,7 +106,7 @@ def tiers(
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
     ] = False,
 ) -> None:
-    """Measure storing and loading chunks in every tier, compared with raw storage.
+    """Compare storing and loading chunks in tiers with raw storage.
 
     Compares host memory with memcpy, files with fio or threads with direct I/O, and objects with obstore.
     """
