@@ -12,8 +12,8 @@ KVFerryError
 ├── ChunkError             a chunk of a cache tier that cannot be written, or whose bytes cannot be believed
 │   └── OtherVersion       a chunk of another format version, which the release that wrote it can read
 └── beside the code that raises them, in `kvferry.transport`: AddressNotAllowed; in `kvferry.serving`:
-    LaunchError, ListenError, FleetLost (engines), MalformedBody (router), AskError (demo);
-    in `kvferry.doctor`: CannotMeet, TooLong
+    LaunchError, ListenError, FleetLost (engines), MalformedBody (router), CompletionError (demo);
+    in `kvferry.doctor`: IdentifyError, CheckTimeout
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_number
     >>> found = np.array([[0, 0, 1, NO_TIER], [NO_TIER, 0, NO_TIER, 0]])
     >>> both = coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
     >>> both.longest(), both.per_group, both.nearest_boundary, both.missing
-    ((512, 0), (768, 1024), 768, (Missing(group=1, chunk=2),))
+    ((512, 0), (768, 1024), 768, (MissingChunk(group=1, chunk=2),))
     """
     if not groups or tier_numbers.shape != (len(groups), chunked.chunks) or tier_numbers.dtype != np.int64:
         raise TransferError(

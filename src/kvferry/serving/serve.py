@@ -75,7 +75,7 @@ def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
 
 
 class _KeepServing:
-    """A function that returns whether to continue serving, and announces each engine that ended once."""
+    """Decides whether to continue serving. Announces each engine that has ended, once."""
 
     def __init__(self, fleet: Fleet, console: Console, signals: StopSignals) -> None:
         self._fleet = fleet

@@ -87,7 +87,7 @@ def check_windows(chunk_tokens: int, block: int) -> None:
 def snapshot_interval(*blocks: int) -> int:
     """Return the tokens between positions at which all state groups may have a snapshot; 1 without any.
 
-    >>> snapshots_apart(), snapshot_interval(128, 128), snapshot_interval(128, 192)
+    >>> snapshot_interval(), snapshot_interval(128, 128), snapshot_interval(128, 192)
     (1, 128, 384)
 
     Args:

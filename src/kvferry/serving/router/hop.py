@@ -23,7 +23,7 @@ class Hop:
         self._name = f"kvferry-{secrets.token_hex(8)}".encode()
 
     def passed_on(self, headers: Headers = ()) -> Headers:
-        """Return headers for an engine: these, names in lower case, with this router at the end of Via."""
+        """Return these headers with lower-case names and this router added to Via, to send to an engine."""
         before = [value for name, value in headers if name == _VIA]
         others = [(name, value) for name, value in headers if name != _VIA]
         return (*others, (_VIA, b", ".join([*before, b"1.1 " + self._name])))
