@@ -7,6 +7,7 @@ import struct
 import subprocess
 from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -214,8 +215,9 @@ def fill(path: Path) -> None:
             return
 
 
-def stores(path: Path, first: int) -> None:
+def stores(path: Path, first: int, begin: Barrier) -> None:
     store = open_store(path, lock_seconds=20)
+    begin.wait(60)
     for number in range(first, first + 40):
         keep(store, number)
 
@@ -223,9 +225,12 @@ def stores(path: Path, first: int) -> None:
 def test_processes_that_store_while_the_directory_is_swapped_leave_both_sound(cache):
     open_store(cache, capacity=30 * FILE_BYTES)
     context = get_context("fork")
-    workers = [context.Process(target=stores, args=(cache, first)) for first in (100, 200)]
+    # A process that opens a directory after the first swap would not know the capacity.
+    begin = context.Barrier(3)
+    workers = [context.Process(target=stores, args=(cache, first, begin)) for first in (100, 200)]
     for one in workers:
         one.start()
+    begin.wait(60)
     paths = [cache]
     for number in range(5):
         away = cache.with_name(f"away{number}")
