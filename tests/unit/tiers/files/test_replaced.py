@@ -18,8 +18,20 @@ from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
 from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.paths import MARKER, note_name
 from support.chunk_files import key
-from support.stores import FILE_BYTES, GROUP, OTHER, fetch, file_of, keep, open_store, temporaries, total
+from support.stores import (
+    FILE_BYTES,
+    GROUP,
+    NAMESPACE,
+    OTHER,
+    fetch,
+    file_of,
+    keep,
+    open_store,
+    temporaries,
+    total,
+)
 
 CAPACITY = 1 << 20
 
@@ -45,6 +57,15 @@ def goes_on(store: FileTier, cache: Path) -> None:
         assert fetch(one, 20) == (GetOutcome.HIT, True)
     assert read_ledger(str(cache)) == (CAPACITY, total(cache))
     assert not temporaries(cache)
+
+
+def test_a_directory_that_an_operator_empties_is_furnished_again_and_keeps_its_capacity(store, cache):
+    notes = {cache / MARKER, cache / note_name(NAMESPACE.digest)}
+    for path in cache.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert keep(store, 9) is PutOutcome.STORED
+    assert all(path.is_file() for path in notes)
+    goes_on(store, cache)
 
 
 def test_a_directory_that_is_removed_is_not_made_again_and_used_when_it_is_back(store, cache):
