@@ -64,7 +64,7 @@ class FakeTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        return TierStats(Counter(), Counter(), 0, 0, 0, 0, 0, 0)
+        return TierStats(Counter(), Counter(), 0, 0, 0, 0, 0)
 
     def close(self) -> None:
         self.closed = True

@@ -136,7 +136,7 @@ def test_outcomes_are_counted(kind, opened):
     fetch(tier, 2)
     assert tier.stats.puts == {PutOutcome.STORED: 1, PutOutcome.PRESENT: 1}
     assert tier.stats.gets == {GetOutcome.HIT: 1, GetOutcome.ABSENT: 1}
-    assert tier.stats.stored_bytes >= tier.stats.hit_bytes == len(body(1))
+    assert tier.stats.stored_bytes > len(body(1)), "header and body"
 
 
 @KINDS
