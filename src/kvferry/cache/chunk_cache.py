@@ -59,7 +59,7 @@ class ChunkCache:
             ValueError: the tiers do not share one key table.
         """
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
-            raise ValueError("tiers of one cache share a table of tags")
+            raise ValueError("the tiers of one cache must share one key table; open them together")
         self.counts, self._events = CacheCounts(), 0
         self._times = TransferTimes()
         self._host = host

@@ -175,11 +175,12 @@ def _check_ranges(config: ConnectorConfig) -> None:
             raise ConfigError(f"{name} is {getattr(config, name)}, it must be above 0 and at most 1")
     if config.host in _EVERYWHERE and not config.advertise_host:
         raise ConfigError(
-            f"host {config.host} listens everywhere, so advertise_host must say where peers find it"
+            f"host is {config.host}, every address of this machine; set advertise_host to the one that "
+            "peers use"
         )
     if read_tiers(config.tiers) is None and not config.transfers:
         raise ConfigError(
-            "transfer is false and there are no tiers, so nothing is left to do; set one of them"
+            "transfer is false and there are no tiers, so kvferry has nothing to do; set one of them"
         )
 
 

@@ -59,7 +59,7 @@ def keys_of(
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)
     if request.arrives_in_parts:
-        raise Unnameable("the prompt comes in parts, and items of later ones are not known yet")
+        raise Unnameable("the prompt arrives in parts, and later parts may add images or other items")
     return ChunkKeys(
         chunk_tokens,
         tokens,

@@ -80,10 +80,12 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
     if len(hosts) > 1:
         raise ConfigError("tiers names host memory twice; give it once, with the capacity of both")
     if hosts and tiers[0] is not hosts[0]:
-        raise ConfigError("tiers: host memory comes first, since every chunk passes it")
+        raise ConfigError(
+            "tiers: host memory must come first, because every chunk passes through it; move it to the front"
+        )
     if len(slow) >= MAX_TIERS:
         raise ConfigError(
-            f"tiers names {len(slow)} tiers behind host memory; leave out some, it may name {MAX_TIERS - 1}"
+            f"tiers names {len(slow)} tiers besides host memory, at most {MAX_TIERS - 1}; leave some out"
         )
     for number, one in enumerate(tiers):
         check_weight(f"tiers[{number}]: load_weight", one.load_weight)

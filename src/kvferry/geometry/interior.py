@@ -149,8 +149,8 @@ def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp
     if not snapshot and len({stored.heads for stored in store.fields}) > 1:
         listed = ", ".join(f"{stored.name} {stored.heads}" for stored in store.fields)
         raise GeometryError(
-            f"a page of {store.kind} packs its fields per head, so all need as many heads, "
-            f"but there are {listed}; describe what has other heads as a layer of its own"
+            f"a page of {store.kind} packs its fields per head, so all need the same number of heads, "
+            f"but they have {listed}; describe fields with other heads as a separate layer"
         )
     placed_fields = []
     at = 0
@@ -164,7 +164,10 @@ def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp
         kernels = tokens = 1
     if store.state_tokens > 1:
         if any(stored.heads for stored in store.fields):
-            raise GeometryError(f"an entry per {store.state_tokens} tokens cannot be shared out by head")
+            raise GeometryError(
+                f"a field with one entry per {store.state_tokens} tokens cannot be sharded by head; "
+                "give its fields no heads"
+            )
         tokens = max(tokens // store.state_tokens, 1)
     return PageInterior(
         snapshot=snapshot,

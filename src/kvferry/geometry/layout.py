@@ -75,14 +75,21 @@ class EngineShape:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise GeometryError(f"layout {self.layout!r} is none of {', '.join(LAYOUTS)}")
+            raise GeometryError(f"layout is {self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
         if self.tp < 1 or not self.stages or min(self.stages) < 1:
-            raise GeometryError(f"{self.tp} tensor-parallel ranks, layers {self.stages} per pipeline rank")
+            raise GeometryError(
+                f"{self.tp} tensor-parallel ranks, layers {self.stages} per pipeline rank; expected 1 "
+                "or more of each"
+            )
         if self.block_tokens < 1 or self.num_blocks < 1:
-            raise GeometryError(f"a pool of {self.num_blocks} blocks of {self.block_tokens} tokens")
+            raise GeometryError(
+                f"a pool of {self.num_blocks} blocks of {self.block_tokens} tokens; expected 1 or more "
+                "of each"
+            )
         if self.kernel_tokens < 0 or (self.kernel_tokens and self.block_tokens % self.kernel_tokens):
             raise GeometryError(
-                f"a block of {self.block_tokens} tokens is not made of kernel blocks of {self.kernel_tokens}"
+                f"blocks of {self.block_tokens} tokens; expected a multiple of kernel blocks of "
+                f"{self.kernel_tokens}"
             )
         if self.kernels > 1 and self.layout[0] == "B":
             raise GeometryError(
@@ -116,7 +123,9 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
         GeometryError: there are fewer layers than ranks.
     """
     if not 1 <= pp <= layers:
-        raise GeometryError(f"{layers} layers on {pp} pipeline ranks")
+        raise GeometryError(
+            f"{layers} layers on {pp} pipeline ranks; every rank needs a layer, so choose 1 to {layers} ranks"
+        )
     stages = [layers // pp] * pp
     for i in range(layers % pp):
         stages[-2 - i] += 1
@@ -191,7 +200,7 @@ def lay_out(
     if addresses is None:
         addresses = [(1 << 40) + (rank << 38) for rank in range(engine.ranks)]
     if len(addresses) != engine.ranks:
-        raise GeometryError(f"{len(addresses)} addresses for {engine.ranks} ranks")
+        raise GeometryError(f"{len(addresses)} addresses for {engine.ranks} ranks; expected one for each")
     return tuple(
         lay_out_rank(model, engine, rank, address).geometry for rank, address in enumerate(addresses)
     )
@@ -210,14 +219,16 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
         GeometryError: the engine cannot keep this model. The message gives the reason.
     """
     if sum(engine.stages) != len(model.layers):
-        raise GeometryError(f"stages {engine.stages} hold {sum(engine.stages)} of {len(model.layers)} layers")
+        raise GeometryError(
+            f"stages {engine.stages} hold {sum(engine.stages)} layers; expected {len(model.layers)}"
+        )
     if model.query_heads % engine.tp:
         raise GeometryError(
             f"{model.query_heads} attention heads on {engine.tp} tensor-parallel ranks: every rank needs the "
             f"same number; choose a size that divides {model.query_heads}"
         )
     if not 0 <= rank < engine.ranks:
-        raise GeometryError(f"rank {rank} of {engine.ranks} does not exist")
+        raise GeometryError(f"rank {rank} does not exist; expected 0 to {engine.ranks - 1}")
     stage, tp_rank = divmod(rank, engine.tp)
     first = sum(engine.stages[:stage])
     on_stage = range(first, first + engine.stages[stage])

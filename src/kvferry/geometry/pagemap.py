@@ -109,7 +109,7 @@ def page_map(
         GeometryError: there is no such layout.
     """
     if layout not in LAYOUTS:
-        raise GeometryError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
+        raise GeometryError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
     sizes = dict(zip(AXES, (max(room.slots, counts[0]), *counts[1:]), strict=True))
     strides = {}
     stride = 1

@@ -110,9 +110,15 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
-            raise GeometryError(f"group {self.kind}: block of {self.block_tokens} tokens")
+            raise GeometryError(
+                f"group {self.kind}: blocks of {self.block_tokens} tokens; expected 1 or more"
+            )
         if (self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)) != (self.attention_span > 0):
-            raise GeometryError(f"group {self.kind}: an attention span of {self.attention_span} tokens")
+            raise GeometryError(
+                f"group {self.kind}: an attention span of {self.attention_span} tokens; expected 1 or "
+                "more for "
+                "sliding and chunked attention, 0 for others"
+            )
 
     @property
     def label(self) -> str:
@@ -158,13 +164,16 @@ class RankGeometry:
         """
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
             raise GeometryError(
-                f"rank ({self.pp_rank}, {self.tp_rank}) of ({self.pp_size}, {self.tp_size}) does not exist"
+                f"rank (pp, tp) is ({self.pp_rank}, {self.tp_rank}); expected below ({self.pp_size}, "
+                f"{self.tp_size})"
             )
         if self.num_blocks < 1:
-            raise GeometryError(f"a pool of {self.num_blocks} blocks")
+            raise GeometryError(f"a pool of {self.num_blocks} blocks; expected 1 or more")
         names = Counter(layer.name for group in self.groups for layer in group.layers)
         if twice := [name for name, times in names.items() if times > 1]:
-            raise GeometryError(f"layers {twice} are described twice")
+            raise GeometryError(
+                f"layers {twice} are described more than once; describe each layer in one group"
+            )
         registered = _Registered(self.regions)
         for group in self.groups:
             for layer in group.layers:
@@ -174,11 +183,14 @@ class RankGeometry:
         page = layer.page
         if page.block_tokens not in (0, group.block_tokens):
             raise GeometryError(
-                f"layer {layer.name!r}: a page of {page.block_tokens} tokens "
-                f"in blocks of {group.block_tokens}"
+                f"layer {layer.name!r}: a page of {page.block_tokens} tokens; "
+                f"expected {group.block_tokens}, as a block has"
             )
         if (page.block_tokens == 0) != (group.kind is GroupKind.STATE):
-            raise GeometryError(f"layer {layer.name!r}: snapshots belong to state groups, not {group.kind}")
+            raise GeometryError(
+                f"layer {layer.name!r}: pages of {page.block_tokens} tokens in a group of kind {group.kind}; "
+                "expected 0 for snapshots in a state group, and more in others"
+            )
         if page.block_tokens == 0 and any(field.axis(TOKEN) for field in page.fields):
             raise GeometryError(f"layer {layer.name!r}: a snapshot has no token axis")
         for field in page.fields:

@@ -65,7 +65,8 @@ class LayerCache:
     def __post_init__(self) -> None:
         if self.state_tokens < 1 or self.block_tokens % self.state_tokens:
             raise GeometryError(
-                f"blocks of {self.block_tokens} tokens with an entry per {self.state_tokens} tokens"
+                f"blocks of {self.block_tokens} tokens; expected a multiple of {self.state_tokens}, the "
+                "tokens of an entry"
             )
 
     @property

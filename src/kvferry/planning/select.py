@@ -245,8 +245,8 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
     for at in ({span.begins} - {span.local_tokens}) | ({span.ends} - {span.total}):
         if at % block:
             raise TransferError(
-                f"a part of a prefix begins or ends at token {at}, inside a block of {block}; it must do so "
-                "between two"
+                f"a part of a prefix begins or ends at token {at}, inside a block; "
+                f"expected a multiple of {block}"
             )
 
 

@@ -216,8 +216,9 @@ def transfer_methods(
     packed = [way for way in found if way.image is None or way.image.stride <= max_image_bytes]
     if not packed:
         raise ConfigError(
-            f"cells of {size} bytes in {route.row_count} runs can only move through images, and there is "
-            f"room for {max_image_bytes} bytes; raise staging_mib"
+            f"cells of {size} bytes in {route.row_count} runs can only move packed, and staging memory "
+            "has room "
+            f"for cells of {max_image_bytes} bytes; raise staging_mib"
         )
     return tuple(packed)
 

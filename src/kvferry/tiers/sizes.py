@@ -35,5 +35,7 @@ def parse_size(size: int | str) -> int:
         return size
     found = _SIZE.fullmatch(size)
     if found is None or found[2].lower() not in _UNITS:
-        raise ConfigError(f"a size of {size!r}; write a number of bytes, or one with KiB, MiB, GiB or TiB")
+        raise ConfigError(
+            f"{size!r} is not a size; write a number of bytes, or one with KiB, MiB, GiB or TiB"
+        )
     return int(Fraction(found[1]) * _UNITS[found[2].lower()])

@@ -165,7 +165,9 @@ def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk |
             try:
                 header = verify(opened.read, opened.size)
                 if (header.chunk.namespace, header.chunk.key) != chunk_identity(entry.path):
-                    raise ChunkError(f"the chunk of key {header.chunk.key.hex()}, under another name")
+                    raise ChunkError(
+                        f"it holds the chunk of key {header.chunk.key.hex()}, expected the one of its name"
+                    )
             except OtherVersion as error:
                 return error
             except ChunkError as error:

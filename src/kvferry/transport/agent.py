@@ -62,7 +62,10 @@ class Agent:
         except Exception as error:
             raise ConfigError(_not_started(error)) from error
         if not self._nixl.backends:
-            raise ConfigError(f"NIXL has no backend {_BACKEND}; it offers {self._nixl.plugin_list}")
+            raise ConfigError(
+                f"NIXL has no backend {_BACKEND}; it offers {self._nixl.plugin_list}; "
+                "install the wheel of NIXL, which has it"
+            )
         self._registered: list[Any] = []
         self._uses: Counter[str] = Counter()
 

@@ -91,7 +91,9 @@ def _check_region(region: Region) -> None:
 
 def _check_words(card: RankCard) -> None:
     if card.leases < 1:
-        raise ProtocolError(f"{card.words} words, none of them a lease's; expected one or more")
+        raise ProtocolError(
+            f"a rank with {card.words} words, none of them a lease word; expected one or more"
+        )
     if card.words_address + 8 * card.words > _ADDRESSES:
         raise ProtocolError(
             f"{card.words} words at address {card.words_address}, expected them within 63 bits"
@@ -108,8 +110,9 @@ def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
     expected = first.pp_size * first.tp_size
     if len(sizes) > 1 or len(places) < len(ranks) or len(ranks) != expected:
         raise ProtocolError(
-            f"{len(ranks)} ranks at {len(places)} places, parallel sizes (pp, tp) {sorted(sizes)[:4]}; "
-            f"expected {expected} ranks of one size, each at its own place"
+            f"{len(ranks)} ranks with {len(places)} different indices, parallel sizes (pp, tp) "
+            f"{sorted(sizes)[:4]}; "
+            f"expected {expected} ranks of one size, each with its own index"
         )
     groups = {
         tuple((one.kind, one.block_tokens, one.attention_span) for one in rank.groups) for rank in ranks

@@ -307,7 +307,10 @@ class ControlClient:
     def _wait_for_name(self, command: _Command) -> None:
         """Queue a command until its peer's name is resolved. Commands keep their order."""
         if len(self._unresolved) >= MAX_UNRESOLVED:
-            raise AddressNotAllowed(f"{MAX_UNRESOLVED} commands already wait for names to be resolved")
+            raise AddressNotAllowed(
+                f"{MAX_UNRESOLVED} messages already wait for names of peers; see whether the name "
+                "server answers"
+            )
         self._unresolved.append(command)
         self._unnamed.add(command[0])
 

@@ -76,7 +76,9 @@ def read_costs(path: Path) -> Costs:
     remedy = "write it anew with `kvferry bench calibrate`"
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} is larger than a file of costs can be; {remedy}")
+            raise ConfigError(
+                f"costs: {path} is larger than {_MAX_BYTES} bytes, so it holds no costs; {remedy}"
+            )
         held = msgspec.json.decode(path.read_bytes(), type=CostsFile)
     except OSError as error:
         said = os.strerror(error.errno or 0)

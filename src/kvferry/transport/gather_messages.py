@@ -148,7 +148,7 @@ def decode_request(data: bytes) -> Request:
     if isinstance(message, AnnounceRoutes):
         _check(message)
     if isinstance(message, Gather) and (not message.blocks or len(message.blocks) % 4):
-        raise ProtocolError(f"{len(message.blocks)} bytes are no block ids")
+        raise ProtocolError(f"{len(message.blocks)} bytes of block ids, expected one or more of 4 bytes each")
     return message
 
 
@@ -173,9 +173,9 @@ def _check(message: AnnounceRoutes) -> None:
         raise ProtocolError(f"{len(message.routes)} routes, at most {MAX_ROUTES}")
     most = max(len(parts), sum(len(part.nests) for part in parts))
     if most > MAX_NESTS:
-        raise ProtocolError(f"{most} planes or nests, at most {MAX_NESTS}")
+        raise ProtocolError(f"{most} planes or strided copies, at most {MAX_NESTS}")
     if (cells := sum(len(part.at) for part in parts)) > MAX_CELLS:
-        raise ProtocolError(f"places of {cells} cells in their blocks, at most {MAX_CELLS}")
+        raise ProtocolError(f"offsets of {cells} cells, at most {MAX_CELLS}")
     for route in message.routes:
         _check_route(route)
 
@@ -184,26 +184,37 @@ def _check_route(route: GatherRoute) -> None:
     stride = route.image_stride
     if not (route.parts and route.src_blocks) or stride % ALIGNMENT:
         raise ProtocolError(
-            f"a route of {len(route.parts)} planes, {route.src_blocks} blocks, images every "
-            f"{stride} bytes; none may be 0, images begin at multiples of {ALIGNMENT}"
+            f"a route of {len(route.parts)} planes and {route.src_blocks} blocks, packed cells every "
+            f"{stride} bytes; "
+            f"expected one or more of each, and cells at multiples of {ALIGNMENT} bytes"
         )
     for part in route.parts:
         if not part.at or len(part.at) != route.cells or min(part.at) < 0 or max(part.at) >= _MOST_BYTES:
             raise ProtocolError(
-                f"{len(part.at)} cells of a block of {route.cells}, at bytes {list(part.at[:_NAMED])}"
+                f"offsets of {len(part.at)} cells, which begin with {list(part.at[:_NAMED])}; "
+                f"expected {route.cells} offsets, all inside the block"
             )
         for nest in part.nests:
             _check_nest(nest, stride)
     # What is dense in an image says at the same time that no nest repeats itself for hours.
     if (size := sum(nest.bytes for part in route.parts for nest in part.nests)) > stride:
-        raise ProtocolError(f"{size} bytes for an image of {stride}")
+        raise ProtocolError(
+            f"copies of {size} bytes into a packed cell of {stride}; expected no more than it has"
+        )
 
 
 def _check_nest(nest: StridedCopy, stride: int) -> None:
     """Check that a copy stays inside its image, because the memory after it belongs to another reader."""
     regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in nest.loops)
     if nest.run < 1 or len(nest.loops) > MAX_LOOPS or not regular:
-        raise ProtocolError(f"a nest of runs of {nest.run} bytes in loops {nest.loops[: MAX_LOOPS + 1]}")
+        raise ProtocolError(
+            f"a strided copy of runs of {nest.run} bytes in loops {nest.loops[: MAX_LOOPS + 1]}; "
+            "expected runs of 1 "
+            f"byte or more in at most {MAX_LOOPS} loops, each with 2 rounds or more and no negative stride"
+        )
     high = nest.dst + sum((loop.count - 1) * loop.dst for loop in nest.loops) + nest.run
     if nest.dst < 0 or high > stride:
-        raise ProtocolError(f"a nest covers bytes [{nest.dst}, {high}) of images of {stride}")
+        raise ProtocolError(
+            f"a strided copy writes bytes [{nest.dst}, {high}) of a packed cell; expected them in [0, "
+            f"{stride})"
+        )

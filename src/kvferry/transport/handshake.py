@@ -245,7 +245,10 @@ class Handshakes:
 
     def _learn(self, address: Address, facts: Facts | None, ranks: tuple[RankCard, ...]) -> None:
         if facts is None or not ranks:
-            raise ProtocolError("ranks came before the peer was accepted, or there are none")
+            raise ProtocolError(
+                "the peer sent its ranks before its facts, or sent none; expected facts, then one rank "
+                "or more"
+            )
         ranks = self._check(address, ranks)
         del self._running[address]
         self._looking.pop(address, None)

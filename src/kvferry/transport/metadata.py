@@ -129,12 +129,16 @@ def _section(items: _ItemReader) -> Iterator[Region]:
 def _check_key(key: bytes) -> None:
     """Check that a packed key has a known memory type and all parts that its bit map lists."""
     if len(key) < _KEY_HEAD or key[_KEY_HEAD - 1] >= _MEMORY_TYPES:
-        raise ProtocolError("transport metadata holds a key of no memory type that UCX knows")
+        raise ProtocolError(
+            f"transport metadata holds a key of an unknown memory type; expected 0 to {_MEMORY_TYPES - 1}"
+        )
     at = _KEY_HEAD
     for _ in range(int.from_bytes(key[: _KEY_HEAD - 1], "little").bit_count()):
         at += 1 + (key[at] if at < len(key) else len(key))
     if at > len(key):
-        raise ProtocolError(f"transport metadata holds a key of {len(key)} bytes that announces {at}")
+        raise ProtocolError(
+            f"transport metadata holds a key of {len(key)} bytes, expected {at} by its own list"
+        )
 
 
 class _ItemReader:
@@ -146,7 +150,9 @@ class _ItemReader:
 
     def __init__(self, data: bytes) -> None:
         if not data.startswith(_START):
-            raise ProtocolError("it is not NIXL's transport metadata")
+            raise ProtocolError(
+                f"transport metadata begins with {data[: len(_START)]!r}, expected NIXL's {_START!r}"
+            )
         self._data, self._at = data, len(_START)
         self.sealed = bytearray(_START)
 
@@ -188,9 +194,11 @@ class _ItemReader:
         try:
             return self.followed(tag, most, b"").decode()
         except UnicodeDecodeError as error:
-            raise ProtocolError("transport metadata gives a name that is no text") from error
+            raise ProtocolError("transport metadata has a name that is not UTF-8 text") from error
 
     def end(self) -> None:
         """Check that no items are left."""
         if self._at != len(self._data):
-            raise ProtocolError(f"transport metadata goes on for {len(self._data) - self._at} bytes too many")
+            raise ProtocolError(
+                f"transport metadata has {len(self._data) - self._at} bytes after its end, expected none"
+            )

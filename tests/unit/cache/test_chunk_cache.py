@@ -659,7 +659,7 @@ def test_a_tier_that_rests_is_not_asked():
 
 def test_tiers_of_one_cache_share_a_table_of_tags():
     made = cache([FULL])
-    with pytest.raises(ValueError, match="share a table"):
+    with pytest.raises(ValueError, match="share one key table"):
         ChunkCache(
             HostTier(PAGE, [PAGE], EVICTION_POLICIES["lru"]),
             ARENA.bytes_at,

@@ -63,8 +63,8 @@ def test_without_host_memory_chunks_pass_a_little_of_it():
         ([{**FILE, "durable": "yes"}], "tiers[0] (file): Expected `bool`, got `str` - at `$.durable`"),
         ([{"type": "object"}], "tiers[0] (object): Object missing required field `url`"),
         ([HOST, HOST], "tiers names host memory twice; give it once, with the capacity of both"),
-        ([FILE, HOST], "tiers: host memory comes first, since every chunk passes it"),
-        ([HOST, *[FILE] * 8], "tiers names 8 tiers behind host memory; leave out some, it may name 7"),
+        ([FILE, HOST], "tiers: host memory must come first, because every chunk passes through it"),
+        ([HOST, *[FILE] * 8], "tiers names 8 tiers besides host memory, at most 7; leave some out"),
         ([FILE, {**FILE, "path": "/tmp/../chunks/"}], "tiers[0] and tiers[1] are both /chunks; name another"),
         ([HOST, {"type": "file"}, FILE, {"type": "file", "capacity": "1GiB"}],
          "tiers[1] and tiers[3] are both the default directory; name another place, or leave out one of"),
@@ -75,7 +75,7 @@ def test_without_host_memory_chunks_pass_a_little_of_it():
         ([{**HOST, "capacity": 0}], "tiers[0]: capacity is 0, it must be above 0"),
         ([{**FILE, "capacity": "0 GiB"}], "tiers[0]: capacity is '0 GiB', it must be above 0"),
         ([{**FILE, "capacity": -1}], "tiers[0]: capacity is -1, it must be above 0"),
-        ([{**FILE, "capacity": "much"}], "a size of 'much'; write a number of bytes"),
+        ([{**FILE, "capacity": "much"}], "'much' is not a size; write a number of bytes"),
         ([{"type": "object", "url": "s3://b", "timeout_seconds": 0}],
          "tiers[0]: timeout_seconds is 0.0, it must be above 0 and below an hour"),
         ([{"type": "object", "url": "s3://b", "timeout_seconds": 1e9}],
@@ -130,5 +130,5 @@ def test_an_engine_with_nothing_to_do_is_refused(tiers):
     with pytest.raises(ConfigError) as caught:
         parse_config({"transfer": False, "tiers": tiers})
     assert str(caught.value) == (
-        "transfer is false and there are no tiers, so nothing is left to do; set one of them"
+        "transfer is false and there are no tiers, so kvferry has nothing to do; set one of them"
     )

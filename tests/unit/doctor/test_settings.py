@@ -44,7 +44,7 @@ def test_the_extra_config_alone_will_do(given):
     [
         ({"leese_seconds": 3}, "has no key 'leese_seconds'", "did you mean 'lease_seconds'?"),
         ({"port": 70_000}, "port is 70000", ""),
-        ({"tiers": [{"type": "host", "capacity": "many"}]}, "a size of 'many'", "write a number"),
+        ({"tiers": [{"type": "host", "capacity": "many"}]}, "'many' is not a size", "write a number"),
     ],
 )
 def test_what_the_connector_refuses_is_refused_in_its_words(given, extra, said, advice):

@@ -130,7 +130,7 @@ def test_a_real_directory_is_looked_at_and_left_as_it_was(tmp_path):
     assert (missing.state, "does not exist" in missing.found) == (State.BAD, True)
     (tmp_path / "kvferry.json").write_text("{}")
     (other,) = storage.file("file", FileSettings(str(tmp_path)))
-    assert "is not what kvferry writes" in other.found
+    assert "was not written by kvferry" in other.found
 
 
 def test_the_default_directory_may_be_missing(monkeypatch, tmp_path):

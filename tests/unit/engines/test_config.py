@@ -80,8 +80,8 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"turn_share": 0}, "turn_share is 0.0, it must be above 0 and at most 1"),
         ({"turn_seconds": 60, "transfer": False, "tiers": "default"}, "no KV is exchanged with"),
         ({"late_blocks": 1.1}, "late_blocks is 1.1, it must be above 0 and at most 1"),
-        ({"host": "0.0.0.0"}, "host 0.0.0.0 listens everywhere, so advertise_host must say"),
-        ({"host": "::"}, "host :: listens everywhere, so advertise_host must say"),
+        ({"host": "0.0.0.0"}, "host is 0.0.0.0, every address of this machine; set advertise_host"),
+        ({"host": "::"}, "host is ::, every address of this machine; set advertise_host"),
     ],
     ids=str,
 )

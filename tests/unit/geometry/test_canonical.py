@@ -252,13 +252,13 @@ def test_ranks_that_disagree_are_refused():
 
 
 def test_chunks_of_no_tokens_are_refused():
-    assert refusal([rank_of(kv_page())], 0) == "chunks of 0 tokens"
+    assert refusal([rank_of(kv_page())], 0) == "chunks of 0 tokens; expected 1 or more"
 
 
 def test_slots_that_do_not_hold_a_chunk_are_refused():
     canonical = canonical_form_of(engine(GQA, 1), 128)
     with pytest.raises(
-        GeometryError, match=r"5 slots of 4096 bytes for chunks of 1048576 bytes \(full_attention\)"
+        GeometryError, match=r"5 slots of 4096 bytes for chunks of full_attention; .* at least 1048576 bytes"
     ):
         chunk_pool(canonical, 0, 0, 5, stride=4096)
     with pytest.raises(GeometryError, match="0 slots"):

@@ -230,18 +230,20 @@ def test_kernel_blocks_need_pages_without_gaps_between_them():
 
 def test_a_token_page_whose_fields_differ_in_heads_is_refused():
     store = LayerCache(GroupKind.FULL, 0, (StoredField("k", 2, 4), StoredField("indexer", 2, 0)))
-    with pytest.raises(GeometryError, match="k 4, indexer 0; describe what has other heads as a layer"):
+    with pytest.raises(
+        GeometryError, match="k 4, indexer 0; describe fields with other heads as a separate layer"
+    ):
         lay_out(model(store), EngineShape(1, (1,), 4, "LBHNC", 3))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"layout": "NHD"}, "layout 'NHD' is none of LBNHC"),
+        ({"layout": "NHD"}, "layout is 'NHD'; it must be one of LBNHC"),
         ({"tp": 0}, "0 tensor-parallel ranks"),
         ({"stages": (1, 0)}, r"layers \(1, 0\) per pipeline rank"),
         ({"num_blocks": 0}, "a pool of 0 blocks"),
-        ({"kernel_tokens": 3}, "4 tokens is not made of kernel blocks of 3"),
+        ({"kernel_tokens": 3}, "blocks of 4 tokens; expected a multiple of kernel blocks of 3"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(change, says):
@@ -253,11 +255,11 @@ def test_engines_that_cannot_be_are_refused(change, says):
 
 def test_engines_of_other_models_are_refused():
     engine = EngineShape(2, (1, 1), 4, "LBNHC", 2)
-    with pytest.raises(GeometryError, match=r"stages \(1, 1\) hold 2 of 3 layers"):
+    with pytest.raises(GeometryError, match=r"stages \(1, 1\) hold 2 layers; expected 3"):
         lay_out(model(*[attention()] * 3), engine)
     with pytest.raises(GeometryError, match="3 addresses for 4 ranks"):
         lay_out(model(*[attention()] * 2), engine, (0, 1, 2))
-    with pytest.raises(GeometryError, match="rank 4 of 4 does not exist"):
+    with pytest.raises(GeometryError, match="rank 4 does not exist; expected 0 to 3"):
         lay_out_rank(model(*[attention()] * 2), engine, 4, 0)
 
 

@@ -61,7 +61,7 @@ def test_kv_heads_are_read_under_the_names_that_families_give_them(name):
 def test_what_a_block_configuration_says_of_attention_and_nobody_has_read_is_refused(name):
     blocks = [{"attention": {name: 4}}, {"attention": {"no_op": True}}]
     config = dense("nemotron-nas", 2, block_configs=blocks)
-    with pytest.raises(ConfigError, match=f"block_configs says {name} of layer 0"):
+    with pytest.raises(ConfigError, match=f"block_configs has {name} for layer 0"):
         read_model(config)
 
 

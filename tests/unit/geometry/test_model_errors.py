@@ -32,7 +32,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
             "names recurrent layers, but what they keep is not known",
         ),
         ({"kv_lora_rank": 512}, "has no qk_rope_head_dim"),
-        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4 of 4 layers"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; it must be below the 4 layers"),
         ({"model_type": "brand_new", "mamba_d_state": 16}, "brand_new: mamba_d_state may decide"),
         ({"model_type": "brand_new", "block_configs": [{}]}, "brand_new is not known, and block_configs"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder"),

@@ -233,7 +233,7 @@ def triples(cells):
 @pytest.mark.parametrize("part", [(0, 24), (24, 56)])
 def test_a_part_that_begins_or_ends_inside_a_block_is_an_error(part):
     ids = np.arange(1, 8)
-    with pytest.raises(TransferError, match="at token 24, inside a block of 16"):
+    with pytest.raises(TransferError, match="at token 24, inside a block; expected a multiple of 16"):
         select_cells(route(8, 16), FULL, 0, LoadSpan(0, 56, 56, part), ids, ids)
     assert len(select_cells(route(8, 8), FULL, 0, LoadSpan(0, 56, 56, part), ids, ids))
 

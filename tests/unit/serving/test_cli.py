@@ -143,11 +143,14 @@ def test_config_takes_tiers_as_json_and_transfer_beside_them():
         ),
         (["router", "--decode", "http://127.0.0.1:1"], "the router has no prefill engine"),
         (["router", "--prefill", "http://127.0.0.1:1"], "the router has no decode engine"),
-        (["router", "--prefill", "x", "--decode", "y"], "--prefill x is no URL"),
-        (["router", "--prefill", "http://[::1", "--decode", "http://y:1"], "--prefill http://[::1 is no URL"),
+        (["router", "--prefill", "x", "--decode", "y"], "--prefill x is not a URL"),
+        (
+            ["router", "--prefill", "http://[::1", "--decode", "http://y:1"],
+            "--prefill http://[::1 is not a URL",
+        ),
         (
             ["router", "--prefill", "http://x:1", "--decode", "http://y:99999"],
-            "--decode http://y:99999 is no URL",
+            "--decode http://y:99999 is not a URL",
         ),
         (["serve", "/nowhere"], "there is no model at /nowhere"),
         (

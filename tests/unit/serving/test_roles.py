@@ -16,7 +16,7 @@ from kvferry.serving.kv_config import kv_transfer_config
 from kvferry.serving.role import Role
 
 CONTRADICTS = "one side of an exchange with other engines, but transfer is false"
-NOTHING = "nothing is left to do"
+NOTHING = "has nothing to do"
 
 # role, tiers, --transfer / --no-transfer: does it exchange KV, or why is it refused
 TABLE = [

@@ -75,7 +75,7 @@ def test_ranks_that_contradict_each_other_are_refused():
         (first, second, second),
         (first, changed(second, tp_rank=0)),
     ]:
-        with pytest.raises(ProtocolError, match="ranks of one size, each at its own place"):
+        with pytest.raises(ProtocolError, match="ranks of one size, each with its own index"):
             told(*ranks)
 
 
@@ -109,7 +109,7 @@ def test_words_that_cannot_be_are_refused():
     out = Outgoing("127.0.0.1", 5, 0, 1, card.words)
     for spoiled, says in [
         (structs.replace(card, words_address=(1 << 63) - 8), "words at address"),
-        (structs.replace(card, outgoing=out), "none of them a lease's"),
+        (structs.replace(card, outgoing=out), "none of them a lease word"),
         (structs.replace(card, outgoing=structs.replace(out, host="a b")), "outgoing.host"),
         (structs.replace(card, agent=bytes(MAX_AGENT_BYTES + 1)), "agent"),
     ]:

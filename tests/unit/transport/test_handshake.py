@@ -75,7 +75,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(handshakes, clock):
 def test_what_was_accepted_in_an_earlier_handshake_does_not_count_in_the_next(handshakes):
     begun(handshakes).handle_reply(PEER, ACCEPTED)
     begun(handshakes).handle_reply(PEER, RANKS)
-    assert "ranks came before the peer was accepted" in handshakes.status(PEER, 1).reason
+    assert "the peer sent its ranks before its facts" in handshakes.status(PEER, 1).reason
 
 
 def test_a_refusal_stands_for_its_time_and_is_then_forgotten(handshakes, clock):

@@ -71,11 +71,15 @@ def test_a_rank_whose_pages_lie_outside_its_regions_is_refused():
         (("ranks", 0, "incarnation"), -1, "incarnation"),
         (("ranks", 0, "geometry", "num_blocks"), -3, "pool of -3"),
         (("ranks", 0, "geometry", "num_blocks"), 2**40, "outside"),
-        (("ranks", 0, "geometry", "tp_rank"), 5, "does not exist"),
-        (("ranks", 0, "geometry", "groups", 0, "block_tokens"), -16, "block of -16"),
+        (("ranks", 0, "geometry", "tp_rank"), 5, r"\(pp, tp\) is \(0, 5\); expected below"),
+        (
+            ("ranks", 0, "geometry", "groups", 0, "block_tokens"),
+            -16,
+            "blocks of -16 tokens; expected 1 or more",
+        ),
         (("ranks", 0, "geometry", "groups", 0, "kind"), "telepathy", "telepathy"),
         (("ranks", 0, "geometry", "groups", 0, "layers", 0, "block_stride"), -1, "overlap"),
-        (("ranks", 0, "geometry", "groups", 0, "layers", 0, "name"), "layers.1", "described twice"),
+        (("ranks", 0, "geometry", "groups", 0, "layers", 0, "name"), "layers.1", "described more than once"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused_in_words(path, value, says):

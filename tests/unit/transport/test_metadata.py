@@ -36,12 +36,12 @@ def test_what_is_loaded_ends_where_ucx_reads_without_a_length():
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "not NIXL's"),
+        (b"", "expected NIXL's"),
         (b"nixlSerDes|", "lacks 'Agent' at byte 11"),
         (bytes(MAX_AGENT_BYTES + 1), f"{MAX_AGENT_BYTES + 1} bytes"),
         (written([row(HERE)])[:-1], "42 are left"),
-        (written([row(HERE)]) + b"x", "1 bytes too many"),
-        (written([row(HERE)], name=b"\xff\xfe"), "no text"),
+        (written([row(HERE)]) + b"x", "1 bytes after its end"),
+        (written([row(HERE)], name=b"\xff\xfe"), "not UTF-8 text"),
         (written([row(HERE)], name=b"n" * 5000), "5000 bytes of 'Agent'"),
         (written([row(HERE)], address=b""), "0 bytes of 'c'"),
         (written([row(HERE)], address=bytes(1 << 20)), "1048576 bytes of 'c'"),
@@ -60,10 +60,10 @@ def test_what_is_loaded_ends_where_ucx_reads_without_a_length():
         (written([row(Region(1 << 40, 0))]), "0 bytes at 0x"),
         (written([row(Region((1 << 63) - 1, 2))]), "which is impossible"),
         (written([row(Region(1, 1, "DRAM", 1 << 40))]), "which is impossible"),
-        (written([row(HERE, b"")]), "no memory type"),
-        (written([row(HERE, KEY[:8] + b"\x09" + KEY[9:])]), "no memory type"),
-        (written([row(HERE, KEY[:12])]), "announces"),
-        (written([row(HERE, b"\xff" * 8 + KEY[8:])]), "announces"),
+        (written([row(HERE, b"")]), "unknown memory type"),
+        (written([row(HERE, KEY[:8] + b"\x09" + KEY[9:])]), "unknown memory type"),
+        (written([row(HERE, KEY[:12])]), "by its own list"),
+        (written([row(HERE, b"\xff" * 8 + KEY[8:])]), "by its own list"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused_in_words(data, says):

@@ -136,7 +136,7 @@ def test_one_bad_rank_refuses_the_peer_and_the_rest_is_not_tried(world):
 
 def test_metadata_out_of_bounds_is_refused_without_a_child(world):
     bad = msgspec.structs.replace(card(), agent=b"nonsense")
-    assert "not NIXL's" in world.verdict(card(1), bad)
+    assert "expected NIXL's" in world.verdict(card(1), bad)
     assert (world.children, world.tried) == ([], [])
 
 

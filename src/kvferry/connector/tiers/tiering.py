@@ -200,8 +200,9 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
     blocks = [group.snapshot_tokens for group in engine.groups]
     if engine.has_rings:
         raise ConfigError(
-            "tiers: layers of this model keep a ring per request that is right at one position only, so no "
-            "chunk of theirs can ever be stored; configure no tiers (transfers between engines work)"
+            "tiers: layers of this model keep a ring buffer per request, which is valid at one position "
+            "only, so "
+            "none of their chunks can ever be stored; configure no tiers (transfers between engines work)"
         )
     if 0 in blocks:
         raise ConfigError(

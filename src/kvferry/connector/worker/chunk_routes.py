@@ -90,7 +90,9 @@ class ChunkRoutes:
             for each in self._out[group]:
                 blocks = order.tables[each.route.src_group]
                 if blocks is None:
-                    raise TransferError(f"no blocks of group {each.route.src_group} in a store of it")
+                    raise TransferError(
+                        f"a store of group {each.route.src_group} has no block table of it; expected one"
+                    )
                 tokens = self._canonical.chunk_tokens
                 for cells in cells_to_store(each.route, tokens, numbers, order.available, blocks):
                     each.copies.store(cells, offsets)

@@ -69,7 +69,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
             bytes, one value per block instead of per token, a shard of an axis that is none of `SHARDED`.
     """
     if chunk_tokens < 1:
-        raise GeometryError(f"chunks of {chunk_tokens} tokens")
+        raise GeometryError(f"chunks of {chunk_tokens} tokens; expected 1 or more")
     _check_complete(ranks)
     stored: dict[str, _StoredLayer] = {}
     for rank in ranks:
@@ -116,7 +116,7 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
     if any(len(scale.factors) > 1 for scale in layer.scales):
         raise GeometryError(
             f"layer {layer.name!r}: its quantised cache has a scale per head, which the canonical form "
-            "does not know; it can be handed over to an engine of equal scales, but not be stored"
+            "cannot hold; it can be handed over to an engine of equal scales, but not be stored"
         )
     found = [_sharded(layer, field, group.kind) for field in layer.page.fields]
     found.sort(key=lambda one: (-one[2].item_bytes, one[2].field))

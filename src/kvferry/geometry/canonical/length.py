@@ -79,8 +79,8 @@ def check_windows(chunk_tokens: int, block: int) -> None:
     """
     if chunk_tokens % block:
         raise ConfigError(
-            f"tiers: chunks of {chunk_tokens} tokens end inside the blocks of {block} tokens in which this "
-            f"engine keeps windows; set chunk_tokens to {-(-chunk_tokens // block) * block}"
+            f"tiers: chunks of {chunk_tokens} tokens end inside this engine's blocks of {block} tokens for "
+            f"sliding windows; set chunk_tokens to {-(-chunk_tokens // block) * block}"
         )
 
 

@@ -54,7 +54,9 @@ def chunk_pool(
     stride = stride or group.chunk_bytes
     if stride < group.chunk_bytes or slots < 1:
         raise GeometryError(
-            f"{slots} slots of {stride} bytes for chunks of {group.chunk_bytes} bytes ({group.label})"
+            f"{slots} slots of {stride} bytes for chunks of {group.label}; expected 1 or more, each of "
+            "at least "
+            f"{group.chunk_bytes} bytes"
         )
     scales = {part.layer: part.scales for section in group.sections for part in section.parts}
     layers = tuple(

@@ -153,7 +153,8 @@ def without_attention(config: ModelConfig) -> set[int]:
         for name in ("replace_with_linear", "window_length", "num_sink_tokens", "sparsify"):
             if not attention.get("no_op") and attention.get(name):
                 raise ConfigError(
-                    f"config.json: block_configs says {name} of layer {number}; its KV cache is not known"
+                    f"config.json: block_configs has {name} for layer {number}; kvferry does not know "
+                    "its KV cache"
                 )
         if attention.get("no_op") or attention.get("replace_with_linear"):
             skipped.add(number)
@@ -163,7 +164,7 @@ def without_attention(config: ModelConfig) -> set[int]:
 def _inside(block: Any, name: str) -> Mapping[str, Any]:
     inner = block.get(name) if isinstance(block, Mapping) else None
     if not isinstance(inner, Mapping):
-        raise ConfigError(f"config.json: block_configs has an entry without {name}")
+        raise ConfigError(f"config.json: block_configs has an entry without {name}; add it to the file")
     return inner
 
 

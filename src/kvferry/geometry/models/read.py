@@ -172,7 +172,9 @@ def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
     if not shared:
         return layers
     if shared >= len(layers):
-        raise ConfigError(f"config.json: num_kv_shared_layers is {shared} of {len(layers)} layers")
+        raise ConfigError(
+            f"config.json: num_kv_shared_layers is {shared}; it must be below the {len(layers)} layers"
+        )
     return [*layers[:-shared], *([()] * shared)]
 
 

@@ -42,7 +42,7 @@ class RouterSettings:
                 raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")
             for url in urls:
                 if not _is_address(url):
-                    raise ConfigError(f"--{role} {url} is no URL; it must look like http://host:port")
+                    raise ConfigError(f"--{role} {url} is not a URL; it must look like http://host:port")
 
 
 def _is_address(url: str) -> bool:

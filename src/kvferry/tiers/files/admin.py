@@ -42,7 +42,7 @@ class DirectoryAdmin(CacheAdmin):
         check_directory(self.where)
         if read_marker(self.where) is None:
             raise ConfigError(
-                f"{self.where} is no cache of kvferry: it has no {MARKER}; name the directory that has it"
+                f"{self.where} is not a cache of kvferry: it has no {MARKER}; name the directory that has it"
             )
 
     def entries(self) -> Iterator[CacheEntry]:
@@ -75,7 +75,7 @@ class DirectoryAdmin(CacheAdmin):
             goal = account.capacity if capacity is None else capacity
             if not goal and capacity is None:
                 raise ConfigError(
-                    f"the ledger of {self.where} was lost, and the capacity with it; give a capacity"
+                    f"the ledger of {self.where} was lost, and with it the capacity; give one with --capacity"
                 )
             room.settle(account)
             room.make_room(account, account.capacity - goal)
@@ -136,7 +136,7 @@ def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
         with _told(root), ledger.held() as account:
             yield account
     except LockTimeout as error:
-        raise ConfigError(f"{error}; see which process that is, and end it") from error
+        raise ConfigError(f"{error}; find the process that holds it, and end it") from error
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
     set_direct(fd, on=False)
     header = read_header(fd)
     if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
-        raise ChunkError(f"the chunk of key {header.chunk.key.hex()} under the name of {chunk.key.hex()}")
+        raise ChunkError(f"it holds the chunk of key {header.chunk.key.hex()}, expected {chunk.key.hex()}")
     if header.chunk != chunk:
         return
     check_body(header, body)

@@ -62,7 +62,7 @@ def read_marker(root: str) -> object | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"file tier: {path} is not what kvferry writes; name another directory") from error
+        raise ConfigError(f"file tier: {path} was not written by kvferry; name another directory") from error
     except OSError as error:
         raise unusable_directory(root, error) from error
     return version
@@ -102,7 +102,7 @@ def open_directory(
         # A directory that an operator clears is furnished again by the engines that go on using it.
         ledger.after_loss = lambda account: _furnish_again(root, namespace, account, room)
     except LockTimeout as error:
-        raise ConfigError(f"file tier: {error}; see which process that is, and end it") from error
+        raise ConfigError(f"file tier: {error}; find the process that holds it, and end it") from error
     except OSError as error:
         raise unusable_directory(root, error) from error
 

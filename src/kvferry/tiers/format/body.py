@@ -87,7 +87,9 @@ def check_body(header: ChunkHeader, body: memoryview) -> None:
     for index, (section, content, padding) in enumerate(_sections(header.chunk, body)):
         check_units(header, index, 0, content)
         if not _is_zero(padding):
-            raise ChunkError(f"bytes between sections after {section.name} that are not zero")
+            raise ChunkError(
+                f"bytes after section {section.name} are not zero; expected zeros up to the next section"
+            )
 
 
 def check_size(chunk: Chunk, body: memoryview) -> None:
@@ -97,7 +99,7 @@ def check_size(chunk: Chunk, body: memoryview) -> None:
         ChunkError: it has another length.
     """
     if body.nbytes != chunk.body_bytes:
-        raise ChunkError(f"a body of {body.nbytes} bytes; the chunk's has {chunk.body_bytes}")
+        raise ChunkError(f"a body of {body.nbytes} bytes; expected {chunk.body_bytes}")
 
 
 def _is_zero(padding: memoryview) -> bool:

@@ -68,11 +68,12 @@ def header_span(start: Buffer) -> int:
     """
     if len(start) < PREAMBLE.size:
         raise ChunkError(
-            f"{len(start)} bytes are no chunk file; its header alone has {PREAMBLE.size} or more"
+            f"a file of {len(start)} bytes is not a chunk; expected {PREAMBLE.size} or more for its "
+            "header alone"
         )
     magic, version, header_bytes = PREAMBLE.unpack_from(start)[:3]
     if magic != MAGIC:
-        raise ChunkError(f"no chunk file: it begins with {magic.hex()}, expected {MAGIC.hex()}")
+        raise ChunkError(f"not a chunk file: it begins with {magic.hex()}, expected {MAGIC.hex()}")
     if version != VERSION:
         raise OtherVersion(f"a chunk of format version {version}; this release reads version {VERSION}")
     shortest = PREAMBLE.size + GROUP.size + SECTION.size + UNIT_DIGEST_BYTES + HEADER_DIGEST_BYTES
@@ -92,28 +93,30 @@ def decode_header(data: Buffer) -> ChunkHeader:
     """
     span = header_span(data)
     if len(data) < span:
-        raise ChunkError(f"a header cut off after {len(data)} of {span} bytes")
+        raise ChunkError(f"the header ends after {len(data)} of {span} bytes")
     header = bytes(memoryview(data)[:span])
     _, _, header_bytes, file_bytes, groups, sections, namespace, key_bytes, key, _ = PREAMBLE.unpack_from(
         header
     )
     signed = header_bytes - HEADER_DIGEST_BYTES
     if header_digest(header[:signed]) != header[signed:header_bytes]:
-        raise ChunkError("a header whose checksum is not that of its bytes")
+        raise ChunkError("the header is damaged: its checksum differs")
     if key_bytes not in KEY_BYTES:
         raise ChunkError(f"a key of {key_bytes} bytes; expected {KEY_BYTES[0]} to {KEY_BYTES[-1]}")
     tables = PREAMBLE.size + groups * GROUP.size + sections * SECTION.size
     if tables > signed:
-        raise ChunkError(f"{groups} groups and {sections} sections in a header of {header_bytes} bytes")
+        raise ChunkError(
+            f"a header of {header_bytes} bytes is too short for {groups} groups and {sections} sections"
+        )
     chunk = Chunk(namespace, key[:key_bytes], _groups(header, groups, sections))
     if (chunk.header_bytes, chunk.file_bytes) != (header_bytes, file_bytes):
         raise ChunkError(
-            f"lengths of {header_bytes} and {file_bytes} bytes; its sections make {chunk.header_bytes} and "
-            f"{chunk.file_bytes}"
+            f"header and file have {header_bytes} and {file_bytes} bytes by the preamble; expected "
+            f"{chunk.header_bytes} and {chunk.file_bytes} by the sections"
         )
     digests = header[tables:signed]
     if encode_header(chunk, digests) != header:
-        raise ChunkError("a header with bytes that mean nothing; expected zeros and sections in order")
+        raise ChunkError("unused bytes of the header are not zero, or its sections are out of order")
     return ChunkHeader(chunk, digests)
 
 
@@ -139,7 +142,7 @@ def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> 
         at for at in pairs if found[at : at + UNIT_DIGEST_BYTES] != expected[at : at + UNIT_DIGEST_BYTES]
     )
     unit = first + wrong // UNIT_DIGEST_BYTES
-    raise ChunkError(f"unit {unit} of section {one.name} is not what was written: its checksum differs")
+    raise ChunkError(f"unit {unit} of section {one.name} is damaged: its checksum differs")
 
 
 def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
@@ -179,7 +182,9 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
         end = offset + section.total_bytes
         padding = offset + aligned(section.total_bytes) - end
         if bytes(read(end, padding)) != bytes(padding):
-            raise ChunkError(f"bytes between sections after {section.name} that are not zero")
+            raise ChunkError(
+                f"bytes after section {section.name} are not zero; expected zeros up to the next section"
+            )
     return header
 
 
@@ -190,7 +195,7 @@ def check_length(header: ChunkHeader, file_bytes: int) -> None:
         ChunkError: they differ.
     """
     if file_bytes != header.chunk.file_bytes:
-        raise ChunkError(f"a file of {file_bytes} bytes; its header says {header.chunk.file_bytes}")
+        raise ChunkError(f"a file of {file_bytes} bytes; expected {header.chunk.file_bytes} by its header")
 
 
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:

@@ -40,8 +40,8 @@ class BucketAdmin(CacheAdmin):
         self.where = self._bucket.url
         if next(self.entries(), None) is None:
             raise ConfigError(
-                f"{self.where} is no cache of kvferry: nothing there has the name of a chunk; "
-                "give the URL that the tier has"
+                f"{self.where} is not a cache of kvferry: no object there has the name of a chunk; "
+                "give the URL of the tier"
             )
 
     def entries(self) -> Iterator[CacheEntry]:
@@ -76,7 +76,7 @@ class BucketAdmin(CacheAdmin):
         """Remove the objects that were stored longest ago."""
         if capacity is None:
             raise ConfigError(
-                f"{self.where} has no capacity of its own, as object storage has none; give one"
+                f"{self.where} is object storage, which has no capacity of its own; give one with --capacity"
             )
         entries = list(self.entries())
         charged = sum(entry.charged for entry in entries)

@@ -77,8 +77,9 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
     )
     if not found.encrypted and not _is_true(_given(("allow_http",), variables, options)):
         raise ConfigError(
-            f"object tier: {found.shown} is spoken to without encryption; use https, or, on a network that "
-            'only engines are on, set the option allow_http to "true"'
+            f"object tier: traffic to {found.shown} is not encrypted; use https, or, on a network that "
+            "only engines "
+            'use, set the option allow_http to "true"'
         )
     return found
 

@@ -105,16 +105,17 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
     parts = urlsplit(url)
     known = _SCHEMES.get(parts.scheme)
     if known is None:
-        raise ConfigError(f"object tier: a URL that begins with {url[:8]!r}; known are {_FORMS}")
+        raise ConfigError(f"object tier: the URL begins with {url[:8]!r}; it must be one of {_FORMS}")
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
-            f"object tier: the {parts.scheme}:// URL has more than a bucket and a path; known are {_FORMS}; "
-            "credentials belong into the environment, or into options"
+            f"object tier: the {parts.scheme}:// URL has more than a bucket and a path; it must be one "
+            f"of {_FORMS}; "
+            "put credentials into the environment or into options"
         )
     if {".", ".."} & {unquote(name) for name in parts.path.split("/")}:
         raise ConfigError(f"object tier: {url} has a folder called . or ..; write the path out")
     if bool(parts.netloc) is (parts.scheme == "file"):
-        raise ConfigError(f"object tier: {url} names no place; known are {_FORMS}")
+        raise ConfigError(f"object tier: {url} names no bucket; it must be one of {_FORMS}")
     for name in options:
         _check_known(name, parts.scheme, known)
     store = {name: value for name, value in options.items() if name in known}

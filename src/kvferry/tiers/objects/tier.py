@@ -231,7 +231,7 @@ def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
     stream = ObjectStream(found.pieces)
     header = read_header(stream.read, found.size)
     if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
-        raise ChunkError(f"the chunk of key {header.chunk.key.hex()}")
+        raise ChunkError(f"it holds the chunk of key {header.chunk.key.hex()}, expected {chunk.key.hex()}")
     if header.chunk.groups != chunk.groups:
         return f"it holds {_shape(header.chunk)}; {_shape(chunk)} was wanted"
     stream.fill(header.chunk.offsets[0], into)

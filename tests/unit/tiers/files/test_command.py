@@ -100,9 +100,9 @@ def test_verify_names_what_is_bad_and_moves_it_only_when_told_to(cache):
     spoil(file_of(cache, 1))
     file_of(cache, 0).replace(file_of(cache, 2))
     said = kvferry("verify", cache, code=1)
-    assert f"{file_of(cache, 1)}\n  unit 0 of section k is not what was written" in said
+    assert f"{file_of(cache, 1)}\n  unit 0 of section k is damaged" in said
     assert "3 chunks, 128 KiB: 2 bad" in said
-    assert "under another name" in said
+    assert "the one of its name" in said
     assert file_of(cache, 1).exists()
     found = json.loads(kvferry("verify", cache, "--quarantine", "--json", code=1))
     assert [bad["moved"] for bad in found["bad"]] == [True, True]
@@ -197,7 +197,7 @@ def test_gc_evicts_what_was_used_longest_ago(cache):
 def test_gc_of_a_lost_ledger_asks_for_a_capacity_and_leaves_engines_theirs(cache):
     store = open_store(cache)
     (cache / "ledger").write_bytes(b"lost")
-    assert "give a capacity" in kvferry("gc", cache, code=2)
+    assert "give one with --capacity" in kvferry("gc", cache, code=2)
     assert keep(store, 7) is PutOutcome.STORED
     assert read_ledger(cache) == (1 << 20, total(cache))
 
@@ -264,7 +264,7 @@ def test_an_engine_goes_on_after_a_clear_within_its_capacity(cache):
 @pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "clear"])
 def test_a_path_that_is_no_cache_is_refused_in_one_sentence(tmp_path, command):
     said = kvferry(command, tmp_path, code=2)
-    assert said.startswith(f"kvferry: {tmp_path} is no cache of kvferry: it has no kvferry.json; name the ")
+    assert said.startswith(f"kvferry: {tmp_path} is not a cache of kvferry: it has no kvferry.json; name ")
     assert said.count("\n") == 1
     assert "does not exist" in kvferry(command, tmp_path / "absent", code=2)
     assert not list(tmp_path.iterdir())

@@ -130,7 +130,7 @@ def test_a_changed_byte_is_a_miss_and_the_file_goes_to_quarantine(store, tmp_pat
     assert store.stats.misses == {GetOutcome.CORRUPT: 1}
     assert not store.contains([key(1)])
     assert fetch(store, 1)[0] is GetOutcome.ABSENT
-    assert caplog.text.count("unit 2 of section k is not what was written") == 1
+    assert caplog.text.count("unit 2 of section k is damaged") == 1
     assert read_ledger(tmp_path) == (1 << 20, total(tmp_path))
     assert keep(store, 1) is PutOutcome.STORED
     assert fetch(store, 1) == (GetOutcome.HIT, True)
@@ -328,7 +328,7 @@ def test_a_chunk_larger_than_the_capacity_is_dropped_and_nothing_goes_for_it(sto
 def test_what_is_no_chunk_is_refused_and_nothing_is_done(store, tmp_path):
     before = total(tmp_path)
     for call in (store.put, store.get):
-        with pytest.raises(ChunkError, match="a body of 4096 bytes; the chunk's has 57344"):
+        with pytest.raises(ChunkError, match="a body of 4096 bytes; expected 57344"):
             call(key(1), GROUP, whole_pages(4096))
         with pytest.raises(ChunkError, match="a key of 3 bytes"):
             call(b"key", GROUP, body(1))
@@ -635,7 +635,7 @@ def test_a_directory_of_another_version_is_refused(tmp_path):
 @pytest.mark.parametrize("note", ["", "[]", "7", '{"kvferry": 1}', '{"kvferry": "file tier"}', "\0", '"x"'])
 def test_a_directory_with_a_strange_marker_is_refused(tmp_path, note):
     (tmp_path / "kvferry.json").write_text(note)
-    with pytest.raises(ConfigError, match=r"kvferry.json is not what kvferry writes; name another directory"):
+    with pytest.raises(ConfigError, match=r"kvferry.json was not written by kvferry; name another directory"):
         open_store(tmp_path)
 
 

@@ -350,7 +350,7 @@ def test_a_note_that_cannot_be_read_is_no_error(cache, text: str):
     assert store.usage().same_name_namespace == ""
     assert [one.name for one in namespace_usage(DirectoryAdmin(cache))] == ["tests/small", ""]
     (cache / "kvferry.json").write_text(text)
-    with pytest.raises(ConfigError, match="is not what kvferry writes"):
+    with pytest.raises(ConfigError, match="was not written by kvferry"):
         open_store(cache)
 
 

@@ -59,7 +59,7 @@ def test_a_file_cut_off_anywhere_is_found(chunk, data):
 
 
 def test_a_file_that_goes_on_after_its_end_is_found():
-    with pytest.raises(ChunkError, match=r"a file of 20481 bytes; its header says 20480"):
+    with pytest.raises(ChunkError, match=r"a file of 20481 bytes; expected 20480 by its header"):
         verify_bytes(image(_CHUNK) + b"\0")
 
 
@@ -122,15 +122,19 @@ def tried(made):
 @pytest.mark.parametrize(
     ("at", "value", "said"),
     [
-        (0, b"KVFCHUNX", "no chunk file: it begins with 4b56464348554e58, expected 4b56464348554e4b"),
+        (0, b"KVFCHUNX", "not a chunk file: it begins with 4b56464348554e58, expected 4b56464348554e4b"),
         (8, b"\1", "a chunk of format version 1; this release reads version 2"),
         (12, b"\xff\xff\xff\xff", "a header of 4294967295 bytes; expected 272 to 16777216"),
-        (24, b"\xff\xff\xff\xff", "4294967295 groups and 3 sections in a header of"),
+        (24, b"\xff\xff\xff\xff", "too short for 4294967295 groups and 3 sections"),
         (64, b"\x21", "a key of 33 bytes; expected 16 to 32"),
-        (90, b"\1", "bytes that mean nothing"),
+        (90, b"\1", "unused bytes of the header are not zero"),
         (128, b"\xff", "a name of 255 bytes; expected 1 to 31"),
-        (128 + 2 * 40 + 40, b"\xff" * 8, "bytes; its sections make|a chunk of"),
-        (128 + 2 * 40 + 40, b"\0\x40", "lengths of 536 and 20480 bytes; its sections make 536 and 65536"),
+        (128 + 2 * 40 + 40, b"\xff" * 8, "by the sections|a chunk of"),
+        (
+            128 + 2 * 40 + 40,
+            b"\0\x40",
+            "536 and 20480 bytes by the preamble; expected 536 and 65536 by the sections",
+        ),
         (128 + 2 * 40 + 48, b"\xff" * 4, "a header of .* bytes; at most 16777216"),
     ],
 )
@@ -173,14 +177,14 @@ def test_what_cannot_be_a_chunk_is_refused_in_words(make, said):
 def test_a_damaged_header_is_known_by_its_checksum_before_anything_in_it_is_used():
     made = bytearray(image(_CHUNK))
     made[24] = 200
-    with pytest.raises(ChunkError, match="a header whose checksum is not that of its bytes"):
+    with pytest.raises(ChunkError, match="the header is damaged: its checksum differs"):
         decode_header(made)
 
 
 def test_the_header_is_found_from_the_first_bytes_of_a_file():
     made = image(_CHUNK)
     assert header_span(made[:128]) == _CHUNK.offsets[0] == 4096
-    with pytest.raises(ChunkError, match="a header cut off after 4095 of 4096 bytes"):
+    with pytest.raises(ChunkError, match="the header ends after 4095 of 4096 bytes"):
         decode_header(made[:4095])
 
 

@@ -175,10 +175,10 @@ def test_a_way_that_others_can_listen_on_is_allowed_in_words_and_warned_of(endpo
 
 @pytest.mark.parametrize("more", [{}, {"allow_http": "false"}])
 def test_a_way_without_encryption_has_to_be_allowed(more, monkeypatch):
-    with pytest.raises(ConfigError, match="http://minio:9000 is spoken to without encryption; use https"):
+    with pytest.raises(ConfigError, match="traffic to http://minio:9000 is not encrypted; use https"):
         BucketClient(URL, {"endpoint": "http://minio:9000", **more}, 2.0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://hidden:hidden@minio:9000")
-    with pytest.raises(ConfigError, match="http://minio:9000 is spoken to without encryption; use https"):
+    with pytest.raises(ConfigError, match="traffic to http://minio:9000 is not encrypted; use https"):
         BucketClient(URL, more, 2.0)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     if not more:

@@ -49,11 +49,11 @@ def test_options_of_the_store_and_of_its_connections_are_told_apart():
 @pytest.mark.parametrize(
     ("url", "options", "said"),
     [
-        ("ftp://host/path", {}, "a URL that begins with 'ftp://ho'; known are s3://bucket/path, gs://"),
-        ("memory:///", {}, "known are s3://bucket/path, gs://"),
-        ("http://host/path", {}, "known are s3://bucket/path, gs://"),
-        ("s3:///path", {}, "s3:///path names no place"),
-        ("file://host/path", {}, "file://host/path names no place"),
+        ("ftp://host/path", {}, "the URL begins with 'ftp://ho'; it must be one of s3://bucket/path, gs://"),
+        ("memory:///", {}, "it must be one of s3://bucket/path, gs://"),
+        ("http://host/path", {}, "it must be one of s3://bucket/path, gs://"),
+        ("s3:///path", {}, "s3:///path names no bucket"),
+        ("file://host/path", {}, "file://host/path names no bucket"),
         ("s3://bucket/mine/../yours", {}, "has a folder called . or ..; write the path out"),
         ("s3://bucket/mine/%2e%2E", {}, "has a folder called . or ..; write the path out"),
         ("file:///tmp/./x", {}, "has a folder called . or ..; write the path out"),
