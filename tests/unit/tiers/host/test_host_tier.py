@@ -353,3 +353,21 @@ def test_who_asks_for_room_again_and_again_is_not_counted_every_time():
     assert host.counters.dropped.total() == 0
     assert host.reserve(b"more chunks", 0) is None
     assert host.counters.dropped[HostDropReason.NO_ROOM] == host.counters.dropped.total() == 1
+
+
+def test_the_integrity_check_finds_policy_and_keys_that_disagree_with_the_slots():
+    host = HostTier(4 * PAGE, [PAGE], EVICTION_POLICIES["lru"])
+    keys = [b"%012d" % n for n in range(2)]
+    for key in keys:
+        host.commit(host.reserve(key, 0))
+    host.check_integrity()
+    host.keys.discard(keys[0])
+    with pytest.raises(AssertionError, match="other keys are told"):
+        host.check_integrity()
+    host.keys.add(keys[0])
+    host._policy.remove(keys[1])
+    with pytest.raises(AssertionError, match="the policy ranks other keys"):
+        host.check_integrity()
+    host._policy.admit(keys[1], 2 * PAGE)
+    with pytest.raises(AssertionError, match="the policy counts other bytes"):
+        host.check_integrity()
