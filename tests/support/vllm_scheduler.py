@@ -109,7 +109,7 @@ class Played:
 
     tail = head
 
-    def lack(self, request: Any, local_tokens: int) -> SourceMiss:
+    def why_no_bid(self, request: Any, local_tokens: int) -> SourceMiss:
         return SourceMiss(self.name, MissReason.NOT_STORED)
 
     def room(self, bid: Bid, blocks: int) -> bool:
@@ -137,12 +137,12 @@ class Played:
     def origin(self, load: Load) -> str:
         return self.name
 
-    def brought(self, load: Load, report: Report) -> tuple[Any, ...]:
+    def loaded_bytes(self, load: Load, report: Report) -> tuple[Any, ...]:
         return ()
 
     def forget(self, load: Load) -> None: ...
 
-    def blame(self, load: Load, report: Report) -> MissReason:
+    def failure_reason(self, load: Load, report: Report) -> MissReason:
         return MissReason.FAILED
 
     def ended(self, load: Load, report: Report) -> None:

@@ -95,7 +95,7 @@ class AdmissionEvents:
             local_tokens=local_tokens,
             bids=bids,
             compute_value=self._policy.value(None, rest),
-            misses=tuple(source.lack(request, local_tokens) for source in silent),
+            misses=tuple(source.why_no_bid(request, local_tokens) for source in silent),
             chosen=best,
             why=_why(bids, bidding, best),
         )
@@ -162,8 +162,8 @@ class AdmissionEvents:
             unwanted: why its request does not wait for it, as far as that is known; None if it waits.
         """
         now, failed = time.monotonic(), whole.failure is not None
-        blame = source.blame(load, whole) if failed and unwanted is None else None
-        moved = source.brought(load, whole)
+        blame = source.failure_reason(load, whole) if failed and unwanted is None else None
+        moved = source.loaded_bytes(load, whole)
         self._events.emit(
             LoadEnded(
                 load.request_id,

@@ -7,13 +7,13 @@ requests are live: the connector reads them again whenever it is called.
 **Admission of a request.** `half` is the `SchedulerHalf`:
 
     half.on_new_request(request)
-    tokens = half.admission.matched(request, have)    None: run a step, then ask again
-    (blocks for all tokens up to have + tokens)
+    tokens = half.admission.matched(request, local_tokens)    None: run a step, then ask again
+    (blocks for all tokens up to local_tokens + tokens)
     half.admission.allocated(request, blocks, tokens)
     tokens > 0: run steps without the request until `WorkerHalf.ended` names it in `received`
         also in `failed`: free its blocks, and ask `matched` again
 
-A load fills blocks from position ``have`` on. A group with a window needs blocks only from
+A load fills blocks from position `local_tokens` on. A group with a window needs blocks only from
 `planning.select.first_attended` of the next computed token on; null blocks stand for the others. The engine
 computes at least the last token, so of a load of all tokens it keeps one fewer.
 

@@ -31,7 +31,7 @@ class Source(Protocol):
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Return bids for tokens beyond the `local_tokens` that the engine has. May be called again."""
 
-    def lack(self, request: Request, local_tokens: int) -> SourceMiss:
+    def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return why the last `bids` were none."""
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
@@ -60,10 +60,10 @@ class Source(Protocol):
     def origin(self, load: Load) -> str:
         """Return the place that most of a load comes from: ``peer``, or a tier's name."""
 
-    def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
+    def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the bytes that a load brought. Called before `forget`."""
 
-    def blame(self, load: Load, report: Report) -> MissReason:
+    def failure_reason(self, load: Load, report: Report) -> MissReason:
         """Return the kind of a load's failure. Called before `forget`."""
 
     def ended(self, load: Load, report: Report) -> None:

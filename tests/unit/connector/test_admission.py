@@ -67,13 +67,13 @@ class Stand:
     def declined(self, request):
         return None if self.miss is None else SourceMiss(self.name, self.miss)
 
-    def lack(self, request, local_tokens):
+    def why_no_bid(self, request, local_tokens):
         return SourceMiss(self.name, self.miss or MissReason.NOT_STORED, "0 full_attention")
 
-    def brought(self, load, report):
+    def loaded_bytes(self, load, report):
         return (GroupBytes("0 full_attention", "copied", 100),)
 
-    def blame(self, load, report):
+    def failure_reason(self, load, report):
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def bids(self, request, local_tokens):
@@ -1112,8 +1112,8 @@ def test_what_cannot_be_told_is_logged_once_and_changes_nothing(caplog, monkeypa
         raise RuntimeError("no")
 
     source, silent = Stand("peer", 16), Stand("tiers")
-    monkeypatch.setattr(silent, "lack", broken)
-    monkeypatch.setattr(source, "brought", broken)
+    monkeypatch.setattr(silent, "why_no_bid", broken)
+    monkeypatch.setattr(source, "loaded_bytes", broken)
     engine = Engine(source, silent, workers=1)
     for name in "ab":
         assert engine.admit(engine.arrive(name)) == 16

@@ -1,6 +1,6 @@
 """The source of KV in other engines, which have computed prompts and keep them under leases.
 
-One `_Pull` per request that came with a ticket, or for which a peer keeps an earlier turn:
+One `Pull` per request that came with a ticket, or for which a peer keeps an earlier turn:
 
     TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
        └──────────┴─struck out─────────────────────┴───────────▲      a turn that was found begins as GRANTED
@@ -13,8 +13,7 @@ struck out.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import gcd
 
 from kvferry.connector.adapters import Adapters
@@ -24,8 +23,9 @@ from kvferry.connector.engine import Block, Request
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import Report, StepOrders
-from kvferry.connector.peers.claims import Claim, Claims
+from kvferry.connector.peers.claims import Claims
 from kvferry.connector.peers.offer import read_offer
+from kvferry.connector.peers.pull import Pull, blocks_of
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.pins import Pins, may_hold
 from kvferry.connector.prompt_content import content_of
@@ -34,79 +34,15 @@ from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
+from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.read_order import ReadOrder
-from kvferry.transport.redeem import Grant, Redeemed
+from kvferry.transport.redeem import Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """The bid while peers have not answered which turns they keep."""
 
 UNUSED_SECONDS = 600.0
 """Seconds after which workers forget an unused peer, which may be gone. Connecting it again is cheap."""
-
-
-@dataclass(slots=True)
-class _Pull:
-    """KV that one request may read from a peer.
-
-    Attributes:
-        address: of the producer's control channel.
-        engine_id: the producer.
-        ticket: names the lease there.
-        tokens: that are offered, from the start of the prompt.
-        bidding: the request's bids and attempts.
-        until: when the ticket must have been redeemed, monotonic seconds.
-        claim: the redemption of the ticket, once it has begun; None for a turn.
-        grant: where the blocks are, once that is known.
-        incarnation: which run of the producer has granted it.
-        settled: nothing more is read.
-        bid: the last bid.
-    """
-
-    address: Address
-    engine_id: str
-    ticket: bytes
-    tokens: int
-    bidding: Bidding
-    until: float
-    claim: Claim | None = None
-    grant: Grant | None = None
-    incarnation: int | None = None
-    settled: bool = False
-    bid: Bid | None = None
-
-    @property
-    def peer(self) -> str:
-        """Name under which workers know the peer: this run of this engine, once it is known."""
-        host, port = self.address
-        run = "" if self.incarnation is None else f"#{self.incarnation:x}"
-        return f"{self.engine_id}@{host}:{port}{run}"
-
-    def not_of(self, peer: PeerInfo) -> str | None:
-        """Return why the peer at the address cannot be read from; None if it can."""
-        if peer.facts.engine_id != self.engine_id:
-            return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
-        if peer.facts.incarnation != self.incarnation:
-            return "the engine has been restarted since it granted the lease"
-        granted = 0 if self.grant is None else len(self.grant.tables)
-        groups = len(peer.ranks[0].geometry.groups)
-        if granted != groups:
-            return f"block tables for {granted} groups, the peer has {groups}"
-        return None
-
-
-def _blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
-    """Return, for every group of an engine, tokens of a block and identities of its layers on all ranks.
-
-    Layers identify a group, because another engine may keep a windowed layer as full attention.
-    """
-    found: list[tuple[int, set[str]]] = []
-    for rank in ranks:
-        for number, group in enumerate(rank.groups):
-            if number == len(found):
-                found.append((group.block_tokens, set()))
-            found[number][1].update(layer.identity for layer in group.layers)
-    return found
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
@@ -144,7 +80,7 @@ class PeerSource:
             adapters: the engine's LoRA adapters.
         """
         self._adapters = adapters
-        self._groups, self._alignments = _blocks_of(ranks), dict[str, tuple[int, ...]]()
+        self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._labels = ranks[0].labels
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same once more; recurrent state would have seen the token twice.
@@ -152,7 +88,7 @@ class PeerSource:
         self._client, self._pins, self._refusals = client, pins, refusals
         self._timeout, self._most_held = timeout_seconds, most_held
         self._turns, self._asking = turns, dict[str, Bidding]()
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[str, Pull] = {}
         self._claims = Claims(client)
         self._reads: list[ReadOrder] = []
         self._connects: dict[str, PeerInfo] = {}
@@ -178,7 +114,7 @@ class PeerSource:
         if request.was_rejected:
             return False  # its prompt is not known here, so nobody redeems the ticket, and its lease runs out
         until = time.monotonic() + self._timeout
-        pull = self._pulls[name] = _Pull(
+        pull = self._pulls[name] = Pull(
             address=offer.address,
             engine_id=offer.remote_engine_id,
             ticket=offer.ticket,
@@ -219,7 +155,7 @@ class PeerSource:
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens - first)
 
-    def lack(self, request: Request, local_tokens: int) -> SourceMiss:
+    def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return why there is no bid: the peer is unusable, has no more than is here, or keeps no turn."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
@@ -262,7 +198,7 @@ class PeerSource:
         if not isinstance(answer, PeerInfo):
             return (1,) * len(self._groups)
         if pull.peer not in self._alignments:
-            theirs = _blocks_of(card.geometry for card in answer.ranks)
+            theirs = blocks_of(card.geometry for card in answer.ranks)
             self._alignments[pull.peer] = tuple(
                 gcd(block, *(tokens for tokens, names in theirs if names & layers))
                 for block, layers in self._groups
@@ -273,13 +209,13 @@ class PeerSource:
         """Return PEER."""
         return PEER
 
-    def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
+    def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the bytes that were read, per KV cache group of this engine."""
         figures = report.figures
         each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
         return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
 
-    def blame(self, load: Load, report: Report) -> MissReason:
+    def failure_reason(self, load: Load, report: Report) -> MissReason:
         """Return DEADLINE for a late load, else FAILED."""
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
@@ -338,7 +274,7 @@ class PeerSource:
             self._alignments.pop(name, None)
         orders.reads, self._reads = self._reads, []
 
-    def _redeem(self, pull: _Pull, request: Request) -> None:
+    def _redeem(self, pull: Pull, request: Request) -> None:
         """Begin to redeem the ticket; later, if the name of the prompt's LoRA adapter is not known yet."""
         if pull.tokens > request.num_prompt_tokens - self._computed_again:
             last = ", whose last token is computed here: state must not have seen it" * self._computed_again
@@ -360,7 +296,7 @@ class PeerSource:
         if not isinstance(self._client.look_up(pull.address), Unusable):
             pull.claim = self._claims.begin(pull.address, pull.ticket, pull.tokens, content)
 
-    def _meet(self, pull: _Pull) -> PeerInfo | Pending | Unusable:
+    def _meet(self, pull: Pull) -> PeerInfo | Pending | Unusable:
         """Return the peer once it has granted the lease and can be read from, or why it never will."""
         peer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(peer, PeerInfo):
@@ -387,7 +323,7 @@ class PeerSource:
             return _shorter(_LOOKING, most)
         if found is not None:
             kept = found.kept
-            self._pulls[name] = _Pull(
+            self._pulls[name] = Pull(
                 address=found.address,
                 engine_id=kept.engine_id,
                 ticket=kept.ticket,
@@ -407,7 +343,7 @@ class PeerSource:
             return pull.bid, pull.tokens
         return (_LOOKING, request.num_tokens - 1) if request.request_id in self._turns else (None, 0)
 
-    def _bid(self, pull: _Pull, request: Request, local_tokens: int) -> Bid | None:
+    def _bid(self, pull: Pull, request: Request, local_tokens: int) -> Bid | None:
         if not pull.settled and pull.claim is None and pull.grant is None:
             self._redeem(pull, request)
         tokens = pull.tokens - local_tokens
@@ -419,9 +355,9 @@ class PeerSource:
             return None
         return Bid(pull.peer, (Part(PEER, tokens),), isinstance(peer, Pending))
 
-    def _refusal(self, pull: _Pull, peer: PeerInfo) -> str | None:
+    def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
         """Return why a peer cannot be read from, None if it can."""
-        if (reason := pull.not_of(peer)) is not None:
+        if (reason := pull.mismatch(peer)) is not None:
             return reason
         late = self._pins.late_blocks(pull.peer)
         if late and not may_hold(pull.peer, 1, {pull.peer: late}, self._most_held):

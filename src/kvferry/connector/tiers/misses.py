@@ -14,7 +14,7 @@ from kvferry.tiers.names import TIERS
 _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLING: MissReason.STORING}
 
 
-def lack_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
+def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
     """Return what the boundary closest to being usable lacks.
 
     EVICTED if every missing chunk was cached recently: a larger cache would have hit. LOCAL if the engine has

@@ -29,7 +29,7 @@ from kvferry.connector.load import Load
 from kvferry.connector.load_results import GroupBytes
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.refusals import Refusals
-from kvferry.connector.tiers.misses import lack_of
+from kvferry.connector.tiers.misses import miss_of
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.worker.orders import LoadEnd, LoadPart, MovedByAll, Piece
 from kvferry.geometry import Group
@@ -198,14 +198,14 @@ class TierSource:
         found = self._asked[request.request_id].looked
         return None if found is None else self._part_of(found, first, found.after(first))
 
-    def lack(self, request: Request, local_tokens: int) -> SourceMiss:
+    def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
         """Name the chunks that are missing, and why, as far as that is remembered."""
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
             return SourceMiss(TIERS, MissReason.BUSY, detail=f"{len(self._loading)} loads are under way")
         if chunks is None or asked.looked is None:
             return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
-        return lack_of(chunks, asked.looked, self._labels, self._cache)
+        return miss_of(chunks, asked.looked, self._labels, self._cache)
 
     def room(self, bid: Bid, blocks: int) -> bool:
         """Return True: late chunks land in host memory, and ranks copy no more of them."""
@@ -230,14 +230,14 @@ class TierSource:
         """Return the slowest tier that the load waits for."""
         return self._cache.reading.origin(self._loading[load.key].fetch)
 
-    def brought(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
+    def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the bytes that ranks have copied, per canonical group."""
         sizes = self._brought[load.key].sizes
         return tuple(
             GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
         )
 
-    def blame(self, load: Load, report: Report) -> MissReason:
+    def failure_reason(self, load: Load, report: Report) -> MissReason:
         """Return DEADLINE, or the fault of the chunk that failed."""
         return MissReason.DEADLINE if report.late else self._brought[load.key].miss
 

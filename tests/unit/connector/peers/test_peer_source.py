@@ -395,7 +395,9 @@ def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, 
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
     assert engine.bidding.why(PEER) == "the lease was broken"
     assert not engine.source.bids(one, 0)
-    assert engine.source.lack(one, 0) == SourceMiss("peer", MissReason.REFUSED, detail="the lease was broken")
+    assert engine.source.why_no_bid(one, 0) == SourceMiss(
+        "peer", MissReason.REFUSED, detail="the lease was broken"
+    )
 
 
 def test_what_a_load_brought_is_told_by_group_of_this_engine_without_those_that_moved_nothing():
@@ -403,11 +405,11 @@ def test_what_a_load_brought_is_told_by_group_of_this_engine_without_those_that_
     groups = tuple(Group(kind, 16, span, ()) for kind, span in kinds)
     engine = Engine(ranks=[replace(RANKS[0], groups=groups)])
     figures = LoadFigures(bytes_by_group=(640, 0, 8), strategy_by_group=("direct", "", "direct+staged"))
-    assert engine.source.brought(None, Report(None, figures=figures)) == (
+    assert engine.source.loaded_bytes(None, Report(None, figures=figures)) == (
         GroupBytes("0 full_attention", "direct", 640),
         GroupBytes(f"2 {groups[2].label}", "direct+staged", 8),
     )
-    assert engine.source.brought(None, Report("no answer")) == ()
+    assert engine.source.loaded_bytes(None, Report("no answer")) == ()
 
 
 def test_a_load_that_is_ready_is_counted_and_its_lease_released_once_it_is_settled():
@@ -525,7 +527,7 @@ def test_where_no_peer_has_an_earlier_turn_nothing_is_bid_and_that_is_said():
     one = engine.arrive(request("a", [*TOKENS, 99]))
     assert engine.source.bids(one, 0) == ()
     assert (engine.source.head(one, 0, 16), engine.source.tail(one, 0, 16)) == (None, None)
-    assert engine.source.lack(one, 0).reason is MissReason.NOT_STORED
+    assert engine.source.why_no_bid(one, 0).reason is MissReason.NOT_STORED
     engine.source.settled("a")
     engine.source.finished("a")
     assert engine.client.held == engine.client.released == []
@@ -572,7 +574,7 @@ def test_an_engine_that_has_left_takes_no_offer_and_asks_for_no_turn():
     after = offered("b", "after")
     assert engine.source.arrived(after, Bidding(2))
     assert not engine.source.bids(after, 0)
-    assert engine.source.lack(after, 0) == SourceMiss(
+    assert engine.source.why_no_bid(after, 0) == SourceMiss(
         "peer", MissReason.REFUSED, detail="weights have changed"
     )
     assert engine.refused() == ["the cache was reset", "weights have changed"]

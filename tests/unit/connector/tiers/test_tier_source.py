@@ -131,7 +131,9 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     assert engine.holds() == 3
     engine.moved(part)
     assert engine.holds() == 0
-    assert engine.source.brought(load, Report(None)) == (GroupBytes("0 full_attention", "copied", 3 * SIZE),)
+    assert engine.source.loaded_bytes(load, Report(None)) == (
+        GroupBytes("0 full_attention", "copied", 3 * SIZE),
+    )
     assert (engine.source.take_copy_seconds(), engine.source.take_copy_seconds()) == ([0.5], [])
     engine.source.ended(load, Report(None))
     engine.source.forget(load)
@@ -290,7 +292,7 @@ def test_only_so_many_loads_are_under_way_at_once(monkeypatch):
     engine = Engine([0])
     engine.begin()
     assert engine.bid() is None
-    assert engine.source.lack(engine.one, 0).reason is MissReason.BUSY
+    assert engine.source.why_no_bid(engine.one, 0).reason is MissReason.BUSY
     engine.answer(0, GetOutcome.HIT)
     engine.step()
     assert engine.bid().tokens == 8
@@ -374,7 +376,7 @@ def test_bids_with_fewer_tiers_are_made_where_they_are_asked_for():
 
 def lack(engine, local_tokens=0):
     assert engine.source.bids(engine.one, local_tokens) == []
-    return engine.source.lack(engine.one, local_tokens)
+    return engine.source.why_no_bid(engine.one, local_tokens)
 
 
 def test_what_was_never_kept_is_not_stored():
@@ -417,7 +419,7 @@ def test_what_is_new_after_what_the_engine_has_itself_is_no_fault_of_the_tiers()
     assert lack(engine, local_tokens=2 * CHUNK).reason is MissReason.LOCAL
     engine.store(3)
     assert engine.source.bids(engine.one, 2 * CHUNK) == []
-    assert engine.source.lack(engine.one, 2 * CHUNK).reason is MissReason.LOCAL
+    assert engine.source.why_no_bid(engine.one, 2 * CHUNK).reason is MissReason.LOCAL
     empty = Engine()
     assert lack(empty).reason is MissReason.NOT_STORED
 
@@ -452,6 +454,6 @@ def test_what_was_the_matter_with_a_chunk_is_what_the_load_failed_for(came, miss
     load = engine.begin()
     engine.answer(0, came)
     engine.step()
-    assert engine.source.blame(load, Report("as the ranks were told")) is miss
-    assert engine.source.blame(load, LATE) is MissReason.DEADLINE
-    assert engine.source.brought(load, LATE) == ()
+    assert engine.source.failure_reason(load, Report("as the ranks were told")) is miss
+    assert engine.source.failure_reason(load, LATE) is MissReason.DEADLINE
+    assert engine.source.loaded_bytes(load, LATE) == ()

@@ -1,0 +1,76 @@
+"""KV that a request may read from a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.peers.claims import Claim
+from kvferry.geometry import RankGeometry
+from kvferry.transport.handshake import Address, PeerInfo
+from kvferry.transport.redeem import Grant
+
+
+@dataclass(slots=True)
+class Pull:
+    """KV that one request may read from a peer.
+
+    Attributes:
+        address: address of the producer's control channel.
+        engine_id: id of the producer.
+        ticket: name of the lease at the producer.
+        tokens: number of offered tokens, from the start of the prompt.
+        bidding: the request's bids and attempts.
+        until: deadline for redeeming the ticket, monotonic seconds.
+        claim: the redemption of the ticket; None before it has begun, and for a turn.
+        grant: the producer's block tables and lease word; None until they are known.
+        incarnation: the producer's run that gave the grant.
+        settled: True once nothing more is read.
+        bid: the last bid.
+    """
+
+    address: Address
+    engine_id: str
+    ticket: bytes
+    tokens: int
+    bidding: Bidding
+    until: float
+    claim: Claim | None = None
+    grant: Grant | None = None
+    incarnation: int | None = None
+    settled: bool = False
+    bid: Bid | None = None
+
+    @property
+    def peer(self) -> str:
+        """The name by which workers know the peer. It names the producer's run once that is known."""
+        host, port = self.address
+        run = "" if self.incarnation is None else f"#{self.incarnation:x}"
+        return f"{self.engine_id}@{host}:{port}{run}"
+
+    def mismatch(self, peer: PeerInfo) -> str | None:
+        """Return why the peer at the address cannot be read from; None if it can."""
+        if peer.facts.engine_id != self.engine_id:
+            return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
+        if peer.facts.incarnation != self.incarnation:
+            return "the engine has been restarted since it granted the lease"
+        granted = 0 if self.grant is None else len(self.grant.tables)
+        groups = len(peer.ranks[0].geometry.groups)
+        if granted != groups:
+            return f"block tables for {granted} groups, the peer has {groups}"
+        return None
+
+
+def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
+    """Return the tokens per block and the layer identities, over all ranks, of each KV cache group.
+
+    Layers identify a group, because another engine may keep a windowed layer as full attention.
+    """
+    found: list[tuple[int, set[str]]] = []
+    for rank in ranks:
+        for number, group in enumerate(rank.groups):
+            if number == len(found):
+                found.append((group.block_tokens, set()))
+            found[number][1].update(layer.identity for layer in group.layers)
+    return found
