@@ -1,11 +1,13 @@
-"""The ledger of a directory: what is told when it is made again."""
+"""The ledger of a directory: its loss, waiting for it, and room counted to the byte."""
 
 from itertools import count
 
 import pytest
 
-from kvferry.tiers.files.ledger import Ledger
+from kvferry.tiers.files.ledger import Ledger, read_ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
+from kvferry.tiers.outcome import PutOutcome
+from support.stores import FILE_BYTES, keep, open_store
 
 
 def test_a_loss_is_told_once_and_not_when_the_ledger_is_there(tmp_path):
@@ -33,3 +35,12 @@ def test_a_ledger_that_another_process_holds_is_asked_for_with_pauses(tmp_path):
         pass
     assert pauses
     assert min(pauses) > 0
+
+
+def test_a_store_that_just_fits_evicts_nothing(tmp_path):
+    store = open_store(tmp_path, capacity=1 << 20)
+    assert [keep(store, number) for number in range(2)] == [PutOutcome.STORED] * 2
+    _, used = read_ledger(str(tmp_path))
+    store = open_store(tmp_path, capacity=used + FILE_BYTES)
+    assert (keep(store, 2), store.stats.evicted) == (PutOutcome.STORED, 0)
+    assert (keep(store, 3), store.stats.evicted) == (PutOutcome.STORED, 1)
