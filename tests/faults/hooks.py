@@ -216,9 +216,9 @@ class _Refusing:
         raise RuntimeError("injected: the transport is gone")
 
 
-def _post(inner: Any, hooks: Hooks, agent: Any, read: Any, *lists: Any) -> None:
+def _post(inner: Any, hooks: Hooks, agent: Any, read: Any, **lists: Any) -> None:
     refused = hooks.take("refuse", hooks.of_load.get(read.order.key, ""))
-    inner(_Refusing() if refused else agent, read, *lists)
+    inner(_Refusing() if refused else agent, read, **lists)
 
 
 def _hook_threads(engine: Any, hooks: Hooks) -> None:

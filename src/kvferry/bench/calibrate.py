@@ -109,7 +109,17 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
     copies = _copies(job)
     read_descriptor, read_byte = reads.costs.tolist()
     call, run, byte = copies.costs.tolist()
-    costs = Costs(read_descriptor, read_byte, call, run, byte, ask.median, overlap, work, byte_gain)
+    costs = Costs(
+        read_descriptor_seconds=read_descriptor,
+        read_byte_seconds=read_byte,
+        copy_call_seconds=call,
+        copy_run_seconds=run,
+        copy_byte_seconds=byte,
+        ask_seconds=ask.median,
+        overlap=overlap,
+        lanes_work_gain=work,
+        lanes_byte_gain=byte_gain,
+    )
     return CalibrationResult(costs, reads, copies, ask)
 
 

@@ -284,7 +284,12 @@ class Admission:
         best = self._phases.best(known, plans, request, local_tokens)
         bids = [(plan.last, plan.bid) for plan in plans]
         self._events.asked(
-            request, known.sources, known.bidding, local_tokens, bids, None if best is None else best.bid
+            request,
+            known.sources,
+            bidding=known.bidding,
+            local_tokens=local_tokens,
+            offers=bids,
+            best=None if best is None else best.bid,
         )
         return self._phases.propose(
             known, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)

@@ -154,10 +154,10 @@ class SchedulerHalf:
         self._client = ControlClient(
             structs.replace(facts, keeps_turns=self._producer.keeps_turns),
             lambda theirs: check_readable(theirs, ranks),
-            keys,
-            peers,
-            config.handshake_seconds,
-            config.lease_seconds / 4,
+            keys=keys,
+            peers=peers,
+            handshake_seconds=config.handshake_seconds,
+            heartbeat_seconds=config.lease_seconds / 4,
         )
         geometries = [card.geometry for card in ranks]
         self._peers = parts.peer_source(self._client, geometries, lambda: server.keepers, self._turn_names)

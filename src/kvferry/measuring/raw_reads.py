@@ -58,14 +58,31 @@ class RawReads:
         self._context: zmq.Context[Any] = zmq.Context()
         area = StagingArea(0, ours.regions[0])
         cards = reader.cards[peer]
-        self._peer = ConnectedPeer(self._agent, ours, cards, region, area, self._context, settings)
+        self._peer = ConnectedPeer(
+            agent=self._agent,
+            ours=ours,
+            cards=cards,
+            words=region,
+            landing=area,
+            context=self._context,
+            settings=settings,
+        )
         self._extra: list[Any] = []
 
     def same_descriptors(self, source: SimulatedEngine) -> PreparedLists:
         """Prepare the descriptors that kvferry reads for the request of `source`, which has one rank."""
         ours = self._reader.engine
         lease = self._reader.claim_lease("same descriptors", self._number)
-        plan = self._peer.plan(ReadOrder("", "", source.span, source.tables, ours.tables, lease))
+        plan = self._peer.plan(
+            ReadOrder(
+                key="",
+                peer="",
+                span=source.span,
+                src_tables=source.tables,
+                dst_tables=ours.tables,
+                lease=lease,
+            )
+        )
         self._reader.acknowledge("same descriptors", self._number)
         (rank,) = plan.ranks
         lists = rank.source.lists

@@ -115,10 +115,10 @@ class ConnectedPeer:
                 cells = select_cells(
                     route,
                     group.kind,
-                    group.attention_span,
-                    order.span,
-                    order.src_tables[route.src_group],
-                    dst_table,
+                    attention_span=group.attention_span,
+                    span=order.span,
+                    src_table=order.src_tables[route.src_group],
+                    dst_table=dst_table,
                 )
                 cells = order.share.select(cells, route.cell_bytes, number)
                 number += 1

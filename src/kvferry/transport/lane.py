@@ -297,7 +297,14 @@ class Lane:
                 for part in rank.packed
             ]
             if rank.direct is not None:
-                self._post(agent, read, lists.local, rank.direct.dst, lists.remote, rank.direct.src)
+                self._post(
+                    agent,
+                    read,
+                    local=lists.local,
+                    here=rank.direct.dst,
+                    remote=lists.remote,
+                    there=rank.direct.src,
+                )
 
     def _post(self, agent: Agent, read: _Read, local: Any, here: Any, remote: Any, there: Any) -> None:
         if read.failure is not None:
@@ -370,7 +377,12 @@ class Lane:
             here = np.array([read.landing + number], np.int32)
             self._landing[here] = ~np.uint64(read.order.lease.word(rank.source.incarnation))
             self._post(
-                agent, read, rank.source.lists.local_words, here, rank.source.lists.remote_words, there
+                agent,
+                read,
+                local=rank.source.lists.local_words,
+                here=here,
+                remote=rank.source.lists.remote_words,
+                there=there,
             )
 
     def _end(self, read: _Read) -> None:

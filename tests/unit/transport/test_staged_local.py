@@ -569,10 +569,10 @@ def test_a_read_at_which_a_lane_raises_fails_alone_and_the_lane_goes_on(world, m
     (lane,) = reader.threads[0]._lanes
     inner, broken = getattr(lane, method), iter([True])
 
-    def raising(*arguments):
+    def raising(*arguments, **named):
         if (method != "_post" or lane._reads[-1].words) and next(broken, False):
             raise RuntimeError("nobody expects this")
-        inner(*arguments)
+        inner(*arguments, **named)
 
     monkeypatch.setattr(lane, method, raising)
     reader.threads[0].connect("P", producer.cards)

@@ -134,14 +134,14 @@ class TurnKeeper:
         self._pool.touch(blocks)
         self._pins.hold(request.request_id, "", blocks)
         kept = KeptTurn(
-            self._engine.engine_id,
-            word.incarnation,
-            new_ticket(),
-            Grant.of(word.slot, word.generation, offered),
-            tokens,
-            least,
-            0,
-            [],
+            engine_id=self._engine.engine_id,
+            incarnation=word.incarnation,
+            ticket=new_ticket(),
+            grant=Grant.of(word.slot, word.generation, offered),
+            tokens=tokens,
+            least=least,
+            chunks=0,
+            after=[],
         )
         self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
         self._turns[request.request_id] = _Turn(content, kept, len(blocks), 1 + self._engine.steps_in_flight)

@@ -29,7 +29,7 @@ class _Totals:
     dropped: Mapping[str, int]
 
 
-_NOTHING = _Totals(0, 0, 0, 0, {}, {})
+_NOTHING = _Totals(fetched=0, stored=0, stored_bytes=0, evicted=0, missed={}, dropped={})
 
 
 @dataclass(slots=True)
@@ -70,12 +70,12 @@ class TierEvents:
             queue = writing.slow_tier.queue
             yield self._more(
                 queue.name,
-                self._behind(writing),
-                queue.usage.used,
-                queue.usage.capacity,
-                len(writing),
-                tuple(times.reads.get(queue.name, ())),
-                tuple(times.writes.get(queue.name, ())),
+                now=self._behind(writing),
+                used=queue.usage.used,
+                capacity=queue.usage.capacity,
+                owed=len(writing),
+                fetch_seconds=tuple(times.reads.get(queue.name, ())),
+                store_seconds=tuple(times.writes.get(queue.name, ())),
             )
 
     def _more(
@@ -109,12 +109,12 @@ class TierEvents:
         did = self.cache.host.counters
         dropped = {str(why): n for why, n in did.dropped.items() if why is not HostDropReason.PRESENT}
         return _Totals(
-            self.cache.counts.fetched[HOST],
-            did.stored,
-            did.stored_bytes,
-            did.evicted,
-            {},
-            {**dropped, **self.stores.dropped},
+            fetched=self.cache.counts.fetched[HOST],
+            stored=did.stored,
+            stored_bytes=did.stored_bytes,
+            evicted=did.evicted,
+            missed={},
+            dropped={**dropped, **self.stores.dropped},
         )
 
     def _behind(self, writing: Writing) -> _Totals:
@@ -122,10 +122,10 @@ class TierEvents:
         did = queue.tier.stats
         dropped = {str(put): n for put, n in did.dropped.items()}
         return _Totals(
-            counts.fetched[queue.name],
-            sum(n for put, n in did.puts.items() if not put.dropped),
-            did.stored_bytes,
-            did.evicted,
-            {str(miss): n for (tier, miss), n in counts.missed.items() if tier == queue.name},
-            {**dropped, "left host memory before its turn": writing.lost},
+            fetched=counts.fetched[queue.name],
+            stored=sum(n for put, n in did.puts.items() if not put.dropped),
+            stored_bytes=did.stored_bytes,
+            evicted=did.evicted,
+            missed={str(miss): n for (tier, miss), n in counts.missed.items() if tier == queue.name},
+            dropped={**dropped, "left host memory before its turn": writing.lost},
         )

@@ -148,11 +148,20 @@ class Storing:
             if since == number * self._chunk:
                 whole.append(number)
             elif since is not None:
-                self._blocks_of(progress, group, [number], keys, tables, range(since, until))
+                self._blocks_of(
+                    progress, group, numbers=[number], keys=keys, tables=tables, available=range(since, until)
+                )
         together = self._together(group)
         for first in range(0, len(whole), together):
             some = whole[first : first + together]
-            self._blocks_of(progress, group, some, keys, tables, range(some[0] * self._chunk, until))
+            self._blocks_of(
+                progress,
+                group,
+                numbers=some,
+                keys=keys,
+                tables=tables,
+                available=range(some[0] * self._chunk, until),
+            )
 
     def _together(self, group: int) -> int:
         """Return the most chunks of one order. Small orders let a long prompt find room at least in part."""

@@ -106,7 +106,13 @@ class Tiering:
         self._stores = StoreOrders(self._cache, pool, canonical.labels, events)
         every = _snapshot_tokens(config, canonical)
         self._storing = Storing(
-            self._cache, self._prompts, canonical, groups, parts.parts, self._stores, every
+            cache=self._cache,
+            prompts=self._prompts,
+            canonical=canonical,
+            groups=groups,
+            parts=parts.parts,
+            orders=self._stores,
+            snapshot_tokens=every,
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)

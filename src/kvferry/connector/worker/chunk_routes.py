@@ -124,7 +124,9 @@ class ChunkRoutes:
             for each in self._in[group]:
                 route, here = each.route, self._rank.groups[each.route.dst_group]
                 table, tokens = tables[route.dst_group], self._canonical.chunk_tokens
-                for cells in cells_to_load(route, tokens, here, span, numbers, table):
+                for cells in cells_to_load(
+                    route, tokens, group=here, span=span, numbers=numbers, table=table
+                ):
                     each.copies.load(cells, offsets)
                     found[group] += len(cells) * route.cell_bytes
         return tuple(found)

@@ -234,14 +234,14 @@ class WorkerHalf:
 
 def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
     return TransferSettings(
-        None if config.strategy == "auto" else Strategy(config.strategy),
-        load_costs(config.costs),
-        config.staging_mib << 20,
-        config.host,
-        config.advertise_host or config.host,
-        read_keys(config.secret_file),
-        peers_allowed(config),
-        config.lanes,
+        strategy=None if config.strategy == "auto" else Strategy(config.strategy),
+        costs=load_costs(config.costs),
+        staging_bytes=config.staging_mib << 20,
+        host=config.host,
+        advertise_host=config.advertise_host or config.host,
+        keys=read_keys(config.secret_file),
+        peers=peers_allowed(config),
+        lanes=config.lanes,
     )
 
 

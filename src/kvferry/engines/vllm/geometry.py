@@ -75,13 +75,13 @@ def describe_cache(
         for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True)
     )
     geometry = RankGeometry(
-        tp_rank,
-        parallel.tensor_parallel_size,
-        pp_rank,
-        parallel.pipeline_parallel_size,
-        blocks,
-        groups,
-        tuple(_regions(caches)),
+        tp_rank=tp_rank,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=pp_rank,
+        pp_size=parallel.pipeline_parallel_size,
+        num_blocks=blocks,
+        groups=groups,
+        regions=tuple(_regions(caches)),
     )
     geometry.check()
     return geometry
@@ -120,9 +120,20 @@ def _pages(
             pages[name] = page_of_state(layer, name, spec, tensor.device.type, states)
         elif is_ring(spec):
             why = "it is a ring that the layer overwrites in place"
-            pages[name] = whole_page(layer, name, spec, tensor, blocks, heads[name], 0, why)
+            pages[name] = whole_page(
+                layer,
+                name=name,
+                spec=spec,
+                tensor=tensor,
+                num_blocks=blocks,
+                shard=heads[name],
+                block_tokens=0,
+                why=why,
+            )
         else:
-            pages[name] = page_of_attention(layer, name, spec, tensor, blocks, heads[name])
+            pages[name] = page_of_attention(
+                layer, name, spec=spec, tensor=tensor, num_blocks=blocks, shard=heads[name]
+            )
     return pages
 
 

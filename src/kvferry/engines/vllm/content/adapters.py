@@ -188,11 +188,25 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
             found.append(
                 Written(
                     _field(
-                        s, shard, name, start, rows[0] * data, ((s.tokens, rows[1] * data),), ((data, 1),)
+                        s,
+                        shard=shard,
+                        name=name,
+                        offset=start,
+                        head=rows[0] * data,
+                        tokens=((s.tokens, rows[1] * data),),
+                        content=((data, 1),),
                     ),
                     name,
                     code=Code.FP4,
-                    scale=_field(s, shard, f"{name}.scale", scales, rows[0] * groups, tokens, columns),
+                    scale=_field(
+                        s,
+                        shard=shard,
+                        name=f"{name}.scale",
+                        offset=scales,
+                        head=rows[0] * groups,
+                        tokens=tokens,
+                        content=columns,
+                    ),
                 )
             )
         return tuple(found)

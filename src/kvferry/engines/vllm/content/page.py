@@ -39,7 +39,16 @@ def page_of_attention(
     else:
         fields, why = _proved(layer, spec, tensor, num_blocks, shard)
     if not fields:
-        return whole_page(layer, name, spec, tensor, num_blocks, shard, spec.block_size, why)
+        return whole_page(
+            layer,
+            name=name,
+            spec=spec,
+            tensor=tensor,
+            num_blocks=num_blocks,
+            shard=shard,
+            block_tokens=spec.block_size,
+            why=why,
+        )
     reach = max(field.extent()[1] for field in fields)
     return PageFormat(content_id(layer, spec, tensor), spec.block_size, reach, fields)
 
@@ -90,8 +99,8 @@ def whole_page(
     strides = ", ".join(str(stride * item) for stride in tensor.stride()[1:])
     run, loops = _runs(tensor, num_blocks)
     return opaque_page(
-        f"{content} {tuple(tensor.shape[1:])} at strides of {strides} bytes", block_tokens, run,
-        shard.rank if ranks > 1 else 0, ranks, loops,
+        f"{content} {tuple(tensor.shape[1:])} at strides of {strides} bytes", block_tokens, run_bytes=run,
+        rank=shard.rank if ranks > 1 else 0, ranks=ranks, loops=loops,
     )  # fmt: skip
 
 

@@ -51,7 +51,9 @@ def disproof(
                 inputs = {name: with_anchors(value) for name, value in inputs.items()}
             memory = scratch.write(layer, tensor, s, scaled(layer, tensor, inputs))
             for one in written:
-                if not _found(memory, one, s, inputs[one.source], element, _factor(layer, one)):
+                if not _found(
+                    memory, one, s=s, expected=inputs[one.source], element=element, factor=_factor(layer, one)
+                ):
                     return f"the {axis} axis of {one.field.name!r} is not where its adapter says"
         return unclaimed(layer, tensor, s, fields_of(written))
     except Exception as error:  # noqa: BLE001 - what cannot be probed is not proved

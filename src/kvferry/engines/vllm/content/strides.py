@@ -62,4 +62,16 @@ def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
     kernel, slot, token, _ = (stride * item for stride in tensor.stride())
     blocks, slots, tokens, content = tensor.shape
     heads, k, v = spec.num_kv_heads, spec.head_size, spec.head_size_v
-    return Strides(item, heads, slots, tokens, content, blocks // num_blocks, kernel, slot, token, k, v)
+    return Strides(
+        item=item,
+        heads=heads,
+        slots=slots,
+        tokens=tokens,
+        content=content,
+        kernel_blocks=blocks // num_blocks,
+        kernel=kernel,
+        slot=slot,
+        token=token,
+        k=k,
+        v=v,
+    )
