@@ -1,14 +1,14 @@
-"""Admission: choose the source that serves a request, follow its loads, and try the next bid after a failure.
+"""Admission: choose the source that loads a request's KV, follow its loads, and try again after a failure.
 
-Each request that some source might serve goes through the phases drawn in `request_phases`. Every request
-ends because a load brings it further or is not begun (`bids`).
+Each request that a source may be able to serve goes through the phases drawn in `request_phases`. No request
+is admitted forever, because loads that cannot help are not begun and attempts are capped (`bids`).
 
-Two sources may bring a prefix together (`load_plans`). The request then waits for two loads. When one fails
-on any worker, the other is dropped and its source is not blamed. The request goes on, and bytes in flight
-land in blocks that it no longer has.
+Two sources may load one prefix together, one its start and the other its rest (`load_plans`). The request
+then waits for two loads. If one of them fails on any worker, admission drops the other and does not exclude
+its source. The request goes on. Bytes still in flight arrive in blocks that no longer belong to the request.
 
-Blocks that a load writes stay pinned in the engine's pool until every worker reports that nothing is in
-flight, whatever becomes of the request.
+Blocks that a load writes stay pinned in the engine's pool until every worker reports that nothing of the load
+is in flight, even if the request ends before.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from kvferry.terminal import shown
 
 @dataclass(slots=True, eq=False)
 class _LoadState:
-    """A load under way.
+    """A load that not all workers have reported yet.
 
     Attributes:
-        source: the source that brings it.
-        load: the load, as workers know it.
-        given_up: another load of the attempt has failed, so nobody waits for this one.
-        reports: the workers' reports.
+        source: the source that loads it.
+        load: the load as sent to the workers.
+        given_up: True if another load of the attempt has failed, so the request does not wait for this one.
+        reports: reports received so far. One report may combine several workers.
         reported: number of workers that have reported.
     """
 
@@ -59,24 +59,24 @@ class _LoadState:
     reported: int = 0
 
     def hear(self, report: Report, workers: int) -> int:
-        """Add a report of `workers` workers; return how many have reported by now."""
+        """Add a report that combines `workers` workers; return the number of workers that have reported."""
         self.reports.append(report)
         self.reported += workers
         return self.reported
 
     def whole(self) -> Report:
-        """Return all workers' reports as one."""
+        """Return all workers' reports merged into one."""
         return reduce(Report.with_other, self.reports)
 
 
 @dataclass(slots=True, kw_only=True)
 class _RequestState(RequestState[LoadPlan]):
-    """One request.
+    """The state of one request that a source may be able to serve.
 
     Attributes:
-        sources: those that might serve it.
-        loads: the loads under way.
-        broken: a load of this attempt has failed.
+        sources: the sources that may be able to serve it.
+        loads: its loads that not all workers have reported yet.
+        broken: True if a load of the current attempt has failed.
     """
 
     sources: tuple[Source, ...]
@@ -85,10 +85,12 @@ class _RequestState(RequestState[LoadPlan]):
 
 
 class Admission:
-    """Decides for every request which source loads it. Only the engine's thread calls it.
+    """Chooses the source that loads each request's KV, starts the load, and tries another source if it fails.
+
+    Only the engine's thread calls it.
 
     Attributes:
-        pins: blocks that loads may write.
+        pins: the KV blocks kept allocated because a load may still write to them.
     """
 
     def __init__(
@@ -106,20 +108,20 @@ class Admission:
         choice: Choice,
         events: EventStream,
     ) -> None:
-        """Begin.
+        """Create an admission without requests.
 
         Args:
             groups: the engine's KV cache groups.
-            pins: shared with the sources, which count the blocks that late loads hold.
-            parts: blocks that loads fill in part.
-            headroom: blocks to leave for requests that wait.
+            pins: record of the pinned blocks. The sources share it and count the blocks of late loads.
+            parts: record of the blocks that loads fill only in part.
+            headroom: check that a load leaves enough free blocks for requests that wait.
             pool: the engine's block pool.
-            workers: number of workers that report a load.
-            attempts: most loads of a request.
-            timeout_seconds: deadline of a load.
-            sources: in the order in which they are asked; the first of equal bids is taken.
-            choice: chooses between bids.
-            events: receives an event for each decision.
+            workers: number of workers, each of which reports every load.
+            attempts: maximum number of attempts to load one request's prefix.
+            timeout_seconds: seconds after which a load has failed.
+            sources: all sources, in the order in which they are asked. Of equal bids the first is taken.
+            choice: policy that chooses between bids.
+            events: stream that receives an event for each decision.
         """
         self.pins = pins
         self._groups = tuple(groups)
@@ -136,11 +138,11 @@ class Admission:
         self._count = 0
 
     def __len__(self) -> int:
-        """Number of requests that a source might serve, or has served."""
+        """Number of requests that have not ended and have at least one possible source."""
         return len(self._known)
 
     def on_new_request(self, request: Request) -> None:
-        """Ask the sources which of them may serve a request."""
+        """Ask every source whether it may be able to serve a new request."""
         bidding = Bidding(self._attempts)
         sources = tuple(source for source in self._sources if source.arrived(request, bidding))
         self._events.arrived(request, sources, [one for one in self._sources if one not in sources])
@@ -148,9 +150,9 @@ class Admission:
             self._known[request.request_id] = _RequestState(bidding=bidding, sources=sources)
 
     def matched(self, request: Request, local_tokens: int) -> int | None:
-        """Return the tokens that can be loaded beyond `local_tokens`; None to be asked again later."""
+        """Return the number of tokens to load beyond `local_tokens`; None means ask again later."""
         if self._parts.evict():
-            return None  # some of what the engine has just found for this request may be among them
+            return None  # the prefix that the engine has just found for this request may contain these blocks
         known = self._known.get(request.request_id)
         standing = Standing.LOADING if known is None else self._phases.standing(known)
         if known is None or standing is Standing.LOADING:
@@ -167,13 +169,13 @@ class Admission:
         return self._best(known, request, local_tokens)
 
     def allocated(self, request: Request, blocks: RequestBlocks, external: int) -> None:
-        """Begin the load of `external` tokens, 0 for none, into the blocks that the request now has."""
+        """Begin to load `external` tokens into the blocks just allocated to the request; 0 for no load."""
         known = self._known.get(request.request_id)
         if known is not None and known.phase is RequestPhase.SERVED:
             self._parts.goes_on(request.request_id)
         if known is None or known.phase is not RequestPhase.OPEN:
             return
-        self._parts.forget(request.request_id)  # of an admission before this one
+        self._parts.forget(request.request_id)  # left from an earlier admission
         proposed = known.taken
         taken = self._phases.admit(known, external)
         if taken is None:
@@ -188,14 +190,14 @@ class Admission:
         self._begin(known, request, blocks, plan.parts(local_tokens, external, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
-        """Count the tokens that a request waits for, by the place most of each load comes from."""
+        """Return the number of tokens that a request waits for, by origin: ``peer`` or a tier's name."""
         found = Counter[str]()
         for one in self._known[request_id].loads:
             found[one.source.origin(one.load)] += one.load.span.ends - one.load.span.begins
         return found
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. Its loads under way are late from now on."""
+        """Forget a request that has ended. Its loads in flight count as late from now on."""
         self._phases.forget(request_id)
         known = self._known.pop(request_id, None)
         if known is None:
@@ -211,12 +213,12 @@ class Admission:
         self._events.late(self.pins.all_late_blocks)
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Note the requests that the coming step computes tokens of."""
+        """Record which requests the coming step computes tokens for."""
         self._phases.scheduled(requests)
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add all orders since the last step to those of the coming one."""
+        """Add the loads begun or dropped since the last step to the workers' orders. Mutates `orders`."""
         self._parts.end_pass()
         orders.loads, self._begun = self._begun, []
         orders.given_up, self._given_up = self._given_up, {}
@@ -224,7 +226,7 @@ class Admission:
             source.hand_over(orders)
 
     def take_reports(self, reports: StepReports) -> None:
-        """Handle the workers' reports, and free blocks that nothing writes any more."""
+        """Process the workers' reports, and unpin the blocks that no load writes any more."""
         bad = [self._loads[key] for key, report in reports.reports.items() if report.failure is not None]
         for key, report in reports.reports.items():
             self._report(key, report, reports.reported.get(key, 1))
@@ -258,7 +260,7 @@ class Admission:
             self._parts.forget(load.request_id)
         if not in_vain:
             source.ended(load, whole)
-        # A late load takes at least so long. A part is not timed: its windows and states outweigh its tokens.
+        # A late load takes at least this long. A part is not timed: windows and states dominate its time.
         if load.loads == 1 and (whole.failure is None or whole.late):
             self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
         if known.loads:
@@ -270,7 +272,7 @@ class Admission:
         self._events.settled(load.request_id, load.span.total, load.span.prompt)
 
     def _give_up_beside(self, failed: _LoadState) -> None:
-        """Drop the other loads of a failed attempt, without blame for their sources."""
+        """Drop the other loads of the attempt that `failed` belongs to, without excluding their sources."""
         known = self._known.get(failed.load.request_id)
         for one in known.loads if known is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
@@ -279,7 +281,10 @@ class Admission:
                 one.source.dropped(one.load)
 
     def _best(self, known: _RequestState, request: Request, local_tokens: int) -> int | None:
-        """Take the best bid and return its tokens; None while the request waits for it, or for room."""
+        """Propose the best bid and return its number of tokens.
+
+        Return None while the request waits for a source that is still looking, or for free blocks.
+        """
         plans = self._plans(known, request, local_tokens)
         best = self._phases.best(known, plans, request, local_tokens)
         bids = [(plan.last, plan.bid) for plan in plans]
@@ -296,12 +301,12 @@ class Admission:
         )
 
     def _plans(self, known: _RequestState, request: Request, local_tokens: int) -> list[LoadPlan]:
-        """Return the plans that may be taken."""
+        """Return all sources' plans, without those that would fill a block only in part where not allowed."""
         found = load_plans(known.sources, request, local_tokens, self._alignment_tokens)
         return [plan for plan in found if not self._in_part(plan, request, local_tokens)]
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan's loads leave the blocks that others need, even if they are late."""
+        """Return whether a plan's loads leave enough blocks to other requests, even if the loads are late."""
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
             source.room(bid, self._most_written(span))
@@ -315,7 +320,7 @@ class Admission:
         blocks: RequestBlocks,
         parts: Sequence[tuple[Source, Bid, LoadSpan]],
     ) -> None:
-        """Begin a load of each part of a plan."""
+        """Begin one load for each part of a plan."""
         self._count += 1
         attempt = f"{shown(request.request_id)}#{self._count}"
         for number, (source, bid, span) in enumerate(parts):
@@ -339,9 +344,9 @@ class Admission:
         self._parts.begin(request, load.tables, span, source.alignments(request.request_id))
 
     def _in_part(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan would fill a block in part where that is not allowed.
+        """Return whether a plan would fill a block only in part where that is not allowed.
 
-        Return False while a source of the plan is still looking: nobody knows yet.
+        Return False while a source of the plan is still looking, because the answer is not known yet.
         """
         span = LoadSpan(local_tokens, local_tokens + plan.bid.tokens, request.num_tokens)
         return not plan.bid.looking and self._parts.refuses(span, plan.last.alignments(request.request_id))
@@ -351,7 +356,7 @@ class Admission:
             source.settled(request_id)
 
     def _pin(self, load: Load, blocks: Sequence[Sequence[Block]]) -> None:
-        """Take a reference to every block that the load may write."""
+        """Pin every block that the load may write: take a reference to it in the engine's pool."""
         held = [
             block
             for group, of_group in zip(self._groups, blocks, strict=True)

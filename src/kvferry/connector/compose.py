@@ -1,4 +1,4 @@
-"""The one place that puts the parts of a scheduler half together."""
+"""Construction of the sources and the admission of an engine's scheduler half."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from kvferry.transport.handshake import Address
 
 
 class Composition:
-    """Makes the sources and the admission of one engine, which share pins, part blocks and measured speeds.
+    """Builds the sources and the admission of one engine, and the objects that these share.
 
     Attributes:
-        pins: blocks that loads may write.
-        parts: blocks that loads fill in part.
-        speeds: what loads and steps took.
+        pins: the KV blocks kept allocated because a load may still write to them.
+        parts: the KV blocks that loads fill only in part.
+        speeds: measured speeds of loads and of prompt computation.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Composition:
         refusals: Refusals,
         speeds: Speeds | None = None,
     ) -> None:
-        """Make what the parts share.
+        """Create the objects that the sources and the admission share.
 
         Args:
-            engine: facts of the engine.
+            engine: facts about the engine.
             config: the connector's settings.
             pool: the engine's block pool.
-            groups: the engine's KV cache groups, as a rank has them.
-            workers: number of workers that report a load.
-            events: receives events.
+            groups: the KV cache groups in the geometry of one rank.
+            workers: number of workers, each of which reports every load.
+            events: stream that receives the events.
             adapters: the engine's LoRA adapters.
-            refusals: logs requests that are not served.
-            speeds: what loads and steps took so far.
+            refusals: log of the requests that a source refuses.
+            speeds: speeds measured so far; None for an empty record.
         """
         self._engine, self._config, self._pool, self._workers = engine, config, pool, workers
         self._groups, self._events, self._adapters, self._refusals = tuple(groups), events, adapters, refusals
@@ -77,13 +77,16 @@ class Composition:
         keepers: Callable[[], Mapping[Address, int]],
         names: TurnNames,
     ) -> PeerSource:
-        """Make the source of peers' KV.
+        """Create the source that loads KV from peers.
+
+        A *turn* is a finished request's KV, which an engine keeps for the next turn of its conversation.
 
         Args:
-            client: control channel to the producers.
-            ranks: this engine's ranks.
-            keepers: returns the peers that keep earlier turns, each with its incarnation.
-            names: names of turns.
+            client: control channel to the peers that offer KV.
+            ranks: geometry of this engine's ranks.
+            keepers: function that returns the addresses of the peers that keep turns, each with its
+                incarnation, a random number of the peer's run.
+            names: names of prompt content, under which turns are looked up.
         """
         config = self._config
         return PeerSource(
@@ -98,12 +101,12 @@ class Composition:
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:
-        """Make the source of stored chunks.
+        """Create the source that loads chunks from this engine's tiers.
 
         Args:
-            cache: the engine's chunks.
-            prompts: names of requests' chunks.
-            canonical: the form of chunks.
+            cache: the chunks in host memory and in the slower tiers.
+            prompts: chunk keys of the engine's requests.
+            canonical: format in which chunks are stored.
         """
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
         apart = self._config.source_policy == "cost"
@@ -112,11 +115,11 @@ class Composition:
     def admission(
         self, sources: Sequence[Source], tier_weights: Mapping[str, float] | None = None
     ) -> Admission:
-        """Make the admission that chooses between sources.
+        """Create the admission, which chooses a source for each request.
 
         Args:
-            sources: in the order in which they are asked.
-            tier_weights: weight of each tier, by its name; 1 where none is given.
+            sources: all sources, in the order in which admission asks them.
+            tier_weights: weight of each tier's tokens by tier name; a missing tier has weight 1.
         """
         engine, config = self._engine, self._config
         weights = {PEER: config.load_weight, **(tier_weights or {})}

@@ -1,4 +1,4 @@
-"""The value that describes a load, the same from admission to every worker."""
+"""The description of a load, as admission, the sources and the workers exchange it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from kvferry.planning.select import LoadSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
-    """A load of a prefix, or of a part of one, from one source.
+    """A load of the KV of a prompt prefix, or of a part of one, from one source.
 
     Two loads are equal only if they are the same object.
 
     Attributes:
         key: unique name in this engine.
-        request_id: the request that waits for it.
-        attempt: name of the attempt that it belongs to.
+        request_id: id of the request that waits for the load.
+        attempt: name of the attempt to serve the request, to which this load belongs.
         loads: number of loads of that attempt.
-        bid: the bid that was taken.
-        span: the tokens of the prompt.
-        tables: block ids to write, by position per group: int64 arrays; of a state group the one block for
-            the snapshot.
-        timeout_seconds: deadline, counted from when a worker takes the load.
-        began: monotonic seconds in the scheduler's process.
+        bid: the chosen bid.
+        span: range of prompt tokens to load.
+        tables: destination block table of each KV cache group, int64, indexed by block position. The table
+            of a recurrent state group has one entry, the block that receives the state snapshot.
+        timeout_seconds: seconds from the time when a worker begins the load to its deadline.
+        began: time at which the load began, monotonic seconds in the scheduler's process.
     """
 
     key: str
@@ -40,5 +40,5 @@ class Load:
 
     @property
     def source(self) -> str:
-        """Name of the source whose bid was taken."""
+        """Name of the bidder: the peer's name, or ``tiers``."""
         return self.bid.source

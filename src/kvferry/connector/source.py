@@ -1,4 +1,7 @@
-"""Sources of KV that a request need not compute: the interface between admission and its sources."""
+"""The interface between admission and the sources of KV: peers and tiers.
+
+A source offers the KV of a prompt prefix as a *bid*. Admission takes the best bid and has its source load it.
+"""
 
 from __future__ import annotations
 
@@ -14,75 +17,84 @@ from kvferry.connector.messages import Report, StepOrders
 
 
 class Source(Protocol):
-    """A source of prefixes. The engine's thread calls it, so no method may block.
+    """A source of KV for prompt prefixes. The engine's thread calls it, so no method may block.
 
     Attributes:
-        name: its name in metrics.
+        name: name of the source in metrics.
     """
 
     name: str
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Return whether this source might serve a request that came in."""
+        """Handle a new request; return whether this source may be able to load KV for it."""
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why the request cannot be served; None if nobody asked for that."""
+        """Return why this source cannot serve the request; None if the request did not ask for it."""
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return bids for tokens beyond the `local_tokens` that the engine has. May be called again."""
+        """Return bids to load tokens beyond the `local_tokens` that the engine has.
+
+        May be called repeatedly for a request.
+        """
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return why the last `bids` were none."""
+        """Return why the last call of `bids` returned no bid."""
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return a bid for the beginning of a prefix whose rest another source has.
+        """Return a bid for the start of a prefix whose rest another source loads; None if there is none.
 
-        It brings only layers that see all tokens. Called after `bids`, with the same arguments.
+        The load covers only layers that attend to all tokens. Called after `bids`, for the same request.
 
         Args:
             request: the request.
-            local_tokens: tokens that the engine has.
-            alignment_tokens: the beginning ends at a multiple of so many tokens.
+            local_tokens: number of tokens that the engine has, as in `bids`.
+            alignment_tokens: number of tokens of which the end of the bid is a multiple.
         """
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return a bid for the rest of a prefix, from token `first` on. Called as `head`."""
+        """Return a bid for the rest of a prefix, from token `first` on; None if there is none.
+
+        Called after `bids`, for the same request.
+        """
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether a load that may hold `blocks` blocks past its deadline can begin now."""
+        """Return whether a load can begin now, even if it holds its `blocks` blocks beyond its deadline."""
 
     def begin(self, load: Load, request: Request) -> None:
-        """Begin the load of a bid that was taken. Workers get `load` with the next orders."""
+        """Begin the load of a chosen bid. The workers receive `load` with their next orders."""
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return tokens per group: content loaded for a request begins at a multiple of them."""
+        """Return, per KV cache group, the number of tokens at a multiple of which loaded content begins."""
 
     def origin(self, load: Load) -> str:
-        """Return the place that most of a load comes from: ``peer``, or a tier's name."""
+        """Return where a load comes from: ``peer``, or the name of the slowest tier that it uses."""
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the bytes that a load brought. Called before `forget`."""
+        """Return the number of bytes that a load has copied, per KV cache group. Called before `forget`."""
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return the kind of a load's failure. Called before `forget`."""
+        """Return the reason why a load has failed. Called before `forget`."""
 
     def ended(self, load: Load, report: Report) -> None:
-        """Handle the end of a load that all workers have reported; strike out what made it fail."""
+        """Handle a load that all workers have reported as ended.
+
+        If it has failed, exclude the peer or the tiers that caused it from this request.
+        """
 
     def forget(self, load: Load) -> None:
-        """Forget a load that all workers have reported, whoever still waits for it."""
+        """Forget a load that all workers have reported, whether or not its request still waits for it."""
 
     def dropped(self, load: Load) -> None:
-        """Drop a load under way: its request has ended, or another load of the attempt has failed.
+        """Cancel a load in flight: its request has ended, or another load of the same attempt has failed.
 
-        Workers still report it.
+        The workers still report its end.
         """
 
     def settled(self, request_id: str) -> None:
-        """Release what is held for a request that has been served, or is computed."""
+        """Release leases held for a request: its loads have succeeded, or the engine computes its prompt."""
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add this source's orders to the step's."""
+        """Add this source's orders to the workers' orders for the coming step. Mutates `orders`."""

@@ -1,13 +1,15 @@
-"""The source of KV in other engines, which have computed prompts and keep them under leases.
+"""The source that loads KV from other engines.
 
-One `Pull` per request that came with a ticket, or for which a peer keeps an earlier turn:
+A peer keeps the KV blocks of a prompt that it has computed under a lease. A *ticket* is a random id that
+claims the lease. A *turn* is a finished request's KV, which a peer keeps for the next turn of its
+conversation. There is one `Pull` for each request that came with a ticket, or for which a peer keeps a turn:
 
     TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
-       └──────────┴─struck out─────────────────────┴───────────▲      a turn that was found begins as GRANTED
+       └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
 
-The ticket is redeemed as the request arrives. From then on the lease is kept alive, however long the request
-queues, and it is released once: when the request has been served, is computed after all, or this peer is
-struck out.
+The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
+request queues. The request's claim on the lease ends once: when the request's loads have succeeded, when the
+engine computes the prompt instead, or when this peer is excluded.
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.redeem import Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
-"""The bid while peers have not answered which turns they keep."""
+"""The bid while peers have not answered yet whether they keep a matching turn."""
 
 UNUSED_SECONDS = 600.0
-"""Seconds after which workers forget an unused peer, which may be gone. Connecting it again is cheap."""
+"""Seconds after which workers disconnect an unused peer, which may be gone. Connecting again is cheap."""
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
-    """Return the bid cut to so many tokens."""
+    """Return the bid shortened to `tokens` tokens; None if there is no bid or no token is left."""
     return Bid(bid.source, (Part(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
 
 
 class PeerSource:
-    """Bids what peers offer, and orders reads from them. Only the engine's thread calls it."""
+    """Bids the KV that peers offer, and orders the workers to read it. Only the engine's thread calls it."""
 
     name = PEER
 
@@ -67,23 +69,25 @@ class PeerSource:
         turns: TurnFinder,
         adapters: Adapters,
     ) -> None:
-        """Begin.
+        """Create the source without requests.
 
         Args:
-            client: control channel to the producers.
-            ranks: this engine's ranks.
-            pins: blocks that loads hold.
-            refusals: logs requests that are not served.
-            timeout_seconds: deadline of a load.
-            most_held: blocks that loads from all peers may hold, in flight and late (`cache.pins.may_hold`).
-            turns: asks peers for earlier turns.
+            client: control channel to the peers that offer KV.
+            ranks: geometry of this engine's ranks.
+            pins: record of the KV blocks that loads hold.
+            refusals: log of the requests that a peer cannot serve.
+            timeout_seconds: seconds after which a load has failed; also the time to wait for the digest of
+                a LoRA adapter.
+            most_held: maximum number of blocks that loads from all peers may hold, in flight and late
+                (`pins.may_hold`).
+            turns: client that asks peers for the kept KV of earlier turns.
             adapters: the engine's LoRA adapters.
         """
         self._adapters = adapters
         self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
         self._labels = ranks[0].labels
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
-        # same once more; recurrent state would have seen the token twice.
+        # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
         self._client, self._pins, self._refusals = client, pins, refusals
         self._timeout, self._most_held = timeout_seconds, most_held
@@ -93,14 +97,17 @@ class PeerSource:
         self._reads: list[ReadOrder] = []
         self._connects: dict[str, PeerInfo] = {}
         self._stopped = ""
-        self._connected: dict[str, float] = {}  # peers that workers know, and when each was last used
+        self._connected: dict[str, float] = {}  # peers connected to workers, and the time of their last use
 
     def __len__(self) -> int:
-        """Number of requests with something to pull that have not ended."""
+        """Number of requests that have not ended and have KV to read from a peer."""
         return len(self._pulls)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Redeem the ticket that a request came with; look for an earlier turn if it came without."""
+        """Redeem the ticket of a new request. Without a ticket, ask peers for an earlier turn.
+
+        Return whether peers may be able to serve the request.
+        """
         name = request.request_id
         try:
             offer = read_offer(request.kv_transfer_params)
@@ -112,7 +119,7 @@ class PeerSource:
                 self._asking[name] = bidding
             return name in self._asking
         if request.was_rejected:
-            return False  # its prompt is not known here, so nobody redeems the ticket, and its lease runs out
+            return False  # its prompt is unknown here, so the ticket cannot be redeemed; the lease expires
         until = time.monotonic() + self._timeout
         pull = self._pulls[name] = Pull(
             address=offer.address,
@@ -124,11 +131,14 @@ class PeerSource:
         )
         self._redeem(pull, request)
         if self._stopped:
-            self._strike(name, self._stopped)  # which releases the lease that has just been claimed
+            self._strike(name, self._stopped)  # also releases the lease that was just claimed
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why a request is not served from peers: its offer is malformed, or reading has stopped."""
+        """Return why peers cannot serve a request: a malformed offer, or this engine has stopped reading.
+
+        Return None if neither is the case.
+        """
         try:
             read_offer(request.kv_transfer_params)
         except ProtocolError as error:
@@ -136,7 +146,7 @@ class PeerSource:
         return SourceMiss(PEER, MissReason.REFUSED, detail=self._stopped) if self._stopped else None
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return a bid of the offered tokens; it is still looking until the peer is known."""
+        """Return a bid for the offered tokens, if any. It is marked as looking until the peer answers."""
         if looking := self._ask(request, local_tokens):
             return (looking,)
         pull = self._pulls.get(request.request_id)
@@ -146,17 +156,23 @@ class PeerSource:
         return (pull.bid,) if pull.bid is not None else ()
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """See `Source.head`."""
+        """Return the last bid, shortened to end at a multiple of `alignment_tokens`; None if nothing remains.
+
+        Used when this source loads the start of a prompt and another source the rest.
+        """
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens // alignment_tokens * alignment_tokens - local_tokens)
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """See `Source.tail`."""
+        """Return the last bid without the tokens before `first`; None if nothing remains.
+
+        Used when another source loads the start of a prompt and this source the rest.
+        """
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens - first)
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return why there is no bid: the peer is unusable, has no more than is here, or keeps no turn."""
+        """Return why there is no bid: no peer keeps a turn, or the peer is unusable or has no more tokens."""
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
@@ -167,11 +183,11 @@ class PeerSource:
         )
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether loads from peers leave enough blocks for another one."""
+        """Return whether loads from peers may hold `blocks` more blocks for the load of this bid."""
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Request) -> None:
-        """Order the load from all workers, and let them know the peer before."""
+        """Order all workers to read the load's KV, and to connect the peer first if they do not know it."""
         pull = self._pulls[load.request_id]
         assert pull.grant is not None
         assert pull.incarnation is not None
@@ -192,7 +208,10 @@ class PeerSource:
         )
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return tokens per group: the common divisor of both sides' blocks."""
+        """Return, per KV cache group, the greatest common divisor of both engines' block sizes in tokens.
+
+        Return 1 for each group while the peer is unknown.
+        """
         pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(answer, PeerInfo):
@@ -206,34 +225,34 @@ class PeerSource:
         return self._alignments[pull.peer]
 
     def origin(self, load: Load) -> str:
-        """Return PEER."""
+        """Return ``peer``, the origin of all loads of this source."""
         return PEER
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the bytes that were read, per KV cache group of this engine."""
+        """Return the number of bytes that workers have read, per KV cache group of this engine."""
         figures = report.figures
         each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
         return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return DEADLINE for a late load, else FAILED."""
+        """Return DEADLINE if the load has passed its deadline, else FAILED."""
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
-        """Strike out the peer of a failed load, and forget a peer that may have gone."""
+        """Exclude the peer of a failed load from this request; forget its handshake if it may be gone."""
         if report.failure is not None:
             if report.peer_lost or report.late:
                 self._client.forget(self._pulls[load.request_id].address)
             self._strike(load.request_id, report.failure)
 
     def forget(self, load: Load) -> None:
-        """Do nothing: reports say what a load has brought."""
+        """Do nothing: this source keeps no state per load."""
 
     def dropped(self, load: Load) -> None:
-        """Do nothing: reads in flight land, and are reported."""
+        """Do nothing: reads in flight cannot be cancelled, and the workers report their end."""
 
     def settled(self, request_id: str) -> None:
-        """End the request's claim; the last request with a ticket releases the lease."""
+        """End the request's claim on its lease. The last claim on a ticket releases the lease."""
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)
         if pull is None or pull.settled:
@@ -245,25 +264,28 @@ class PeerSource:
             self._client.release(pull.address, pull.ticket)  # a turn
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended, and drop its unanswered question about turns."""
         self._turns.drop(request_id)
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Strike out everything that peers have offered so far: it was computed before the reset."""
+        """Reject all KV that peers have offered so far, and end the requests' claims on it.
+
+        It was computed before the cache was reset, so it must not be loaded.
+        """
         for name in self._asking:
             self._turns.drop(name)
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
             self._strike(name, "the cache was reset")
 
     def stop_reading(self, why: str) -> None:
-        """Read from no peer from now on; requests with a ticket are told `why`."""
+        """Stop reading from peers for good. `why` becomes the reason for refusing requests with a ticket."""
         self.start_anew()
         self._stopped = why
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add reads, peers to connect and peers to forget to the orders of a step."""
+        """Add reads, and peers to connect and disconnect, to the workers' orders. Mutates `orders`."""
         self._claims.step()
         orders.connects = {name: known.ranks for name, known in self._connects.items()}
         self._connects.clear()
@@ -275,7 +297,10 @@ class PeerSource:
         orders.reads, self._reads = self._reads, []
 
     def _redeem(self, pull: Pull, request: Request) -> None:
-        """Begin to redeem the ticket; later, if the name of the prompt's LoRA adapter is not known yet."""
+        """Begin to redeem the ticket, or exclude the peer if its offer cannot be used.
+
+        Do nothing yet while the digest of the request's LoRA adapter is being computed.
+        """
         if pull.tokens > request.num_prompt_tokens - self._computed_again:
             last = ", whose last token is computed here: state must not have seen it" * self._computed_again
             self._strike(
@@ -297,7 +322,10 @@ class PeerSource:
             pull.claim = self._claims.begin(pull.address, pull.ticket, pull.tokens, content)
 
     def _meet(self, pull: Pull) -> PeerInfo | Pending | Unusable:
-        """Return the peer once it has granted the lease and can be read from, or why it never will."""
+        """Return the peer if it has granted the lease and can be read from.
+
+        Return Pending while it has not answered, and Unusable with the reason if it cannot be read from.
+        """
         peer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(peer, PeerInfo):
             return peer
@@ -314,7 +342,10 @@ class PeerSource:
         return peer
 
     def _ask(self, request: Request, local_tokens: int) -> Bid | None:
-        """Take what peers have found; return a bid as still looking while they have not answered."""
+        """Take the peers' answers about turns, and set up the read of the turn that they have found, if any.
+
+        Return a bid that is marked as looking while peers have not answered, else None.
+        """
         name, most = request.request_id, request.num_tokens - 1 - local_tokens
         if name not in self._turns or most <= 0:
             return None
@@ -337,7 +368,7 @@ class PeerSource:
         return None
 
     def _last_bid(self, request: Request) -> tuple[Bid | None, int]:
-        """Return the last bid, and the token at which it ends."""
+        """Return the last bid and the number of prompt tokens up to its end; (None, 0) without a bid."""
         pull = self._pulls.get(request.request_id)
         if pull is not None:
             return pull.bid, pull.tokens
@@ -356,7 +387,7 @@ class PeerSource:
         return Bid(pull.peer, (Part(PEER, tokens),), isinstance(peer, Pending))
 
     def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
-        """Return why a peer cannot be read from, None if it can."""
+        """Return the reason why a peer cannot be read from; None if it can."""
         if (reason := pull.mismatch(peer)) is not None:
             return reason
         late = self._pins.late_blocks(pull.peer)
@@ -368,7 +399,7 @@ class PeerSource:
         return None
 
     def _held(self) -> dict[str, int]:
-        """Return the blocks that loads from each peer hold."""
+        """Return the number of blocks that loads hold, by peer."""
         return {source: blocks for source, blocks in self._pins.held.items() if source != TIERS}
 
     def _strike(self, request_id: str, reason: str) -> None:

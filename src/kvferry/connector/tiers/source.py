@@ -1,12 +1,13 @@
-"""The source of chunks that this engine's tiers keep.
+"""The source that loads KV from this engine's tiers: host memory, files, object stores.
 
-A load fetches chunks into host memory and, as they arrive, orders parts that ranks copy to their blocks:
+A *chunk* is a fixed number of tokens of a KV cache group, as stored. A load fetches chunks into slots of host
+memory. As they arrive, it orders *parts*: sets of chunks that the ranks copy to their KV blocks:
 
     begin ─▶ part, part, ... ─▶ end      to every rank, in this order
-             each part done by all ranks ─▶ its slots are closed
+             each part copied by all ranks ─▶ its slots are released
 
-The fetch is cancelled when the load fails or nobody waits for it. Ranks then get the end at once, and report
-the load when nothing of it is in flight.
+The source cancels the fetch when the load fails or its request no longer waits for it. The ranks then receive
+the end at once, and report the load when nothing of it is in flight.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from kvferry.tiers.outcome import GetOutcome
 logger = logging.getLogger(__name__)
 
 COPIED = "copied"
-"""Name of the way that chunks travel, beside the strategies of loads from peers."""
+"""Transfer strategy reported for chunks. Loads from peers report their own strategies."""
 
 _MISSES = {
     GetOutcome.ABSENT: MissReason.EVICTED,
@@ -52,18 +53,18 @@ _MISSES = {
     GetOutcome.OTHER_SHAPE: MissReason.CHECKSUM,
 }
 MOST_LOADS = 32
-"""Most loads at once. Beyond them prompts are computed, because they would wait for the loads before them."""
+"""Maximum number of concurrent loads. A further load would wait for these, so its prompt is computed."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that may be served.
+    """A request that the tiers may be able to serve.
 
     Attributes:
-        bidding: its bids and attempts.
-        without: names of tiers that are not asked for it.
+        bidding: the request's excluded sources and remaining attempts.
+        without: names of the tiers that are no longer asked for its chunks.
         looked: result of the last look-up; None if there was none.
-        declined: nothing was bid because too many loads were under way.
+        declined: True if the last call of `bids` returned none because too many loads were under way.
     """
 
     bidding: Bidding
@@ -74,7 +75,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Loading:
-    """A load that has not been ended."""
+    """A load whose end has not been ordered yet, its fetch, and the number of parts ordered so far."""
 
     load: Load
     fetch: Fetch
@@ -83,11 +84,11 @@ class _Loading:
 
 @dataclass(slots=True)
 class _Brought:
-    """The bytes that all ranks have copied of a load.
+    """The bytes of a load that the ranks have copied so far.
 
     Attributes:
-        sizes: bytes per canonical group.
-        miss: the kind of failure that ended it, if one did.
+        sizes: number of bytes over all ranks, by number of the stored KV cache group.
+        miss: reason to report if the load has failed.
     """
 
     sizes: Counter[int] = field(default_factory=Counter)
@@ -95,7 +96,10 @@ class _Brought:
 
 
 class TierSource:
-    """Bids chunks of this engine's tiers, and orders their loads. Only the engine's thread calls it."""
+    """Bids the chunks that this engine's tiers hold, and orders their loads.
+
+    Only the engine's thread calls it.
+    """
 
     name = TIERS
 
@@ -109,15 +113,15 @@ class TierSource:
         *,
         apart: bool = False,
     ) -> None:
-        """Begin.
+        """Create the source without requests.
 
         Args:
-            cache: the engine's chunks.
-            prompts: names of requests' chunks.
-            groups: the engine's groups, as a rank has them.
-            canonical: the form of chunks.
-            refusals: logs requests that are not served.
-            apart: also bid the shorter prefixes that do without the slowest tiers.
+            cache: the chunks in host memory and in the slower tiers.
+            prompts: chunk keys of the engine's requests.
+            groups: the KV cache groups in the geometry of one rank.
+            canonical: format in which chunks are stored.
+            refusals: log of the requests that a tier cannot serve.
+            apart: True to bid also the shorter prefixes that need no chunk of the slowest tiers.
         """
         self._copy_seconds: list[float] = []
         chunk_tokens = canonical.chunk_tokens
@@ -137,22 +141,25 @@ class TierSource:
 
     @property
     def busy(self) -> bool:
-        """Whether a load is under way."""
+        """Whether a load is under way, or slots wait for the ranks to copy them."""
         return bool(self._loading or self._slots or self._ends)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Take a request whose chunks have certain names, or soon will have."""
+        """Follow a new request if its chunk keys are known, or may become known. Return whether it does."""
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
         self._asked[request.request_id] = _Asked(bidding)
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Say why its chunks have no certain names."""
+        """Return why the chunk keys of a request cannot be computed."""
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Bid the longest prefix that all groups can continue from, and shorter ones with `apart`."""
+        """Return a bid for the longest prefix that every KV cache group can continue from.
+
+        With `apart`, also return bids for shorter prefixes that need no chunk of the slowest tiers.
+        """
         chunks = self._prompts.get(request)
         asked = self._asked[request.request_id]
         asked.declined, asked.looked = False, None
@@ -176,14 +183,17 @@ class TierSource:
         return bids
 
     def _naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Bid as still looking while the request's LoRA adapter is being read."""
+        """Return a bid marked as looking while the digest of the request's LoRA adapter is computed."""
         most = request.num_tokens - 1 - local_tokens
         if most <= 0 or not self._prompts.are_pending(request.request_id):
             return ()
         return (Bid("names of chunks", (Part(HOST, most),), looking=True),)
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """See `Source.head`."""
+        """Return a bid for the start of a prefix whose rest another source loads; None if there is none.
+
+        It covers the layers that attend to all tokens and ends at a multiple of `alignment_tokens`.
+        """
         found = self._asked[request.request_id].looked
         return (
             None
@@ -194,12 +204,12 @@ class TierSource:
         )
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """See `Source.tail`."""
+        """Return a bid for the rest of the prefix, from token `first` on; None if there is none."""
         found = self._asked[request.request_id].looked
         return None if found is None else self._part_of(found, first, found.after(first))
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Name the chunks that are missing, and why, as far as that is remembered."""
+        """Return which chunks are missing, and why, as far as the tiers remember."""
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
             return SourceMiss(TIERS, MissReason.BUSY, detail=f"{len(self._loading)} loads are under way")
@@ -208,11 +218,11 @@ class TierSource:
         return miss_of(chunks, asked.looked, self._labels, self._cache)
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return True: late chunks land in host memory, and ranks copy no more of them."""
+        """Return True: late chunks arrive in host memory, and ranks no longer copy them to blocks."""
         return True
 
     def begin(self, load: Load, request: Request) -> None:
-        """Start to fetch the chunks of a load; `hand_over` orders parts as they arrive."""
+        """Start to fetch the chunks of a load. `hand_over` orders the copies as chunks arrive."""
         chunks, asked = self._prompts.get(request), self._asked[load.request_id]
         if chunks is None or asked.looked is None:
             fetch = self._cache.reading.fetch(())
@@ -223,26 +233,29 @@ class TierSource:
         self._brought[load.key] = _Brought()
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the tokens at which content of chunks begins, the same for every writer."""
+        """Return, per KV cache group, the number of tokens at a multiple of which a chunk's content begins.
+
+        It is the same for every engine that writes chunks of this format.
+        """
         return self._alignments
 
     def origin(self, load: Load) -> str:
-        """Return the slowest tier that the load waits for."""
+        """Return the name of the slowest tier that a load uses."""
         return self._cache.reading.origin(self._loading[load.key].fetch)
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the bytes that ranks have copied, per canonical group."""
+        """Return the number of bytes that ranks have copied, per stored KV cache group."""
         sizes = self._brought[load.key].sizes
         return tuple(
             GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
         )
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return DEADLINE, or the fault of the chunk that failed."""
+        """Return DEADLINE for a late load, else the reason why its chunk could not be read."""
         return MissReason.DEADLINE if report.late else self._brought[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
-        """Log a failed load; do not ask tiers again that were late with a chunk of it."""
+        """Log a failed load. Exclude the tiers that it was still waiting for from this request."""
         if report.failure is None:
             return
         self._refusals.say(load.request_id, TIERS, report.failure)
@@ -251,28 +264,34 @@ class TierSource:
             self._end(loading, report.failure)
 
     def forget(self, load: Load) -> None:
-        """Forget what a load has brought."""
+        """Forget the byte counts of a load that all workers have reported."""
         del self._brought[load.key]
 
     def take_copy_seconds(self) -> list[float]:
-        """Return the seconds that the slowest rank took for each part of a load since the last call."""
+        """Return the copy times recorded since the last call, and clear them.
+
+        There is one entry per part of a load: the seconds that the slowest rank took to copy that part.
+        """
         taken, self._copy_seconds = self._copy_seconds, []
         return taken
 
     def dropped(self, load: Load) -> None:
-        """Cancel a load that nobody waits for."""
+        """Cancel a load that its request no longer waits for."""
         if (loading := self._loading.get(load.key)) is not None:
             self._end(loading, "nobody waits for it any more")
 
     def settled(self, request_id: str) -> None:
-        """Do nothing: tiers hold nothing for a request."""
+        """Do nothing: tiers hold no lease for a request."""
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""
         del self._asked[request_id]
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Order the parts of loads that have arrived, and the ends of loads that are complete."""
+        """Order the ranks to copy the chunks that have arrived, and to end the loads that are complete.
+
+        Mutates `orders`.
+        """
         chunks = orders.chunks
         for loading in list(self._loading.values()):
             if ready := loading.fetch.take():
@@ -286,7 +305,10 @@ class TierSource:
         chunks.ends, self._ends = self._ends, []
 
     def moved(self, moved: MovedByAll) -> bool:
-        """Handle an order that all ranks have carried out; return whether it was a part of a load."""
+        """Release the slots of a part that all ranks have copied.
+
+        Return whether the order was a part of a load.
+        """
         load, slots = self._slots.pop(moved.key, ("", None))
         if slots is None:
             return False
@@ -298,7 +320,7 @@ class TierSource:
         return True
 
     def start_anew(self) -> None:
-        """Cancel all loads under way: they bring chunks from before the reset."""
+        """Cancel all loads under way: their chunks were computed before the cache was reset."""
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
 
@@ -308,9 +330,10 @@ class TierSource:
         return Bid(TIERS, self._parts(found, first, last))
 
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[Part, ...]:
-        """Split tokens ``[first, last)`` by place, following the group that needs most chunks.
+        """Return the number of tokens of ``[first, last)`` that each tier provides.
 
-        A chunk that is nowhere is not needed, and counts as one in host memory.
+        The group that needs most chunks decides. A chunk that no tier has is not needed, and counts as one in
+        host memory.
         """
         size = found.chunked.chunk_tokens
         low, high = first // size, -(-last // size)
@@ -322,9 +345,10 @@ class TierSource:
         return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
     def _keeps_windows(self, tokens: int) -> bool:
-        """Return whether a load of all tokens of a prompt leaves the engine what its last token sees.
+        """Return whether all blocks that the last prompt token attends to survive a load of the whole prompt.
 
-        The engine computes the last token again, but has freed blocks that the token after it does not see.
+        The engine computes the last token again, but by then it has freed the blocks that the token after the
+        prompt does not attend to.
         """
         return all(
             first_attended(one.kind, one.attention_span, tokens - 1) // one.block_tokens
