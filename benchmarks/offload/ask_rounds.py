@@ -40,7 +40,7 @@ ALL, EACH, PEER = PLACES = ("all five", "each a part", "the peer")
 _PROMPTS, _AGAIN = 8, 3
 _VOCABULARY = 128_000
 _TIERS = 1 + len(SLOW)
-_SHARE_OF = {"places": 0, "bids": 1, "head": 2, "tail": 2}
+_SHARE_OF = {"tier_numbers": 0, "bids": 1, "head": 2, "tail": 2}
 
 
 def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None]) -> AskResults:
@@ -48,10 +48,10 @@ def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None
 
     Args:
         path: folder for files that name chunks, which are removed.
-        tokens: length of the longest prompt; others are a little shorter, so that no two of a kind are cut
-        alike. rounds: requests of each kind, and as many to find out where the time goes; one more of
-        either comes before
-            them.
+        tokens: length of the longest prompt. The others are a little shorter, so that no two of a kind have
+            the same chunks.
+        rounds: number of requests of each kind, and of as many that are timed by parts. One more of each
+            comes first and is not counted.
         progress: called with a line of text for each kind.
 
     Raises:

@@ -35,7 +35,7 @@ def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError) as caught:
         parse_size(text)
     assert str(caught.value) == (
-        f"a size of {text!r}; write a number of bytes, or one with KiB, MiB, GiB or TiB"
+        f"{text!r} is not a size; write a number of bytes, or one with KiB, MiB, GiB or TiB"
     )
 
 
