@@ -1,7 +1,7 @@
-"""English text that every Python installation carries: the language reference in `pydoc_data.topics`.
+"""English text that is part of every Python installation: the language reference in `pydoc_data.topics`.
 
-The demo, the tests and the tokenizer of the tiny checkpoints use it, so that nothing is downloaded and
-nothing is made up. The text differs slightly between Python versions; `corpus_digest` identifies it.
+The demo, the tests and the tokenizer of the tiny checkpoints use it, so that they have real text without a
+download. The text differs slightly between Python versions; `corpus_digest` identifies it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from kvferry.errors import ConfigError
 
 @cache
 def corpus() -> str:
-    """Return all topics in the order of their names, separated by blank lines: about 400,000 characters."""
+    """Return the text of all topics, sorted by name, with blank lines between: about 400,000 characters."""
     topics: dict[str, str] = pydoc_data.topics.topics
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
 
 
 @cache
 def corpus_digest() -> str:
-    """Return the SHA-256 of `corpus`, in hex."""
+    """Return the SHA-256 of the text of `corpus`, in hex."""
     return hashlib.sha256(corpus().encode()).hexdigest()
 
 
 def passages(characters: int) -> Iterator[str]:
-    """Yield disjoint passages in the order of the text, each starting at a paragraph.
+    """Yield disjoint passages of `corpus` in the order of the text. Each starts at a paragraph.
 
     Args:
-        characters: exact length of each passage.
+        characters: exact length of each passage, in characters.
 
     Raises:
-        ConfigError: the text is shorter than one passage.
+        ConfigError: `characters` is not positive, or the text is shorter than one passage.
     """
     text = corpus()
     if not 0 < characters <= len(text):

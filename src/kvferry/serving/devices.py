@@ -9,7 +9,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What a fleet takes of the memory that its ranks share; on a CPU that memory is everybody else's too.
+# Fraction of the memory that the ranks on a device may use in total. On a CPU the memory is that of the whole
+# machine, so other programs need the rest.
 _GPU_SHARE = 0.9
 _CPU_SHARE = 0.5
 _MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
@@ -20,8 +21,8 @@ class Devices:
     """Devices that engines can run on.
 
     Attributes:
-        gpus: CUDA device names as in ``CUDA_VISIBLE_DEVICES``; empty for a CPU machine.
-        cores: ids of CPUs that this process may use.
+        gpus: names of the CUDA devices, as in ``CUDA_VISIBLE_DEVICES``; empty for a CPU machine.
+        cores: ids of the CPU cores that this process may use.
     """
 
     gpus: tuple[str, ...]
@@ -34,18 +35,18 @@ def visible_devices() -> Devices:
 
 
 def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str, str]]:
-    """Return environment variables that give each engine devices of its own, as far as there are enough.
+    """Return environment variables that assign devices to each engine. Engines share devices only if needed.
 
-    vLLM takes them in the order of its ranks: data-parallel outermost, tensor-parallel innermost.
+    vLLM assigns the devices in the order of its ranks: data-parallel outermost, tensor-parallel innermost.
 
     Args:
-        machine: devices to share.
-        ranks: workers of each engine over all parallel dimensions; on GPUs at most the number of GPUs.
+        machine: devices to divide among the engines.
+        ranks: number of workers of each engine over all parallel dimensions. On GPUs, no engine may have more
+            workers than there are GPUs.
 
     Returns:
-        One mapping per engine. On GPUs it names one device per rank; engines share devices only if there are
-        too few. On a CPU each rank has an equal share of the cores, or no binding if there are more ranks
-        than cores.
+        Environment variables of each engine. On GPUs they name one device per rank. On a CPU they bind each
+        rank to an equal share of the cores, or to no cores if there are more ranks than cores.
     """
     if machine.gpus:
         return [
@@ -67,9 +68,14 @@ def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str
 
 
 def memory_arguments(machine: Devices, ranks: Sequence[int], given: Sequence[str]) -> tuple[str, ...]:
-    """Return arguments that limit the memory of engines that share a device.
+    """Return vLLM arguments that limit the memory of each engine if engines share a device.
 
-    Empty if `given` already sizes the cache, or if every rank has a GPU of its own.
+    Empty if `given` already sets the size of the KV cache, or if every rank has its own GPU.
+
+    Args:
+        machine: devices that the engines share.
+        ranks: number of workers of each engine.
+        given: arguments of vLLM's API server that the user gave.
     """
     if any(argument.split("=")[0] in _MEMORY_FLAGS for argument in given):
         return ()
@@ -80,7 +86,7 @@ def memory_arguments(machine: Devices, ranks: Sequence[int], given: Sequence[str
 
 
 def _slots(ranks: Sequence[int]) -> list[range]:
-    """Return the consecutive rank numbers of each engine."""
+    """Return the range of rank numbers of each engine, counted over all engines."""
     starts = [sum(ranks[:i]) for i in range(len(ranks))]
     return [range(start, start + count) for start, count in zip(starts, ranks, strict=True)]
 
@@ -101,7 +107,7 @@ def _visible_gpus() -> tuple[str, ...]:
 
 
 def _vllm_is_for_cpu() -> bool:
-    """Return whether vLLM is built for CPUs, or not installed."""
+    """Return whether vLLM is a CPU build, or not installed."""
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

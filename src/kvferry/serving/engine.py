@@ -25,18 +25,18 @@ _GUARD_MARGIN_SECONDS = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine to start.
+    """The specification of an engine to start.
 
     Attributes:
-        name: unique in its fleet, for example ``prefill-0``; names the log file.
+        name: name of the engine, unique in its fleet, for example ``prefill-0``. The log file has this name.
         role: PREFILL or DECODE; BOTH for an engine that serves alone.
         model: path or id that vLLM can load.
         port: port of its OpenAI endpoint.
-        host: address that it listens on.
-        tensor_parallel: number of ranks.
+        host: address that the engine listens on.
+        tensor_parallel: number of tensor-parallel ranks.
         kv_transfer: value of ``--kv-transfer-config``; None for an engine without KV transfer.
         arguments: further arguments of vLLM's API server.
-        environment: variables on top of this process's own.
+        environment: environment variables, added to those of this process.
     """
 
     name: str
@@ -51,11 +51,11 @@ class EngineSpec:
 
     @property
     def url(self) -> str:
-        """Return the base URL of its endpoint, without a trailing slash."""
+        """Return the base URL of the engine's endpoint, without a trailing slash."""
         return f"http://{self.host}:{self.port}"
 
     def command(self) -> list[str]:
-        """Return the command line that starts it."""
+        """Return the command line that starts the engine."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.model, "--host", self.host, "--port", str(self.port)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel)]
@@ -73,15 +73,15 @@ class EngineState(StrEnum):
 
 
 class EngineProcess:
-    """A started engine under its guard (`kvferry.serving.guard`).
+    """A started engine and its guard, a small process that ends the engine (`kvferry.serving.guard`).
 
-    The guard ends the engine when the lifeline closes. The lifeline is a pipe whose other end only this
-    process holds, so it closes when `stop` is called or this process ends for any reason.
+    The guard ends the engine when the lifeline closes. The lifeline is a pipe whose write end only this
+    process holds. It closes when `begin_stop` or `kill` is called, or when this process ends for any reason.
 
     Attributes:
-        spec: the engine's specification.
-        log_path: file with its standard output and error.
-        state: state at the last `poll`.
+        spec: specification of the engine.
+        log_path: path of the file with the engine's standard output and error.
+        state: state of the engine at the last `poll`.
     """
 
     def __init__(self, spec: EngineSpec, log_path: Path, grace_seconds: float) -> None:
@@ -111,17 +111,17 @@ class EngineProcess:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since it was started."""
+        """Return the time since the engine was started, in seconds."""
         return time.monotonic() - self._started
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code of the engine's main process, negative for a signal; None while it runs."""
+        """Return the exit code of the engine's main process, -n for signal n, or None while it runs."""
         code = self._guard.poll()
         return code if code is None or code < 128 else 128 - code
 
     def poll(self) -> EngineState:
-        """Update and return the state. A starting engine is asked for ``/health``."""
+        """Update and return `state`. A starting engine becomes READY once its ``/health`` answers 200."""
         if self._guard.poll() is not None:
             self.state = EngineState.DEAD
         elif self.state is EngineState.STARTING and self.healthy():
@@ -129,7 +129,7 @@ class EngineProcess:
         return self.state
 
     def healthy(self) -> bool:
-        """Return whether ``/health`` answers 200 now."""
+        """Query ``/health`` and return whether the engine answers with status 200."""
         connection = http.client.HTTPConnection(
             self.spec.host, self.spec.port, timeout=_HEALTH_TIMEOUT_SECONDS
         )
@@ -142,13 +142,13 @@ class EngineProcess:
             connection.close()
 
     def begin_stop(self) -> None:
-        """Ask the engine to end, and return at once. Its guard kills it after the grace period."""
+        """Ask the engine to end, and return at once. The guard kills the engine after the grace period."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
 
     def kill(self) -> None:
-        """Kill all processes of this engine."""
+        """Tell the guard to kill all processes of this engine, and return at once."""
         if self._lifeline >= 0:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._lifeline, b"k")

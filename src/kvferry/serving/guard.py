@@ -1,19 +1,20 @@
-"""A small process between a launcher and an engine, which ends the engine when the launcher has ended.
+"""A small parent process of an engine, the guard, which ends the engine when the launcher has ended.
 
-An engine is a tree of processes, and killing its root leaves the others behind. The guard adopts orphans of
-the tree (as a "child subreaper"), so it knows every process that is left. It ends the tree when
+An engine is a tree of processes, and killing its root leaves the others running. The guard adopts orphans of
+the tree (as a "child subreaper"), so it can find every process that is left. It ends the tree in these cases:
 
-- the lifeline, a pipe from the launcher, closes: it asks the root to end, and kills the rest after a while;
-- a byte arrives on the lifeline, or SIGUSR1 arrives: it kills all at once;
-- the root ends by itself: it kills the rest.
+- The lifeline, a pipe from the launcher, closes: the guard sends SIGTERM to the root, and kills the tree
+  after the grace period.
+- A byte arrives on the lifeline, or SIGUSR1 arrives: the guard kills all processes at once.
+- The root ends by itself: the guard ends the other processes.
 
-Python's resource trackers are killed last, because they ignore SIGTERM, and remove the shared memory of
-killed processes.
+The guard kills Python's resource trackers last, because they remove the shared memory of killed processes.
+They ignore SIGTERM.
 
     python -m kvferry.serving.guard LIFELINE_FD GRACE_SECONDS COMMAND...
 
-Exits with the root's code, or 128 + n if signal n ended the root. It imports little, so that it starts at
-once.
+The guard exits with the root's code, or 128 + n if signal n ended the root. It imports few modules, so that
+it starts quickly.
 """
 
 from __future__ import annotations
@@ -39,15 +40,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Killed(Exception):
-    """SIGUSR1 arrived."""
+    """Raised by the handler of SIGUSR1: kill all processes now."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command under guard, and return its exit code."""
+    """Run the command until it ends or must be ended, end its whole process tree, and return its exit code.
+
+    Args:
+        arguments: file descriptor of the lifeline, grace period in seconds, and the command.
+    """
     lifeline, grace_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     root = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509 - no threads here
-    # Handlers, not SIG_IGN, and only now: the engine must not inherit them.
+    # Install handlers rather than SIG_IGN, and after the engine has started: it must not inherit them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: root.send_signal(signal.SIGTERM))
     signal.signal(signal.SIGUSR1, _raise_killed)
@@ -64,7 +69,7 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -> None:
-    """Wait until the tree must end: the root ended, its grace time passed, or a kill was requested."""
+    """Wait until the process tree must end: the root ended, its grace period passed, or a byte arrived."""
     ended = os.pidfd_open(root.pid)
     readable, _, _ = select.select([ended, lifeline], [], [])
     if ended in readable or os.read(lifeline, 1):
@@ -96,11 +101,15 @@ def _signal_all(pids: list[int], number: int) -> None:
 
 
 def _descendants(*, trackers: bool) -> list[int]:
-    """Return the running processes below this one, with or without resource trackers."""
+    """Return the ids of all running descendants of this process.
+
+    Args:
+        trackers: True to include Python's resource trackers.
+    """
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := _read(entry / "stat")):
-            # The name in parentheses may hold anything; what follows its last ")" is state and parent.
+            # The process name in parentheses may contain any character. State and parent follow the last ")".
             state, parent = stat.rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 parents[int(entry.name)] = int(parent)

@@ -19,13 +19,13 @@ _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH
 def kv_transfer_config(
     role: Role, settings: Mapping[str, Any] | None = None, *, alone: bool = True
 ) -> dict[str, Any]:
-    """Return the object for an engine of this role, checked as the engine checks it at its start.
+    """Check an engine's settings as the engine does at its start, and return its ``--kv-transfer-config``.
 
     Args:
         role: role of the engine.
-        settings: keys of `ConnectorConfig`; values of None are left out.
-        alone: the engine has no other connector. Then ``transfer`` is set if the role needs it and the tiers
-            would disable it.
+        settings: values of the keys of `ConnectorConfig`; keys with the value None are omitted.
+        alone: True if the engine has no other connector. Then ``transfer`` is set if the role needs it and
+            the tiers would disable it.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or a file cannot be used.
@@ -47,14 +47,17 @@ def kv_transfer_config(
 
 
 def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
-    """Return the object of a `FerryMultiConnector` with other connectors before kvferry's.
+    """Return the ``--kv-transfer-config`` object that combines other connectors with kvferry's.
+
+    The connector is `FerryMultiConnector`, with the other connectors first and kvferry's last.
 
     Args:
-        config: result of `kv_transfer_config`. Its ``source_policy`` and ``patience_seconds`` apply to all.
-        others: entries of ``connectors``.
+        config: result of `kv_transfer_config`. Its ``source_policy`` and ``patience_seconds`` apply to all
+            connectors.
+        others: list of the other connectors, as in the key ``connectors`` of vLLM's MultiConnector.
 
     Raises:
-        ConfigError: an entry is not valid; see `parse_multi`.
+        ConfigError: `others` is not a list, or an entry is not valid.
     """
     extra = config["kv_connector_extra_config"]
     own = {
@@ -72,7 +75,7 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
 
 
 def parse_connectors(text: str) -> Any:
-    """Parse the entries of ``connectors`` from a command line, without checking them.
+    """Parse the JSON list of other connectors from a command line. Its content is not checked.
 
     Raises:
         ConfigError: the text is not JSON.
@@ -81,13 +84,16 @@ def parse_connectors(text: str) -> Any:
 
 
 def parse_tiers(text: str | None) -> Any:
-    """Parse the key ``tiers`` from a command line, without checking the objects; None if it was not given.
+    """Parse the value of the key ``tiers`` from a command line. Its content is not checked.
 
     Args:
-        text: ``default``, or JSON: a list of objects with a "type".
+        text: ``default``, or JSON: a list of objects with a "type"; None if the option is not given.
+
+    Returns:
+        ``default``, the parsed JSON, or None.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither ``default`` nor JSON.
     """
     if text is None or text == "default":
         return text
@@ -103,5 +109,5 @@ def _parse_json(name: str, text: str, expected: str) -> Any:
 
 
 def kv_transfer_json(config: Mapping[str, Any]) -> str:
-    """Return the object as one line of JSON."""
+    """Return the ``--kv-transfer-config`` object as one line of JSON."""
     return json.dumps(config, separators=(",", ":"))

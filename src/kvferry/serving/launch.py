@@ -4,8 +4,8 @@
         fleet.wait_ready()
         ... requests to fleet.prefill_urls, fleet.decode_urls ...
 
-Leaving the block, also by an exception, ends every process of every engine. If this process is killed, the
-engines' guards end them.
+All processes of all engines have ended when the block is left, also by an exception. If this process is
+killed, each engine's guard ends the engine.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = ["EngineProcess", "EngineSpec", "EngineState", "Fleet", "LaunchError",
 
 _POLL_SECONDS = 0.2
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the kernel keeps it
-# Exit code of argument parsers.
+# Exit code with which argument parsers refuse an argument.
 _REFUSED_ARGUMENTS = 2
 
 Progress = Callable[[Sequence[EngineProcess]], None]
 
 
 class LaunchError(KVFerryError):
-    """Raised if an engine does not start. The message has its last error and the path of its log."""
+    """Raised if an engine does not start. If it ran, the message has the path of its log."""
 
 
 class Fleet:
-    """The engines of some specifications, as a context manager that starts them on entry.
+    """Several engines, as a context manager that starts them on entry and stops them on exit.
 
     Attributes:
-        engines: started engines in the order of the specs; empty before `start`.
+        engines: started engines in the order of their specifications; empty before `start`.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Fleet:
         startup_timeout_seconds: float = 600.0,
         grace_seconds: float = 10.0,
     ) -> None:
-        """Store the specifications; start nothing yet.
+        """Store the specifications. No engine is started yet.
 
         Args:
-            specs: engines to start.
+            specs: specifications of the engines.
             log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
-            startup_timeout_seconds: time from `start` until every engine must be ready.
-            grace_seconds: time that an engine has to end before it is killed.
+            startup_timeout_seconds: longest time from the start of an engine until it must be ready.
+            grace_seconds: time that a stopped engine has to end before it is killed.
         """
         self._specs = tuple(specs)
         self._log_dir = log_dir
@@ -72,10 +72,10 @@ class Fleet:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
-        """Start every engine, and return before they are ready.
+        """Start every engine, and return before the engines are ready.
 
         Raises:
-            ConfigError: the umask, or the folder for logs or temporary files, cannot be used.
+            ConfigError: the umask, the folder for logs or the folder for temporary files cannot be used.
             LaunchError: a file or a process cannot be created.
         """
         check_umask()
@@ -95,9 +95,10 @@ class Fleet:
             ) from error
 
     def _start(self) -> None:
-        # vLLM leaves sockets and files in the folder for temporary ones: engines get one that goes with them.
+        # vLLM leaves sockets and files in TMPDIR, so the engines get a TMPDIR that is removed with them.
         self._temporary = temporary_for_engines()
-        # What torch compiles for the first requests takes long and is kept where torch itself would keep it.
+        # torch takes long to compile code for the first requests. Keep that code in torch's default folder,
+        # because it would be lost in the temporary one.
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled_code()
         own = {"TMPDIR": self._temporary.name, "TORCHINDUCTOR_CACHE_DIR": compiled}
         for spec in self._specs:
@@ -106,14 +107,17 @@ class Fleet:
             self.engines = (*self.engines, EngineProcess(placed, log_path, self._grace_seconds))
 
     def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
-        """Wait until every engine answers.
+        """Wait until every engine is ready.
+
+        After an exception the other engines still run. Leave the block to stop them.
 
         Args:
-            on_progress: called about five times a second with `engines`, whose states are current.
+            on_progress: function that is called about five times a second with `engines`, after their states
+                were updated.
 
         Raises:
-            LaunchError: an engine died, or was not ready in time. The others still run: leave the block.
-            ConfigError: the same, because of an argument that vLLM does not know.
+            LaunchError: an engine ended, or was not ready in time.
+            ConfigError: an engine ended because vLLM refused an argument.
         """
         while True:
             states = [engine.poll() for engine in self.engines]
@@ -131,18 +135,18 @@ class Fleet:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """Return the endpoints of the prefill engines."""
+        """Return the base URLs of the prefill engines."""
         return [engine.spec.url for engine in self.engines if engine.spec.role is Role.PREFILL]
 
     @property
     def decode_urls(self) -> list[str]:
-        """Return the endpoints of the decode engines."""
+        """Return the base URLs of the decode engines."""
         return [engine.spec.url for engine in self.engines if engine.spec.role is Role.DECODE]
 
     def stop(self) -> None:
-        """Stop every engine, and wait for all their processes.
+        """Stop every engine, and wait until all their processes have ended.
 
-        A KeyboardInterrupt during the wait kills all of them, and is raised afterwards.
+        A KeyboardInterrupt during the wait kills all engines, and is raised again afterwards.
         """
         for engine in self.engines:
             engine.begin_stop()
@@ -155,7 +159,7 @@ class Fleet:
         self._clean()
 
     def kill(self) -> None:
-        """Kill every engine, and wait for all their processes."""
+        """Kill every engine, and wait until all their processes have ended."""
         for engine in self.engines:
             engine.kill()
         for engine in self.engines:
@@ -164,7 +168,7 @@ class Fleet:
 
     def _clean(self) -> None:
         if self._temporary is not None:
-            # Ranks on a CPU meet in shared memory named after a file here, and nobody removes it.
+            # Ranks on a CPU share memory that is named after a file here. vLLM does not remove it.
             for meeting in Path(self._temporary.name).glob("vllm_dist_*"):
                 for segment in _SHARED_MEMORY.glob(f"{meeting.name}-*"):
                     segment.unlink(missing_ok=True)
@@ -172,7 +176,7 @@ class Fleet:
             self._temporary = None
 
     def __enter__(self) -> Self:
-        """Start all engines; if one cannot be started, stop the others."""
+        """Start all engines. If one cannot be started, kill the others."""
         try:
             self.start()
         except BaseException:
@@ -193,7 +197,7 @@ class Fleet:
 
 
 def death_notice(engine: EngineProcess) -> str:
-    """Return a sentence about an engine that has ended: its last error, and the path of its log."""
+    """Return a message about an engine that has ended: exit code, last error, and path of the log."""
     code = engine.exit_code
     how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
     said = error_line(engine.log_path)

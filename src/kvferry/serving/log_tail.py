@@ -1,4 +1,4 @@
-"""Find the line of an engine's log that says why it ended."""
+"""Find the line of an engine's log that tells why the engine ended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 _TAIL_BYTES = 256 << 10
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:7] ", each part optional, before what was said.
+# Prefix of a log line: "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:7] ". Each part is optional.
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Incompatible|Exit)): *(.*)$")
 _USAGE_ERROR = re.compile(r"^\S+: error: (.*)$")
-# Said by a process about another one: the cause stands further up.
+# Messages of a process about the failure of another one. The cause stands further up in the log.
 _ECHOES = (
     "See root cause above",
     "initialization failed",
@@ -23,7 +23,10 @@ _MAX_CHARS = 500
 
 
 def error_line(log_path: Path) -> str | None:
-    """Return the last error that does not merely repeat another process's; None if there is none."""
+    """Return the last error in the log; None if there is none.
+
+    Errors that only report the failure of another process are returned only if there is no other.
+    """
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _tail(log_path)]
     echo = None
     for index in range(len(lines) - 1, -1, -1):
@@ -48,7 +51,7 @@ def _said(lines: list[str], index: int) -> str | None:
     if not (match := _EXCEPTION.match(lines[index])):
         return None
     name, text = match[1], match[2]
-    # pydantic puts the number of errors on this line, and the first of them two or fewer lines below.
+    # pydantic prints the number of errors on this line, and the first error one or two lines below.
     if "validation error" in text:
         below = [line.strip() for line in lines[index + 1 : index + 3]]
         text = next((line for line in below if line.startswith(("Value error", "Assertion"))), text)

@@ -10,11 +10,11 @@ _BACKLOG = 2048
 
 
 class ListenError(KVFerryError):
-    """An address cannot be listened on."""
+    """Raised if this process cannot listen on an address."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Return distinct ports that are free now. Another process may take them before the caller does."""
+    """Return `count` distinct free ports. Another process may take them before the caller uses them."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for sock in sockets:
@@ -26,7 +26,11 @@ def free_ports(count: int) -> list[int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 for any free port.
+    """Open and return a listening socket.
+
+    Args:
+        host: IPv4 or IPv6 address, or host name, to listen on.
+        port: port to listen on; 0 for any free port.
 
     Raises:
         ListenError: the address cannot be used.
@@ -47,6 +51,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Return the URL of a listening socket, without a trailing slash."""
+    """Return the HTTP URL of a listening socket, without a trailing slash."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"

@@ -18,7 +18,10 @@ _COLOURS = {EngineState.STARTING: "yellow", EngineState.READY: "green", EngineSt
 
 @contextmanager
 def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
-    """Yield a function that shows engines: a live table on a terminal, else one line per change of state."""
+    """Yield a function that shows the states of engines.
+
+    It shows a live table on a terminal, and prints one line per change of state elsewhere.
+    """
     if not console.is_terminal:
         yield _Lines(console)
         return

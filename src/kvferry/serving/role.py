@@ -1,4 +1,4 @@
-"""Role of an engine in a prefill/decode pair."""
+"""The role of an engine in a prefill/decode pair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Role of an engine."""
+    """The role of an engine. BOTH is an engine that does prefill and decode."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -13,11 +13,11 @@ import uvicorn
 from kvferry.serving.router import RouterApp
 
 _M_MMAP_THRESHOLD = -3
-"""Parameter of ``mallopt(3)``."""
+"""Number of the parameter in ``mallopt(3)``."""
 _THRESHOLD_BYTES = 128 << 10
 
 _TICK_SECONDS = 0.2
-# For answers that are under way when the server is told to end: to be completed, and then to be cut short.
+# When the server stops, answers under way have this time to complete, and then this time to send an error.
 _DRAIN_SECONDS = 2
 _CUT_SECONDS = 2
 
@@ -36,9 +36,10 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
     """Serve `app` on a listening socket as long as `keep_on` returns True.
 
     Args:
-        app: the application.
+        app: router application.
         sock: listening socket; closed at the end.
-        keep_on: called five times a second; an exception also ends the server.
+        keep_on: function that is called five times a second. An exception also stops the server, and is
+            raised again.
     """
     map_large_allocations()
     config = uvicorn.Config(
@@ -55,7 +56,7 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
 async def _serve(app: RouterApp, server: _Server, sock: socket.socket, keep_on: Callable[[], bool]) -> None:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        # Polled: what it looks at, processes and signals, sets no event.
+        # Poll, because the processes and signals that `keep_on` checks set no event.
         while not serving.done() and keep_on():  # noqa: ASYNC110
             await asyncio.sleep(_TICK_SECONDS)
     finally:
@@ -66,10 +67,11 @@ async def _serve(app: RouterApp, server: _Server, sock: socket.socket, keep_on: 
 
 
 def map_large_allocations() -> None:
-    """Have glibc map allocations of 128 KiB or more separately, so that freeing them returns the memory.
+    """Make glibc map allocations of 128 KiB or more separately, so that freeing them returns the memory.
 
-    Otherwise glibc serves them from the heap after the first one was freed, and small allocations behind them
-    keep the heap from shrinking. asyncio reads into buffers of 256 KiB. Does nothing with other C libraries.
+    By default, glibc serves them from the heap once the first of them was freed. Small allocations behind
+    them then keep the heap from shrinking. This matters because asyncio reads into buffers of 256 KiB. With
+    other C libraries the function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

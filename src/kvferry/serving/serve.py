@@ -1,4 +1,4 @@
-"""Run a fleet and its router, from the first process started to the last one ended."""
+"""Run several engines with a router in front of them, until a signal stops them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.serving.signals import StopRequested, StopSignals
 
 
 class FleetLost(KVFerryError):
-    """Raised if no decode engine is left."""
+    """Raised if all decode engines have ended."""
 
 
 def serve_fleet(
@@ -34,16 +34,16 @@ def serve_fleet(
     announce: Callable[[str], None],
     startup_timeout_seconds: float,
 ) -> None:
-    """Start the engines, serve them on `sock`, and stop them. Return when a signal asks for it.
+    """Start the engines, route requests from `sock` to them until a signal arrives, and stop them.
 
     Args:
-        specs: engines to start.
-        sock: listening socket.
+        specs: specifications of the engines.
+        sock: listening socket of the router.
         log_dir: folder for the engines' logs.
-        console: shows progress and engines that ended.
-        signals: the first signal stops everything, a second one kills the engines.
-        announce: called with one line about the endpoint, once requests can be served.
-        startup_timeout_seconds: time until every engine must be ready.
+        console: console that shows the progress of the start, and engines that end.
+        signals: received signals. The first one stops everything, and a second one kills the engines.
+        announce: function that is called with one line about the endpoint, once it can serve requests.
+        startup_timeout_seconds: longest time from the start of an engine until it must be ready.
 
     Raises:
         LaunchError: an engine did not start.
@@ -75,7 +75,7 @@ def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
 
 
 class _KeepServing:
-    """Decides whether to continue serving. Announces each engine that has ended, once."""
+    """Function object that returns whether to continue serving. Reports each engine that has ended, once."""
 
     def __init__(self, fleet: Fleet, console: Console, signals: StopSignals) -> None:
         self._fleet = fleet
@@ -105,5 +105,5 @@ class _KeepServing:
 
 
 def _say(console: Console, text: str) -> None:
-    with suppress(OSError):  # what nobody can be told must not end what others are served by
+    with suppress(OSError):  # a message that cannot be printed must not stop the server
         console.print(text, markup=False, highlight=False, soft_wrap=True)

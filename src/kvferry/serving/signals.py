@@ -12,17 +12,18 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
 
 
 class StopRequested(Exception):
-    """Raised if a signal asked the process to stop."""
+    """Raised by `StopSignals.check` if a signal asked the process to stop."""
 
 
 class StopSignals:
-    """Note the first signal while the block runs; a second raises KeyboardInterrupt at once.
+    """Context manager that handles SIGINT and SIGTERM while the block runs.
 
-    The first signal ends `interruptible` work at once. Signals after the second are ignored, so that killing
-    the engines is finished.
+    The first signal is recorded in `received`, and raises KeyboardInterrupt only inside an `interruptible`
+    block. A second signal raises KeyboardInterrupt at once. Later signals are ignored, so that they do not
+    interrupt the killing of the engines.
 
     Attributes:
-        received: the first signal; None if there was none.
+        received: number of the first signal; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code for the signal received."""
+        """Return the exit code of a process that `received` stopped; 0 without a signal."""
         return _EXIT_CODES.get(signal.Signals(self.received), 1) if self.received is not None else 0
 
     def check(self) -> None:
@@ -45,7 +46,8 @@ class StopSignals:
     def interruptible(self) -> Iterator[None]:
         """Let the first signal raise KeyboardInterrupt inside this block.
 
-        Python drops exceptions raised in a finalizer, so the end of the block checks for the signal again.
+        Python drops an exception that is raised while a finalizer runs, so the signal is checked again at the
+        end of the block.
 
         Raises:
             StopRequested: a signal was received before the block, or its exception was dropped.
@@ -66,7 +68,7 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # signal.signal returned it
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.received is None:

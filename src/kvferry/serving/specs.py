@@ -23,15 +23,15 @@ _DATA_LOCAL = ("--data-parallel-size-local", "-dpl")
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Parallel sizes of an engine on this machine.
+    """The parallel sizes of an engine on this machine.
 
     >>> Parallel(tensor=2, data=2).ranks
     4
 
     Attributes:
-        tensor, pipeline, context: ranks of one data-parallel replica. Decode-context parallelism shares the
-            tensor-parallel ranks.
-        data: replicas that run on this machine.
+        tensor, pipeline, context: number of ranks of one data-parallel replica in each dimension.
+            Decode-context parallelism has no ranks of its own: it uses the tensor-parallel ranks.
+        data: number of data-parallel replicas on this machine.
     """
 
     tensor: int
@@ -41,7 +41,7 @@ class Parallel:
 
     @property
     def ranks(self) -> int:
-        """Return the number of workers on this machine, each with devices of its own."""
+        """Return the number of the engine's workers on this machine. Each worker has its own device."""
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
@@ -51,10 +51,10 @@ class Parallel:
 
 
 def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
-    """Read the parallel sizes of an engine.
+    """Return the parallel sizes of an engine, read from its arguments.
 
     Args:
-        tensor: its tensor-parallel ranks.
+        tensor: number of tensor-parallel ranks.
         arguments: arguments of vLLM's API server.
 
     Raises:
@@ -70,7 +70,12 @@ def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
 
 
 def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
-    """Return the last value of a flag, the one that vLLM takes; None if it is not given."""
+    """Return the value of a flag; None if it is not given. If it is repeated, the last one counts.
+
+    Args:
+        arguments: arguments of vLLM's API server.
+        names: long and short name of the flag.
+    """
     found = None
     for index, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
@@ -83,7 +88,7 @@ def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
     return found
 
 
-# What differs from engine to engine, with what sets it for the fleet.
+# Arguments of vLLM that differ between the engines, and what the user sets instead.
 _OURS = {
     "--model": "MODEL",
     "--host": "kvferry's own --host, before the --",
@@ -106,7 +111,7 @@ def fleet_specs(
     arguments: Sequence[str] = (),
     machine: Devices | None = None,
 ) -> tuple[EngineSpec, ...]:
-    """Return the specifications of a fleet on this machine, prefill engines first.
+    """Return the specifications of several engines on this machine, prefill engines first.
 
     Args:
         model: path or id that vLLM can load.
@@ -114,15 +119,14 @@ def fleet_specs(
         decode: number of decode engines.
         prefill_tensor_parallel: tensor-parallel ranks of each prefill engine.
         decode_tensor_parallel: tensor-parallel ranks of each decode engine.
-        prefill_settings: keys of `ConnectorConfig` for the prefill engines.
-        decode_settings: keys of `ConnectorConfig` for the decode engines.
-        arguments: further arguments of vLLM's API server, for every engine; other parallel sizes are among
-            them.
-        machine: devices to share; by default this machine's.
+        prefill_settings: values of the keys of `ConnectorConfig` for the prefill engines.
+        decode_settings: values of the keys of `ConnectorConfig` for the decode engines.
+        arguments: further arguments of vLLM's API server for every engine, such as other parallel sizes.
+        machine: devices that the engines share; None for the devices of this machine.
 
     Raises:
-        ConfigError: no engine of a role, no rank, more ranks in an engine than GPUs, or a connector setting
-            or an argument that cannot be used.
+        ConfigError: a count is less than 1, an engine has more ranks than there are GPUs, the model does not
+            exist, or a connector setting or an argument cannot be used.
     """
     for name, count in (
         ("prefill", prefill),

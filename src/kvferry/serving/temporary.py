@@ -11,16 +11,19 @@ from pathlib import Path
 from kvferry.errors import ConfigError
 
 _LONGEST_SOCKET = 107
-"""Bytes that the path of a Unix socket may have."""
+"""Longest path of a Unix socket, in bytes."""
 _SOCKET = "/00000000-0000-4000-8000-000000000000"
-"""Name of an engine's socket in vLLM's folder for temporary files."""
+"""Name, with its slash, of a socket that vLLM creates in the folder for temporary files: a random UUID."""
 
 
 def temporary_folder(prefix: str) -> Path:
     """Create a temporary folder that only this user can enter.
 
+    Args:
+        prefix: start of the folder's name.
+
     Raises:
-        ConfigError: there is no place for temporary files.
+        ConfigError: the folder cannot be created.
     """
     try:
         return Path(tempfile.mkdtemp(prefix=prefix))
@@ -32,7 +35,7 @@ def temporary_for_engines() -> tempfile.TemporaryDirectory[str]:
     """Create a temporary folder whose path is short enough for engines' sockets.
 
     Raises:
-        ConfigError: there is no place for it, or its path would be too long.
+        ConfigError: the folder cannot be created, or its path is too long.
     """
     try:
         folder = tempfile.TemporaryDirectory(prefix="kvferry-", ignore_cleanup_errors=True)
@@ -56,9 +59,9 @@ def _no_place(error: OSError) -> ConfigError:
 
 
 def compiled_code() -> str:
-    """Return the folder where torch keeps compiled code by default."""
+    """Return the path of the folder where torch keeps compiled code by default."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a number without a name, as a container may run as
+    except (KeyError, OSError):  # a user id without a name, which occurs in containers
         user = f"uid_{os.getuid()}"
     return str(Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)))

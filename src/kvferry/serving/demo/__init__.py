@@ -1,8 +1,8 @@
-"""The demo: real text through a prefill and a decode engine, compared with a single engine.
+"""The demo: complete real text with a prefill and a decode engine, and compare with a single engine.
 
-- `text`: the prompts; `client`: streaming completions; `transfers`: what moved, from the decode engine's log.
-- `verdict`: comparison with a single engine; `pair`: all of that for one model.
-- `screen`, `report`: output during and after the run.
+- `text`: the prompts; `client`: streaming completions; `transfers`: KV loads, from the decode engine's log.
+- `verdict`: comparison with a single engine's answer; `pair`: the whole run for one model.
+- `screen`: output during the run; `report`: the result table.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kvferry.errors import KVFerryError
 
 
 class CompletionError(KVFerryError):
-    """Raised if the endpoint refuses a request or its answer is incomplete. The message is the endpoint's."""
+    """Raised if an endpoint cannot be reached, refuses a request or ends its answer early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class StreamedAnswer:
     """A completion at temperature 0.
 
     Attributes:
-        prompt: the prompt's token ids.
-        tokens: the answer's token ids.
-        logprobs: for each token of the answer, log probabilities of the likeliest tokens; empty if not
-            requested.
-        first_token_seconds: from sending the request to the first token.
+        prompt: token ids of the prompt.
+        tokens: token ids of the answer.
+        logprobs: log probabilities of the likeliest tokens by token id, one mapping per token of the answer;
+            empty if the request does not ask for them.
+        first_token_seconds: time from sending the request to the first token.
     """
 
     prompt: tuple[int, ...]
@@ -43,17 +43,19 @@ def ask(
     request_id: str,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> StreamedAnswer:
-    """Stream one completion.
+    """Send a completion request, stream the answer, and return it when it is complete.
 
     Args:
         client: HTTP client.
         url: base URL of the endpoint.
-        body: body of the request; the fields for streamed, greedy and exact answers are added.
-        request_id: sent as ``X-Request-Id``.
-        on_text: called with each piece of text.
+        body: body of the request, to which the fields for a streamed, greedy answer of exact length are
+            added.
+        request_id: value of the ``X-Request-Id`` header.
+        on_text: function that is called with each piece of text as it arrives.
 
     Raises:
-        CompletionError: a status other than 200, an error event, a broken or an empty stream.
+        CompletionError: the endpoint answers with a status other than 200 or an error event, or the stream
+            breaks or has no token.
     """
     whole = {**body, "temperature": 0.0, "ignore_eos": True, "stream": True}
     whole |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -95,7 +97,7 @@ def _choices(
 
 
 def _likeliest(choice: Mapping[str, Any]) -> Iterator[Mapping[int, float]]:
-    """Yield the likeliest tokens' log probabilities by id; vLLM writes the id as ``token_id:7``."""
+    """Yield the likeliest tokens' log probabilities by token id. vLLM writes the id as ``token_id:7``."""
     for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
         yield {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
 

@@ -13,10 +13,10 @@ from kvferry.serving.run import run_app
 
 @contextmanager
 def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
-    """Run a router over these engines while the block runs, and yield its URL.
+    """Run a router for these engines while the block runs, and yield the router's URL.
 
     Raises:
-        ConfigError: a role has no engine.
+        ConfigError: there is no prefill engine or no decode engine, or an address is not a URL.
     """
     app = router_app(RouterSettings(prefill=tuple(prefill), decode=tuple(decode)))
     sock = listen("127.0.0.1", 0)
@@ -27,7 +27,7 @@ def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
         try:
             run_app(app, sock, lambda: not ended.is_set())
         except BaseException:
-            # What fails to start because it is being ended has nothing to say.
+            # An error after `ended` is set comes from stopping the router, so it is not reported.
             if not ended.is_set():
                 raise
 

@@ -1,4 +1,4 @@
-"""Serve a model with a prefill and a decode engine, and compare the answers with one engine's."""
+"""Serve a model with a prefill and a decode engine, and compare their answers with a single engine's."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class DemoModel:
     Attributes:
         title: name to display.
         path: path or id that vLLM can load.
-        arguments: arguments of vLLM's API server.
-        environment: environment variables for its engines.
+        arguments: additional arguments of vLLM's API server.
+        environment: environment variables of the engine processes.
     """
 
     title: str
@@ -52,7 +52,11 @@ class DemoModel:
 
 
 def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
-    """Return the tiny checkpoint of a family, and write it if it does not exist.
+    """Return the tiny checkpoint of a model family, and write it if it does not exist.
+
+    Args:
+        name: name of the family, such as ``qwen3``.
+        arguments: additional arguments of vLLM's API server.
 
     Raises:
         ConfigError: the family is unknown.
@@ -60,7 +64,7 @@ def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
     chosen = family(name)
     options = chosen.engine_options()
     if visible_devices().gpus:
-        # float32 is what makes answers comparable on a CPU; most GPU kernels have none.
+        # float32 makes answers comparable on a CPU, but most GPU kernels do not support it.
         options["dtype"] = "bfloat16"
     flags = [_flag(option, value) for option, value in options.items()]
     return DemoModel(
@@ -74,22 +78,22 @@ def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
 def measure(
     model: DemoModel, folder: Path, screen: Screen, signals: StopSignals, *, count: int, answer_tokens: int
 ) -> Sequence[AnswerVerdict]:
-    """Serve `model` with two engines, show `count` answers and what moved for each, and return the verdicts.
+    """Serve `model` with two engines, show each answer and its KV load, and return the verdicts.
 
     All processes of the engines have ended when this returns or raises.
 
     Args:
-        model: the model to serve.
+        model: model to serve.
         folder: folder for the engines' logs and the transfer log.
         screen: output for the user.
-        signals: stop signals to check.
+        signals: stop signals that are checked between steps.
         count: number of requests.
-        answer_tokens: length of each answer.
+        answer_tokens: length of each answer, in tokens.
 
     Raises:
         LaunchError: an engine did not start.
         CompletionError: a request failed.
-        StopRequested, KeyboardInterrupt: a signal was received.
+        StopRequested, KeyboardInterrupt: the process received a signal.
     """
     log = folder / "transfers.jsonl"
     specs = fleet_specs(model.path, decode_settings={"transfer_log": str(log)}, arguments=model.arguments)
@@ -118,7 +122,8 @@ def _measured(
 
             fleet.wait_ready(on_progress)
         single_url = fleet.prefill_urls[0]
-        # The client first: to make one imports what the router's thread imports, and a signal may end that.
+        # Create the client first. It imports the modules that the router's thread also imports, and here
+        # a signal can interrupt the import.
         with _client() as client, routed(fleet.prefill_urls, fleet.decode_urls) as url:
             run = _Run(
                 client=client,
@@ -146,7 +151,7 @@ class _Run:
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         *texts, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
-        # The engines meet on the first request: it is shown, but is not one of those measured.
+        # The first request includes the engines' handshake, so it is shown but not measured.
         self.screen.handshake(self._ask(self.url, {**body, "prompt": first}).first_token_seconds)
         measured = []
         for number, text in enumerate(texts, 1):
@@ -165,7 +170,7 @@ class _Run:
         ]
 
     def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:
-        # A salt of its own keeps the single engine from finding what it computed for the pair.
+        # A separate cache salt keeps the single engine from reusing the KV that it computed for the pair.
         alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}
         single = self._ask(self.single_url, {**alone, "prompt": text})
 
@@ -180,7 +185,7 @@ class _Run:
 
 
 def _client() -> httpx.Client:
-    # trust_env: a proxy in the environment is not for this machine's own ports.
+    # trust_env: ignore a proxy set in the environment, because the engines are on this machine.
     return httpx.Client(timeout=_REQUEST_SECONDS, trust_env=False)
 
 

@@ -1,4 +1,4 @@
-"""The result table: the transfer of each request, and whether the answer is right."""
+"""The demo's result table: each request's KV load, and the comparison of its answer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WIDE = 120
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """Result of one request.
+    """The result of one request.
 
     Attributes:
-        prompt_tokens: length of its prompt.
-        transfer: its load; None if nothing was transferred.
-        first_token_seconds: time to first token at the client.
-        verdict: comparison with a single engine.
+        prompt_tokens: length of the prompt, in tokens.
+        transfer: KV load of the request; None if nothing was loaded.
+        first_token_seconds: time to first token, as measured by the client.
+        verdict: result of the comparison with a single engine.
     """
 
     prompt_tokens: int
@@ -33,7 +33,15 @@ class RequestRow:
 
 
 def table(rows: Sequence[RequestRow], width: int) -> Table:
-    """Return a table for 80 columns. From 120 columns on, each group has its own line, with more times."""
+    """Return a table with one row per request.
+
+    With at least 120 columns, each KV cache group has its own line and the table shows more times. Otherwise
+    the table fits 80 columns.
+
+    Args:
+        rows: results in the order of the requests.
+        width: number of columns of the console.
+    """
     wide = width >= _WIDE
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     columns = ["prompt\ntokens", "KV moved\nby group", "if all\nfull", "\npieces", "piece\nsize"]
@@ -48,7 +56,7 @@ def table(rows: Sequence[RequestRow], width: int) -> Table:
 
 
 def summary(rows: Sequence[RequestRow]) -> str:
-    """Return a summary of all rows."""
+    """Return a summary: bytes moved, bytes for full attention, and the number of identical answers."""
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
     same = Counter(row.verdict for row in rows)
@@ -66,7 +74,7 @@ def summary(rows: Sequence[RequestRow]) -> str:
 
 
 def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
-    """Yield one sentence per request whose load did not serve it."""
+    """Yield one sentence per request for which the decode engine computed the prompt, with the reason."""
     for number, row in enumerate(rows, 1):
         load = row.transfer
         if load is None:
@@ -97,7 +105,7 @@ def _cells(row: RequestRow, *, wide: bool) -> Iterator[str]:
 
 
 def _groups(load: Transfer, *, wide: bool) -> Iterator[str]:
-    """Yield one line per group, or per kind of group if there is less room."""
+    """Yield a line with the bytes of each KV cache group, or of each kind of group if the table is narrow."""
     if wide:
         for name, moved in load.bytes_by_group.items():
             yield f"{name}  {format_bytes(moved)}"

@@ -1,4 +1,4 @@
-"""Output of the demo, on a terminal or in a file."""
+"""Output of the demo to a terminal or a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INDENT = "    "
 
 
 class Screen:
-    """Writes to one console, and shortens all text to its width."""
+    """Writes the demo's progress and results to one console. Shortens prompts and answers to its width."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -33,13 +33,13 @@ class Screen:
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
-        """Yield a function that shows the progress of starting engines."""
+        """Yield a function that shows the progress of starting engines. Finally print that they are ready."""
         with startup_progress(self._console) as show:
             yield show
         self.note("Both engines are ready.")
 
     def handshake(self, seconds: float) -> None:
-        """Print the time of the first answer, which includes the handshake."""
+        """Print the first request's time to first token, which includes the engines' handshake."""
         self.note(f"The engines met: the first request had its first token after {format_seconds(seconds)}.")
 
     @contextmanager
@@ -63,7 +63,7 @@ class Screen:
             self._console.print()
 
     def table(self, rows: Sequence[RequestRow]) -> None:
-        """Print the result."""
+        """Print the result table, a summary, and a sentence for each request without a KV load."""
         self._console.print()
         self._console.print(table(rows, self._console.width))
         self.note("\n" + "\n".join([summary(rows), *failures(rows)]))

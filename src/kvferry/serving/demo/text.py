@@ -1,4 +1,4 @@
-"""Prompts of the demo: from less than a block to several steps of a small engine."""
+"""Prompts of the demo. The shortest is about 70 tokens; the longest takes a small engine several steps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from itertools import islice
 
 from kvferry.serving.corpus import passages
 
-# In characters; a token is 3 to 4 of them.
+# Lengths in characters; a token has 3 to 4 of them.
 _LENGTHS = (240, 1100, 2600, 6400)
 _CHARACTERS_PER_TOKEN_AT_LEAST = 2
 
 
 def prompts(count: int, max_prompt_tokens: int) -> Sequence[str]:
-    """Return `count` passages without common prefixes, of four lengths in turn.
+    """Return `count` prompts without common prefixes. Their lengths cycle through four values.
 
     Args:
-        count: number of passages.
-        max_prompt_tokens: limit of the engine; longer passages are cut.
+        count: number of prompts.
+        max_prompt_tokens: longest prompt that the engine accepts, in tokens; longer passages are cut.
     """
     longest = max_prompt_tokens * _CHARACTERS_PER_TOKEN_AT_LEAST
     whole = islice(passages(max(_LENGTHS)), count)

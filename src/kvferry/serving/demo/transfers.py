@@ -1,4 +1,4 @@
-"""Read the loads of a request from the decode engine's ``transfer_log``."""
+"""Read the KV loads of a request from the decode engine's ``transfer_log``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import msgspec
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """A finished load.
+    """A finished KV load: one line of the transfer log.
 
     Attributes:
-        request_id: id in the engine, which contains the client's id.
+        request_id: id of the request in the engine, which contains the client's id.
         outcome: ``ready``, ``failed`` or ``expired``.
         tokens: number of loaded tokens.
-        bytes: bytes moved, over all groups.
-        bytes_by_group: bytes by number and label of the KV cache group.
-        full_attention_bytes: bytes if all layers had full attention.
-        descriptors: descriptors given to the transport.
-        run_bytes: median size of a descriptor.
-        plan_seconds: time for planning.
-        transfer_seconds: time from posting to completion.
-        total_seconds: time from the engine's query to usable blocks.
-        peer: name of the producer.
-        reason: reason of the failure; None if it succeeded.
+        bytes: number of bytes moved, over all KV cache groups.
+        bytes_by_group: number of bytes moved for each KV cache group, by the group's number and label.
+        full_attention_bytes: number of bytes if all layers had full attention.
+        descriptors: number of descriptors given to the transport.
+        run_bytes: median size of a descriptor, in bytes.
+        plan_seconds: time to plan the reads.
+        transfer_seconds: time from posting the reads to their completion.
+        total_seconds: time from the engine's first query for the request until its blocks are usable.
+        peer: name of the engine that the KV was read from.
+        reason: reason of the failure; None if the load succeeded.
     """
 
     request_id: str
@@ -42,7 +42,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def read_transfer(log: Path, request_id: str) -> Transfer | None:
-    """Return the load that served a request, else its last attempt, else None."""
+    """Return the last successful load of a request; without one the last failed load, or None without any."""
     if not log.exists():
         return None
     lines = [line for line in log.read_bytes().splitlines() if request_id.encode() in line]

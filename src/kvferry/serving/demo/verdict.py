@@ -1,4 +1,4 @@
-"""Compare an answer with a single engine's."""
+"""Compare the answer of a prefill/decode pair with a single engine's answer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from enum import StrEnum
 
 from kvferry.serving.demo.client import StreamedAnswer
 
-# Both candidates may be off by the gap, in opposite directions.
+# The log probabilities of both tokens may be off by the gap, in opposite directions.
 _SIDES = 2
 
 
 class AnswerVerdict(StrEnum):
-    """YES: equal tokens. OWN_GAP: a difference within the single engine's own variation. NO: neither."""
+    """Result of the comparison of two answers.
+
+    YES: all tokens are equal. OWN_GAP: the tokens differ, but by no more than the single engine differs from
+    itself. NO: they differ by more.
+    """
 
     YES = "yes"
     OWN_GAP = "own gap"
@@ -24,14 +28,16 @@ def compare(
 ) -> AnswerVerdict:
     """Compare the answer of a prefill/decode pair with a single engine's.
 
-    At the first difference, the single engine computes that token once more, by prefilling the tokens that it
-    had decoded. If its log probabilities differ between the two ways by more than those of the two tokens
-    differ, either token is right.
+    At the first different token, the single engine computes log probabilities a second time: it prefills the
+    tokens that it decoded before. The gap is the largest difference between its decoded and its prefilled log
+    probabilities. The verdict is OWN_GAP if the two tokens' log probabilities differ by at most twice the
+    gap.
 
     Args:
-        pair: the pair's answer.
-        single: the single engine's answer, with the log probabilities of the likeliest tokens.
-        prefill: returns the single engine's log probabilities of the token after these ids.
+        pair: answer of the pair.
+        single: answer of the single engine, with the log probabilities of the likeliest tokens.
+        prefill: function that prefills token ids on the single engine and returns the log probabilities of
+            the next token, by token id.
     """
     if pair.tokens == single.tokens:
         return AnswerVerdict.YES

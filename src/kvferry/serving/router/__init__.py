@@ -1,9 +1,10 @@
-"""One OpenAI endpoint over prefill and decode engines.
+"""One OpenAI endpoint for several prefill and decode engines.
 
     app = router_app(RouterSettings(prefill=("http://a:8000",), decode=("http://b:8000",)))
 
-`bodies` makes the requests for both sides, `backends` chooses the engines, `upstream` sends. `flow` is the
-life of one completion, `endpoint` that of any request, and `app` the web application around them.
+- `app`: the web application; `endpoint`: handling of one HTTP request; `flow`: prefill, decode and retries of
+  one completion.
+- `bodies`: requests for the engines; `backends`: choice of the engines; `upstream`: HTTP client for engines.
 """
 
 from kvferry.serving.router.app import RouterApp, router_app

@@ -37,7 +37,7 @@ _PASS_SECONDS = 30.0
 
 
 class RouterApp(Starlette):
-    """The ASGI application. It can reach its engines only inside its lifespan."""
+    """The router's ASGI application. It can connect to engines only while its lifespan context is active."""
 
     def __init__(self, settings: RouterSettings) -> None:
         router = _Router(settings)
@@ -58,17 +58,17 @@ class RouterApp(Starlette):
         )
 
     def end_answers(self) -> None:
-        """End all answers under way: callers get an error, and engines abort."""
+        """End all requests under way: clients get an error, and engines abort the requests."""
         self._ongoing.end()
 
 
 def router_app(settings: RouterSettings) -> RouterApp:
-    """Return the router application."""
+    """Return a router application with these settings."""
     return RouterApp(settings)
 
 
 class _Router:
-    """The handlers and their shared state."""
+    """The request handlers, with the state that they share."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -80,7 +80,7 @@ class _Router:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Hold the HTTP client, and probe engines that are down."""
+        """Keep the HTTP client open and probe engines that are down, until the application ends."""
         backends = (*self._prefill.backends, *self._decode.backends)
         async with open_client(self._settings, self.hop) as self._client, anyio.create_task_group() as group:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
@@ -89,7 +89,7 @@ class _Router:
             group.cancel_scope.cancel()
 
     async def complete(self, call: Call, send: Send) -> None:
-        """Serve a completion, with a prefill and a decode engine."""
+        """Serve a completion with a prefill and a decode engine."""
         try:
             body, raw = parse_body(call.body), call.body
             if not self._settings.trust_kv_params:
@@ -101,7 +101,7 @@ class _Router:
             await bad_request(str(error), "invalid_json").send(send, call.echoed)
 
     async def pass_through(self, call: Call, send: Send) -> None:
-        """Relay a request that any decode engine can answer."""
+        """Relay a request to a decode engine; if it fails, to further decode engines."""
         failures, tried = Failures(), list[Backend]()
         while not failures.exhausted and (backend := self._decode.next(tried, even_down=True)):
             tried.append(backend)
@@ -124,7 +124,7 @@ class _Router:
         await reply.send(send, call.echoed)
 
     async def health(self, request: Request) -> Response:
-        """Probe all engines and report their state; 503 if no decode engine is up."""
+        """Probe all engines and report their states. The status is 503 if no decode engine is up."""
         if self.hop.has_seen(request.headers.raw):
             reply = loop_reply()
             return Response(reply.body, reply.status, media_type="application/json")
@@ -140,7 +140,7 @@ class _Router:
 
 
 async def _our_fault(_: Request, __: Exception) -> Response:
-    # Starlette raises the error again after this answer, so it is logged with its trace.
+    # Starlette raises the error again after this answer, so it is logged with its traceback.
     reply = unavailable("the router failed; its log says why", "router_error", 500)
     return Response(reply.body, reply.status, media_type="application/json")
 

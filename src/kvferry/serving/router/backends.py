@@ -1,4 +1,4 @@
-"""State of the engines behind a router, and the choice of the next one."""
+"""The state of a router's engines, and the choice of the engine for the next request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ _log = logging.getLogger("kvferry.router")
 
 
 class Backend:
-    """An engine.
+    """An engine and its state, as this router knows it.
 
     Attributes:
         role: ``prefill`` or ``decode``.
         url: base URL without a trailing slash.
-        up: True while requests may be sent to it; initially True.
-        reason: reason why it is down; None while it is up.
-        outstanding: number of this router's requests under way.
+        up: True while the router may send requests to the engine; initially True.
+        reason: reason why the engine is down; None while it is up.
+        outstanding: number of this router's requests that the engine is working on.
+        last_turn: sequence number, within the pool, of the last request sent to the engine; 0 for none.
     """
 
     def __init__(self, role: str, url: str) -> None:
@@ -30,19 +31,23 @@ class Backend:
         self._hands_over = True
 
     def mark_down(self, reason: str) -> None:
-        """Stop sending requests to it until it is marked up."""
+        """Stop sending requests to the engine until `mark_up` is called."""
         if self.up:
             _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
         self.up, self.reason = False, reason
 
     def mark_up(self) -> None:
-        """Resume sending requests to it."""
+        """Resume sending requests to the engine."""
         if not self.up:
             _log.warning("%s engine %s is up again", self.role, self.url)
         self.up, self.reason = True, None
 
     def note_hand_over(self, *, done: bool) -> None:
-        """Log when a prefill engine starts or stops offering KV."""
+        """Record whether a prefill engine offered KV in its last answer, and log a change.
+
+        Args:
+            done: True if the answer had ``kv_transfer_params``.
+        """
         if done != self._hands_over:
             if done:
                 _log.warning("prefill engine %s hands over KV again", self.url)
@@ -56,18 +61,20 @@ class Backend:
 
 
 class Pool:
-    """The engines of one role."""
+    """The engines of one role, from which the router chooses."""
 
     def __init__(self, role: str, urls: Sequence[str]) -> None:
         self.backends = tuple(Backend(role, url) for url in urls)
         self._turn = 0
 
     def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
-        """Return the engine with the fewest requests under way, then the least recently used; None for none.
+        """Return the engine with the fewest requests under way; None if there is no engine left.
+
+        Of several such engines, the least recently used one is returned.
 
         Args:
             tried: engines to skip.
-            even_down: return an engine that is down rather than None.
+            even_down: True to return an engine that is down if none is up.
         """
         left = [backend for backend in self.backends if backend not in tried]
         choice = [backend for backend in left if backend.up] or (left if even_down else [])
@@ -75,7 +82,7 @@ class Pool:
 
     @contextmanager
     def turn(self, backend: Backend) -> Iterator[None]:
-        """Count a request on this engine while the block runs."""
+        """Count a request as outstanding on this engine while the block runs."""
         self._turn += 1
         backend.last_turn = self._turn
         backend.outstanding += 1

@@ -1,4 +1,4 @@
-"""Bodies and headers for the prefill and the decode engine, made from the caller's request."""
+"""Derive the bodies and headers for the prefill and the decode engine from the client's request."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _ANSWER_ONLY = (
     "stream_options",
     "top_logprobs",
 )
-"""Fields that change only the answer. The prefill engine gets none of them; some are invalid without others.
+"""Request fields that affect only the answer. They are removed from the request to the prefill engine.
 
-All other fields stay, because they may change the prompt's tokens or whether the engine takes the request. A
-test checks that every field of vLLM's requests is either here or known to stay.
+All are removed, because some are invalid without others. All other fields are kept, because they may change
+the prompt's tokens or whether the engine accepts the request. A test checks that every field of vLLM's
+requests is either in this list or known to be kept.
 """
 
 ASK_FOR_KV = {
@@ -47,24 +48,27 @@ ASK_FOR_KV = {
     "remote_host": None,
     "remote_port": None,
 }
-"""``kv_transfer_params`` of a request whose KV another engine will ask for."""
+"""``kv_transfer_params`` of a prefill request: keep the KV until another engine reads it."""
 
 
 KV_PARAMS = "kv_transfer_params"
 
 _EXTRA_ARGUMENTS = "vllm_xargs"
-"""vLLM merges this field, and no other, into the dictionary that ``kv_transfer_params`` goes to."""
+"""Name of a request field that vLLM merges into the dictionary that also holds ``kv_transfer_params``.
+
+It is the only such field, so ``kv_transfer_params`` must be removed from it too.
+"""
 
 
 class MalformedBody(KVFerryError):
-    """A request body that cannot be parsed; the message is for the caller."""
+    """Raised if a request body cannot be parsed or encoded. The message is sent to the client."""
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Parse the JSON object of a request.
 
     Raises:
-        MalformedBody: it is not JSON, or not an object.
+        MalformedBody: the body is not JSON, or not a JSON object.
     """
     try:
         body = json.loads(raw)
@@ -76,7 +80,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body without ``kv_transfer_params``, which only an engine or a trusted front may send.
+    """Return the body without ``kv_transfer_params``, which only an engine or a trusted proxy may set.
 
     >>> without_kv_params({"prompt": "x", "vllm_xargs": {"kv_transfer_params": "a", "b": 1}})
     {'prompt': 'x', 'vllm_xargs': {'b': 1}}
@@ -92,7 +96,7 @@ def encoded(body: dict[str, Any]) -> bytes:
     """Return a body as JSON.
 
     Raises:
-        MalformedBody: its objects are nested too deeply.
+        MalformedBody: the body's objects are nested too deeply.
     """
     try:
         return json.dumps(body).encode()
@@ -101,9 +105,10 @@ def encoded(body: dict[str, Any]) -> bytes:
 
 
 def prefill_body(body: dict[str, Any]) -> bytes:
-    """Return the body for a prefill engine: the same prompt, one token, KV kept for another engine.
+    """Return the body for a prefill engine. It generates one token and keeps the KV for another engine.
 
-    Sets ``ignore_eos``, because vLLM's NixlConnector offers nothing if the first token ends the request.
+    The body has ``ignore_eos``, because vLLM's NixlConnector offers no KV if the first token ends the
+    request.
     """
     kept = {key: value for key, value in body.items() if key not in _ANSWER_ONLY}
     kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, KV_PARAMS: ASK_FOR_KV}
@@ -113,17 +118,17 @@ def prefill_body(body: dict[str, Any]) -> bytes:
 
 
 def prefill_headers(headers: Headers) -> Headers:
-    """Return the headers for a prefill engine, without the data-parallel rank, which is for decode."""
+    """Return the headers for a prefill engine: all but the data-parallel rank, which is for decode."""
     return tuple((name, value) for name, value in headers if name != _DATA_PARALLEL_RANK)
 
 
 def decode_body(body: dict[str, Any], params: dict[str, Any]) -> bytes:
-    """Return the caller's body with the prefill engine's ``kv_transfer_params``."""
+    """Return the client's body with the prefill engine's ``kv_transfer_params`` added."""
     return encoded({**body, KV_PARAMS: params})
 
 
 def handed_over(answer: bytes) -> dict[str, Any] | None:
-    """Return ``kv_transfer_params`` of a prefill engine's answer; None if it has none."""
+    """Return the ``kv_transfer_params`` in a prefill engine's answer; None if they are missing or empty."""
     try:
         params = json.loads(answer).get(KV_PARAMS)
     except (ValueError, AttributeError, RecursionError):
@@ -132,19 +137,22 @@ def handed_over(answer: bytes) -> dict[str, Any] | None:
 
 
 def wants_stream(body: dict[str, Any]) -> bool:
-    """Return whether the caller wants a stream of events."""
+    """Return whether the client asks for a stream of events."""
     return bool(body.get("stream"))
 
 
 def decodes_alone(path: str, body: dict[str, Any]) -> bool:
-    """Return whether to skip prefill because the request cannot use another engine's KV.
+    """Return whether to skip prefill, because the decode engine could not use the prefill engine's KV.
 
-    - The caller, a trusted front, brings its own ``kv_transfer_params``.
-    - Several prompts: an answer has room for the KV of one, and the decode engine would use it for all.
-    - Logprobs of the prompt: the engine computes the whole prompt for them. ``echo`` asks for them in a chat,
-      and with ``logprobs`` (0 too) in a completion.
-    - Beam search and embedded prompts: the requests inside the engine carry no parameters, or no tokens.
-    - Nothing is to be generated.
+    The reasons are:
+
+    - The client, a trusted proxy, sends its own ``kv_transfer_params``.
+    - There are several prompts. An answer has ``kv_transfer_params`` for only one of them, and the decode
+      engine would use them for all.
+    - The client asks for logprobs of the prompt, for which the engine computes the whole prompt. ``echo``
+      asks for them in a chat, and together with ``logprobs`` (also 0) in a completion.
+    - Beam search or prompt embeddings: the requests inside the engine have no parameters, or no token ids.
+    - The request generates no token.
     """
     prompt = body.get("prompt")
     return bool(

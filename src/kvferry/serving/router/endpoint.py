@@ -1,4 +1,4 @@
-"""Handle one request while its caller is connected and the router runs."""
+"""Handle one HTTP request; cancel it if the client disconnects or the router stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.serving.router.upstream import relayed
 
 _REQUEST_ID = b"x-request-id"
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/@=~+-]{1,128}")
-"""Ids end up in logs, metrics and answers of every engine."""
+"""Pattern of request ids that the router accepts. Ids end up in logs, metrics and answers of every engine."""
 _ENDING = "the router is being stopped"
 
 
@@ -26,10 +26,10 @@ class Call:
 
     Attributes:
         method: HTTP method.
-        path: without a query.
-        headers: headers for the engine: the caller's, with an x-request-id and this router's Via.
-        echoed: the x-request-id header, for the answer.
-        body: the complete body.
+        path: path of the URL, without the query.
+        headers: headers for the engine: the client's, with an x-request-id and with this router added to Via.
+        echoed: the x-request-id header, which is added to the answer.
+        body: complete body of the request.
     """
 
     method: str
@@ -40,33 +40,37 @@ class Call:
 
 
 class _TooLarge(Exception):
-    """The body exceeds the limit."""
+    """Raised if a request body exceeds the limit."""
 
 
 class ActiveRequests:
-    """The requests under way."""
+    """The requests under way, so that all can be cancelled when the router stops.
+
+    Attributes:
+        ending: True once `end` was called.
+    """
 
     def __init__(self) -> None:
         self.ending = False
         self._scopes: set[anyio.CancelScope] = set()
 
     def add(self, scope: anyio.CancelScope) -> None:
-        """Register a request."""
+        """Register a request under way by its cancel scope."""
         self._scopes.add(scope)
 
     def discard(self, scope: anyio.CancelScope) -> None:
-        """Remove a request that ended."""
+        """Remove a request that has ended."""
         self._scopes.discard(scope)
 
     def end(self) -> None:
-        """Cancel all requests, and send their callers an error."""
+        """Cancel all requests. Each endpoint then sends its client an error."""
         self.ending = True
         for scope in self._scopes:
             scope.cancel()
 
 
 class RouterEndpoint:
-    """An ASGI application that reads a request and runs a handler, and cancels it when the caller leaves."""
+    """An ASGI application that reads a request and runs a handler. Cancels it if the client disconnects."""
 
     def __init__(
         self,
@@ -107,13 +111,13 @@ class RouterEndpoint:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """Return the caller's request id, or a new one where it is missing, long or has odd characters."""
+    """Return the client's request id; a new one if it is missing, too long or has characters not allowed."""
     given = dict(scope["headers"]).get(_REQUEST_ID, b"")
     return given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 class _Answer:
-    """State of an answer to a caller: nothing sent, begun, complete."""
+    """Sends the messages of an answer, and records whether the answer has begun and is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -126,7 +130,7 @@ class _Answer:
         self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def cut_short(self, echoed: Headers) -> None:
-        """Tell the caller that the answer is incomplete, unless it is complete."""
+        """Send the client an error if the answer is not complete yet."""
         if not self._begun:
             await unavailable(_ENDING, "router_stopped").send(self._send, echoed)
         elif not self._complete:
@@ -135,10 +139,10 @@ class _Answer:
 
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """Return the body; None if the client left before its end.
+    """Read and return the body of a request; None if the client disconnects before its end.
 
     Raises:
-        _TooLarge: it is larger than `max_bytes`.
+        _TooLarge: the body is larger than `max_bytes`.
     """
     body = bytearray()
     while True:

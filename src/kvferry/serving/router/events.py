@@ -1,4 +1,4 @@
-"""Relay a stream of server-sent events byte for byte, and never end it silently."""
+"""Relay a stream of server-sent events unchanged. If the stream breaks, the client gets an error event."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ _DONE = b"data: [DONE]"
 
 
 class BrokenBeforeFirst(Exception):
-    """The stream ended before any event was relayed, so another engine can serve the request."""
+    """Raised if a stream ends before any event was relayed, so another engine can serve the request."""
 
 
 def is_events(response: httpx.Response) -> bool:
-    """Return whether the answer is a stream of events."""
+    """Return whether a response is a successful stream of server-sent events."""
     kind = response.headers.get("content-type", "")
     return response.status_code == 200 and kind.startswith("text/event-stream")
 
 
 async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> str | None:
-    """Relay whole events as they arrive, so that an engine that dies never leaves half an event.
+    """Relay events as they arrive, but only whole ones, so that the client never gets half an event.
+
+    Args:
+        response: open response of the engine.
+        send: ASGI function that sends to the client.
+        extra: headers to add to the engine's.
 
     Returns:
-        None; or the failure as text, after which the client got an error as its last event.
+        None if the stream was complete; otherwise the failure as text, after the client got an error event.
 
     Raises:
-        BrokenBeforeFirst: nothing was sent.
+        BrokenBeforeFirst: the stream ended before anything was sent.
     """
     held, begun, done, fault = b"", False, False, None
     try:
@@ -44,7 +49,7 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
                 begun = True
             done = done or _DONE in ready
             await send({"type": "http.response.body", "body": ready, "more_body": True})
-            # Events that came together are relayed without waiting: see whether the caller has left.
+            # Relaying events that have already arrived never waits. Let a cancellation take effect here.
             await anyio.lowlevel.checkpoint()
         if not done:
             fault = "the stream ended without its last event"
@@ -60,6 +65,6 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Return all whole events, and the rest."""
+    """Return the bytes of all whole events, and the bytes of the incomplete one after them."""
     cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
     return data[:cut], data[cut:]

@@ -1,4 +1,7 @@
-"""Failures of engines during one request. The request is retried once, because it may be their cause."""
+"""Count the failures of engines during one request.
+
+The request itself may make engines fail, so it is retried on only one further engine.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ _MAX_CHARS = 300
 
 
 class Failures:
-    """Engines of both roles that failed during this request.
+    """The engines of both roles that failed during one request.
 
-    An engine that refuses a connection or is busy does not count, because it never had the request.
+    An engine that refuses the connection or is busy does not count, because it never worked on the request.
     """
 
     def __init__(self) -> None:
         self._seen: list[str] = []
 
     def __len__(self) -> int:
-        """Number of engines that failed."""
+        """Return the number of failures."""
         return len(self._seen)
 
     @property
@@ -34,14 +37,16 @@ class Failures:
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
-        """Count an engine that closed the connection, timed out or answered with an error of its own."""
+        """Count an engine that closed the connection, timed out or answered with a server error."""
         self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
 
     def reply(self, echoed: Headers) -> Reply:
-        """Log that the request is given up; return the error for the client, who is asked not to repeat it.
+        """Log that the request is not retried, and return the error for the client.
+
+        A header of the reply tells the client not to send the request again.
 
         Args:
-            echoed: headers for the client; the first is the x-request-id.
+            echoed: headers for the client, of which the first is the x-request-id. Only used for the log.
         """
         engines = "; ".join(self._seen)
         count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"
@@ -55,17 +60,17 @@ class Failures:
 
 
 def is_busy(status: int) -> bool:
-    """Return whether the engine did not take the request, so another one may."""
+    """Return whether the status means that the engine rejected the request because it is busy."""
     return status in _BUSY
 
 
 def is_failure(status: int) -> bool:
-    """Return whether the engine took the request and failed, such as vLLM's 500 when its core dies."""
+    """Return whether the status means that the engine failed, such as vLLM's 500 when its core dies."""
     return status >= 500 and not is_busy(status)
 
 
 def failure_of(reply: Reply) -> str:
-    """Return the status and the engine's own message, shortened."""
+    """Return the status and, if there is one, the engine's error message, shortened."""
     try:
         message = str(json.loads(reply.body)["error"]["message"])[:_MAX_CHARS]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,11 +1,11 @@
-"""The life of one completion: prefill on one engine, decode on another, and retries after failures.
+"""Serve one completion: prefill on one engine, decode on another, and retries after failures.
 
     prefill engine ── kv_transfer_params ──→ decode engine ──→ client
-         │ dead, busy, or hands over nothing
+         │ dead, busy, or no kv_transfer_params
          └→ the next prefill engine; without one, or after a timeout, the decode engine computes the prompt
 
-A request may be the cause of an engine's failure, so after a failure it goes to one further engine and no
-more (`failures`).
+The request itself may make an engine fail. After a failure it is therefore retried on only one further engine
+(`failures`).
 
 Cancelling the task that runs `complete` closes the connection to the engine, which then aborts the request.
 """
@@ -38,13 +38,13 @@ from kvferry.serving.router.upstream import NOT_CONNECTED, describe_error, opene
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One request of a caller.
+    """A completion request of a client.
 
     Attributes:
         path: path of the endpoint, such as ``/v1/completions``.
-        raw: the body for an engine that works alone.
-        body: the parsed body.
-        headers: headers for the engines, with x-request-id.
+        raw: body for a decode engine that serves the request alone, as JSON.
+        body: parsed body of the request.
+        headers: headers for the engines, including x-request-id.
         echoed: headers to add to the engine's answer.
     """
 
@@ -56,7 +56,7 @@ class Completion:
 
 
 class CompletionFlow:
-    """Serves completions from a pool of prefill engines and one of decode engines."""
+    """Serves completions with a pool of prefill engines and a pool of decode engines."""
 
     def __init__(
         self, settings: RouterSettings, prefill: Pool, decode: Pool, client: httpx.AsyncClient
@@ -67,7 +67,7 @@ class CompletionFlow:
         self._client = client
 
     async def complete(self, completion: Completion, send: Send) -> None:
-        """Answer the caller."""
+        """Serve a completion, and send the client an answer or an error."""
         failures = Failures()
         params = None
         if not decodes_alone(completion.path, completion.body):
@@ -80,7 +80,11 @@ class CompletionFlow:
     async def _kv_of_prompt(
         self, completion: Completion, failures: Failures
     ) -> dict[str, Any] | Reply | None:
-        """Return the offer of the prompt's KV, or an answer for the caller; None for decode alone."""
+        """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
+
+        Return a `Reply` if the client must get this error. Return None if no prefill engine offers KV; the
+        decode engine then computes the prompt.
+        """
         headers = prefill_headers(completion.headers)
         sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
         tried: list[Backend] = []
@@ -103,12 +107,12 @@ class CompletionFlow:
         return None
 
     async def _prefilled(self, backend: Backend, sent: Completion, failures: Failures) -> Reply | None:
-        """Return an engine's answer; None if it cannot be reached, is busy, or fails.
+        """Send a request to a prefill engine and return its answer; None if it is unreachable, busy or fails.
 
-        Counts failures in `failures`.
+        Adds a failure to `failures`, and marks the engine as down if it is unreachable, busy or too slow.
 
         Raises:
-            TimeoutError: it takes too long, which counts as a failure.
+            TimeoutError: the engine takes too long. This counts as a failure.
         """
         url = backend.url + sent.path
         try:
@@ -133,14 +137,21 @@ class CompletionFlow:
         return reply
 
     async def _failed(self, backend: Backend, reply: Reply, failures: Failures) -> None:
-        """Count an engine's own error, and probe whether the engine is still up."""
+        """Count an engine's server error as a failure, and probe whether the engine is still up."""
         failures.add(backend, failure_of(reply))
         await probe(self._client, backend)
 
     async def _answer(
         self, completion: Completion, params: dict[str, Any] | None, failures: Failures, send: Send
     ) -> None:
-        """Relay a decode engine's answer; try the next engine if one fails before the caller got anything."""
+        """Relay a decode engine's answer. If it fails before anything was sent to the client, try the next.
+
+        Args:
+            completion: request to serve.
+            params: ``kv_transfer_params`` of the prompt's KV; None if the decode engine computes the prompt.
+            failures: failures of engines during this request.
+            send: ASGI function that sends to the client.
+        """
         tried: list[Backend] = []
         last: Reply | None = unavailable("no decode engine can be reached")
         while backend := self._decode.next(tried, even_down=True):
@@ -171,8 +182,8 @@ class CompletionFlow:
                 if is_failure(reply.status):
                     await self._failed(backend, reply, failures)
                 else:
-                    continue  # it never had the request, so the prefill engine keeps the KV for the next one
-            # It may have fetched the KV, and the prefill engine then no longer keeps it.
+                    continue  # it did not take the request, so the prefill engine still has the KV
+            # The failed engine may have read the KV. Then the prefill engine no longer keeps it.
             params = None
             if failures.exhausted:
                 last = None

@@ -1,4 +1,4 @@
-"""Probe engines' health: in the background those that are down, on demand all."""
+"""Probe the health of engines: in the background if they are down, and on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEALTH_SECONDS = 3.0
 
 
 async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
-    """Ask ``/health``, and mark the engine by the status. The body is not read."""
+    """Query an engine's ``/health``, and mark the engine up or down. The body is not read."""
     try:
         with anyio.fail_after(_HEALTH_SECONDS):
             async with client.stream("GET", f"{backend.url}/health") as response:
@@ -41,7 +41,7 @@ async def probe_all(client: httpx.AsyncClient, backends: Sequence[Backend]) -> N
 
 
 async def watch_down(client: httpx.AsyncClient, backends: Sequence[Backend], seconds: float) -> None:
-    """Probe engines that are down, every `seconds`, until cancelled."""
+    """Probe the engines that are down every `seconds`, until cancelled."""
     while True:
         await anyio.sleep(seconds)
         await probe_all(client, [backend for backend in backends if not backend.up])

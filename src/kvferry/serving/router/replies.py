@@ -1,4 +1,4 @@
-"""Complete answers, and errors in OpenAI's format."""
+"""Complete HTTP answers, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from starlette.types import Send
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON_TYPE = (b"content-type", b"application/json")
 NO_RETRY = (b"x-should-retry", b"false")
-"""OpenAI's clients repeat a request that was answered with a 5xx status, unless this says otherwise."""
+"""Header that tells OpenAI's clients not to send the request again, which they do after a 5xx status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A complete answer.
+    """A complete HTTP answer.
 
     Attributes:
         status: HTTP status.
         headers: headers without content-length.
-        body: the complete body.
+        body: complete body.
     """
 
     status: int
@@ -36,21 +36,21 @@ class Reply:
 
 
 def error_body(message: str, kind: str, code: str) -> bytes:
-    """Return an error object as JSON."""
+    """Return an OpenAI error object as JSON."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return json.dumps({"error": error}).encode()
 
 
 def bad_request(message: str, code: str = "invalid_request", status: int = 400) -> Reply:
-    """Return an error caused by the caller."""
+    """Return an error reply for a mistake of the client."""
     return Reply(status, (JSON_TYPE,), error_body(message, "invalid_request_error", code))
 
 
 def unavailable(message: str, code: str = "engine_unavailable", status: int = 503) -> Reply:
-    """Return an error caused by the engines."""
+    """Return an error reply for a failure of the engines or the router."""
     return Reply(status, (JSON_TYPE,), error_body(message, "server_error", code))
 
 
 def error_event(message: str, code: str) -> bytes:
-    """Return an error as the last event of a stream."""
+    """Return an error as a server-sent event, to end a stream with."""
     return b"data: " + error_body(message, "server_error", code) + b"\n\n"

@@ -1,4 +1,4 @@
-"""Settings of a router."""
+"""The settings of a router."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvferry.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """Engines and limits of a router.
+    """The engines and limits of a router.
 
     Attributes:
-        prefill, decode: base URLs of the engines, at least one each.
-        connect_seconds: time to connect to an engine before it counts as dead.
-        prefill_seconds: time for a prefill.
-        decode_idle_seconds: time without data from a decode engine.
+        prefill, decode: base URLs of the engines, at least one per role.
+        connect_seconds: longest time to connect to an engine; after it the engine is marked down.
+        prefill_seconds: longest time for a prefill.
+        decode_idle_seconds: longest time without data from a decode engine.
         probe_seconds: time between two probes of an engine that is down.
-        max_body_bytes: largest request body.
-        trust_kv_params: keep ``kv_transfer_params`` that callers send; they are dropped otherwise.
+        max_body_bytes: size of the largest accepted request body, in bytes.
+        trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.
     """
 
     prefill: tuple[str, ...]
@@ -49,6 +49,6 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:  # brackets that do not match, a port that is none
+    except ValueError:  # unmatched brackets, or a port that is not a number
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0

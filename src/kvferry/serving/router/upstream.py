@@ -1,4 +1,4 @@
-"""Send requests to engines."""
+"""Send HTTP requests to engines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvferry.serving.router.replies import Headers, Reply
 from kvferry.serving.router.settings import RouterSettings
 
 NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout)
-"""Exceptions after which the engine cannot have received the request."""
+"""Exceptions that mean that the engine has not received the request."""
 
-# Of one connection only, or said anew by whoever sends.
+# Headers that apply to one connection only, or that every sender sets itself.
 _NOT_RELAYED = frozenset(
     (
         b"accept-encoding",
@@ -38,15 +38,16 @@ _NOT_RELAYED = frozenset(
 
 
 def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers that a proxy passes on."""
+    """Return the headers that a proxy forwards, with names in lower case."""
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in _NOT_RELAYED)
 
 
 def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
-    """Return the client for all engines.
+    """Return the HTTP client for all engines.
 
-    A connection serves one request, because engines close idle connections, and a request sent at that moment
-    would fail as if the engine were dead. Connections are unlimited: engines queue, not the router.
+    Each connection serves one request. Engines close idle connections, and a request sent at that moment
+    would fail as if the engine were dead. The number of connections is unlimited, so that requests queue in
+    the engines and not in the router.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(settings.decode_idle_seconds, connect=settings.connect_seconds)
@@ -59,19 +60,21 @@ def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
 async def opened(
     client: httpx.AsyncClient, method: str, url: str, headers: Headers, body: bytes
 ) -> AsyncIterator[httpx.Response]:
-    """Yield an answer before its body is read. Leaving the block closes the connection, which aborts it.
+    """Send a request, and yield the response before its body is read.
+
+    Leaving the block closes the connection. The engine then aborts the request if it is not complete.
 
     Raises:
         httpx.TransportError: no answer arrived.
     """
-    # Uncompressed: what comes is relayed as it is.
+    # Ask for an uncompressed answer, because its bytes are relayed unchanged.
     sent = [*headers, (b"accept-encoding", b"identity")]
     async with client.stream(method, url, headers=sent, content=body) as response:
         yield response
 
 
 async def read_whole(response: httpx.Response) -> Reply:
-    """Return the complete answer.
+    """Read the rest of a response, and return the complete answer.
 
     Raises:
         httpx.TransportError: the connection broke.
@@ -81,5 +84,5 @@ async def read_whole(response: httpx.Response) -> Reply:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a transport error as text; some of httpx's errors have no message."""
+    """Return a transport error as text: its class and, if it has one, its message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

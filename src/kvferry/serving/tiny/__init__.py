@@ -1,8 +1,8 @@
-"""Tiny random checkpoints of real architectures: real engines run them in seconds on a CPU.
+"""Tiny checkpoints of real architectures with random weights. Real engines run them in seconds on a CPU.
 
-`families` lists them with the engine options that they need, `tokenizer` trains their common tokenizer,
-`checkpoint` writes them. The weights are random, but large enough that the output depends on the KV cache:
-wrong bytes show in the tokens.
+`families` lists the architectures and the engine options that they need, `tokenizer` trains the tokenizer
+that they share, and `checkpoint` writes the files. The weights are large enough that the output depends on
+the KV cache, so wrong bytes in the cache change the output tokens.
 """
 
 from __future__ import annotations

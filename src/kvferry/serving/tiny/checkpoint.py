@@ -1,4 +1,4 @@
-"""Write a tiny random checkpoint of one family, the same one every time."""
+"""Write the tiny checkpoint of a model family. Its random weights are the same every time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SHARED: dict[str, Any] = {
     "max_position_embeddings": 4096,
     **SPECIAL_IDS,
 }
-# Decay rates and convolutions are only stable near where the architecture starts them.
+# Decay rates and convolutions are only stable near the architecture's own initial values, so they keep these.
 _AS_THE_ARCHITECTURE_DRAWS_THEM = ("A_log", "conv")
 
 
 def cache_directory() -> Path:
-    """Return the folder for checkpoints and tokenizer: `kvferry/tiny` in the user's cache folder.
+    """Return the folder for tiny checkpoints and their tokenizer: `kvferry/tiny` in the user's cache folder.
 
     Raises:
         ConfigError: the user has no cache folder.
@@ -36,14 +36,14 @@ def cache_directory() -> Path:
 
 
 def tiny_checkpoint(name: str, directory: Path) -> Path:
-    """Return the folder of a family's checkpoint; write it, which takes seconds, if it does not exist.
+    """Return the folder of a model family's checkpoint. If it does not exist, write it, which takes seconds.
 
-    The folder's name contains a digest of everything that decides its content: the recipe, the version of
-    transformers, the tokenizer. Safe with concurrent callers.
+    The folder's name contains a digest of everything that determines its content: the family's settings, the
+    version of transformers and the tokenizer. Several callers may use it at the same time.
 
     Args:
         name: name of one of `FAMILIES`.
-        directory: parent folder, created if missing.
+        directory: parent folder; created if it does not exist.
 
     Raises:
         ConfigError: the family is unknown.
@@ -56,7 +56,7 @@ def tiny_checkpoint(name: str, directory: Path) -> Path:
 
 
 def _write(chosen: Family, tokenizer: Path, folder: Path) -> None:
-    # bfloat16 on disk is exact in every dtype an engine may compute in, and half the size.
+    # bfloat16 values are exact in float32 too, in which some engines compute, and take half the space.
     import torch
     from transformers.utils import logging
 

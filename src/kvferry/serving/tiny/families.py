@@ -1,8 +1,8 @@
-"""The architectures of the tiny checkpoints, and the options with which an engine runs them on a CPU.
+"""The architectures of the tiny checkpoints, and the engine options to run them on a CPU.
 
-The dimensions are the smallest with everything that matters for the KV cache: several KV heads, grouped
-queries, windows shorter than a prompt, latents of the real width, state layers together with an attention
-layer.
+The dimensions are as small as possible, but keep everything that matters for the KV cache: several KV heads,
+grouped queries, windows shorter than a prompt, MLA latents of the real width, and recurrent layers together
+with an attention layer.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _NO_PREFIX_CACHE = {"enable_prefix_caching": False}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An architecture with the settings of its tiny checkpoint.
+    """A model architecture and the settings of its tiny checkpoint.
 
     Attributes:
         name: name on the command line and in tests.
-        groups: description of its KV cache groups in an engine.
+        groups: description of the KV cache groups that an engine creates for it.
         config: name of the configuration class in transformers.
-        settings: arguments of that class, besides those of all families.
-        engine_reads: fields of config.json that the engine reads and the class does not write.
+        settings: arguments of that class, in addition to those that all families share.
+        engine_reads: fields of config.json that the engine reads but transformers does not write.
         scale: standard deviation of the weight matrices.
-        embedding_scale: standard deviation of the embedding. If it is too large, the last token outweighs the
-            cache; if it is too small, it has no effect. Either way the model repeats itself.
-        dtype: element type of the computation; float32 unless a CPU has no such kernel for the architecture.
-        engine: options of the engine, under the names of vLLM's own arguments.
+        embedding_scale: standard deviation of the embedding. If it is too large, the output depends only on
+            the last token and not on the KV cache. If it is too small, the last token has no effect. In both
+            cases the model repeats itself.
+        dtype: dtype in which an engine computes; float32 unless the architecture has no such kernel on a CPU.
+        engine: engine options, by the names of vLLM's own arguments.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Family:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `vllm.LLM` for this family on a CPU, including dtype."""
+        """Return the keyword arguments of `vllm.LLM` to run this family on a CPU, including ``dtype``."""
         return {"dtype": self.dtype, **self.engine}
 
 
@@ -155,7 +156,8 @@ _ALL = (
         name="dsv3",
         groups="MLA",
         config="DeepseekV3Config",
-        # 16 heads: with 4, decode and prefill of vLLM's CPU kernel differ by several times as much.
+        # 16 heads: with only 4, the results of vLLM's CPU kernel for decode and prefill differ several times
+        # as much.
         settings={
             **_LATENT,
             "num_hidden_layers": 3,
@@ -247,7 +249,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({each.name: each for each in _
 
 
 def family(name: str) -> Family:
-    """Return the family called `name`.
+    """Return the model family called `name`.
 
     Raises:
         ConfigError: the family is unknown. The message lists the known ones.

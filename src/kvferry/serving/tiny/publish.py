@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all, named by a digest of their inputs."""
+"""Create folders atomically, under names with a digest of their inputs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from kvferry.errors import ConfigError
 
 
 def digest(*parts: object) -> str:
-    """Return ten hex digits of a digest over the text of `parts`."""
+    """Return the first ten hex digits of the SHA-256 of the ``repr`` of `parts`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
 
 def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
     """Return `directory/name`; call `fill` to create it if it does not exist.
 
-    `fill` writes into a private folder, which is then renamed. If several callers do so at once, the first to
-    finish wins and the others' folders are removed. No caller sees an incomplete folder.
+    `fill` writes into a private folder, which is then renamed, so that no caller sees an incomplete folder.
+    If several callers create it at once, the first one's folder is kept and the others' are removed.
+
+    Args:
+        directory: parent folder; created if it does not exist.
+        name: name of the folder.
+        fill: function that writes the content into the given folder.
 
     Raises:
-        ConfigError: the directory cannot be written.
+        ConfigError: the folder cannot be written.
     """
     try:
         return _published(directory, name, fill)

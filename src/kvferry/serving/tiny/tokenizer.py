@@ -1,4 +1,4 @@
-"""The tokenizer of the tiny checkpoints: byte-level BPE, trained on `serving.corpus` when first needed."""
+"""The tokenizer of the tiny checkpoints: byte-level BPE, trained on `serving.corpus` at its first use."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ _CHAT_TEMPLATE = (
 
 
 def trained_tokenizer(directory: Path) -> Path:
-    """Return the folder with the tokenizer's files; train it, which takes about a second, if needed.
+    """Return the folder of the tokenizer's files. If it does not exist, train it, which takes about a second.
 
-    Safe with concurrent callers: each sees either no folder or a complete one.
+    Several callers may use it at the same time: each sees either no folder or a complete one.
+
+    Args:
+        directory: parent folder; created if it does not exist.
     """
     name = "tokenizer-" + digest(corpus_digest(), VOCABULARY, BOS, EOS, PAD, _CHAT_TEMPLATE)
     return publish(directory, name, _train)
 
 
 def _train(folder: Path) -> None:
-    # Before the import: tokenizers warns in every process that is forked after its threads ran.
+    # Set this before the import: tokenizers warns in every process that is forked after its threads ran.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
