@@ -1,1 +1,1 @@
-"""Engines that kvferry plugs into; one package each."""
+"""Adapters for the engines that kvferry plugs into; one package per engine."""

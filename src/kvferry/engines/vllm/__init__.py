@@ -1,16 +1,17 @@
 """kvferry in vLLM: one out-of-tree KV connector, `connector.KVFerryConnector`.
 
-This package adapts vLLM to the package of kvferry's connector, which makes the decisions.
+This package adapts vLLM to kvferry's engine-independent connector, which makes all decisions. The connector
+has two halves: one in the scheduler's process, and one in each worker process.
 
-- `scheduler`, `worker`: map vLLM's hooks to the connector's two halves
+- `scheduler`, `worker`: forward vLLM's hooks to the scheduler half and to the worker half
 - `requests`: wraps vLLM's requests and steps
-- `info`: facts of the engine
-- `meta`: messages between the halves
-- `geometry`, `content`: describe the cache
-- `identity`: facts on which engines must agree (`built` reads them from the model, `arguments` classifies
-  vLLM's settings)
-- `items`: names images and other items of prompts
+- `info`: describes the engine to the scheduler half
+- `meta`: messages between the two halves
+- `geometry`, `content`: describe where KV lies in a worker's memory, and what its bytes mean
+- `identity`: facts that two engines must share before they exchange KV (`built` reads facts from the model,
+  `arguments` classifies vLLM's settings)
+- `items`: names images and other items of prompts by their content
 - `compat`: code that depends on vLLM's version
-- `multi`: another connector that runs several connectors, this one among them
-- `plugin`: makes both connectors known to vLLM by name
+- `multi`: another connector, which runs several connectors as its children
+- `plugin`: registers both connectors with vLLM by name
 """

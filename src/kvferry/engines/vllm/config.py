@@ -11,14 +11,16 @@ from kvferry.errors import ConfigError
 
 
 def read_settings(vllm_config: Any) -> ConnectorConfig:
-    """Read the connector's settings from vLLM's, and decide `host_buffer`.
+    """Read the connector's settings from vLLM's configuration.
+
+    Replaces the host `NODE` by this node's address, and decides `host_buffer` if it is not set.
 
     Raises:
-        ConfigError: `parse_config` refuses a setting, or vLLM's own settings cannot be used.
+        ConfigError: `parse_config` refuses a setting, or the settings do not fit together or with vLLM's.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
-    # A connector among several has a name, and the role of all of them: another one may do the exchange.
+    # A child of another connector has a name. It shares the role, but another child may do the transfers.
     config = parse_config(extra, None if extra.get("name") else transfer.kv_role)
     check_failure_policy(transfer)
     if config.host == NODE:
@@ -42,7 +44,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def check_failure_policy(transfer: Any) -> None:
-    """Check that vLLM goes on with a request after its load failed.
+    """Check that vLLM recomputes a request whose load has failed, rather than failing the request.
 
     Raises:
         ConfigError: the policy for failed loads is not ``recompute``.

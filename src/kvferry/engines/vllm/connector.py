@@ -2,7 +2,7 @@
 
     vllm serve MODEL --kv-transfer-config "$(kvferry config --role both)"
 
-This class only maps vLLM's hooks to the two halves, `scheduler` and `worker`.
+This class only forwards vLLM's hooks to the two halves of the connector, in `scheduler` and `worker`.
 """
 
 from __future__ import annotations
@@ -35,28 +35,30 @@ from kvferry.tiers.registry import medium_of
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Connector that moves KV cache between engines; one instance in the scheduler, one per worker.
+    """Connector that moves KV between engines and KV tiers; one instance in the scheduler, one per worker.
 
-    vLLM keeps one worker instance per process, even if two engines live in it: the second engine's cache is
-    registered with the first one's. So a worker instance holds a half per engine, and every step's metadata
-    names its engine.
+    vLLM keeps one worker instance per process, even if two engines live in the process. It registers the
+    second engine's cache with the first engine's instance. So a worker instance has one worker half per
+    engine, and the metadata of every step names its engine.
     """
 
     supports_sleep_mode: ClassVar[bool] = False
-    """Read by vLLM 0.33 and later: registered memory must not be given up, see `fixed_memory`."""
+    """Flag that vLLM 0.33 and later read. It is False because registered memory must not be given up
+    (`fixed_memory`)."""
 
     _cache_configs: ClassVar[dict[str, Any]] = {}
-    """Engine id to the cache configuration that its last instance in this process was made with.
+    """Cache configuration of each engine, by engine id: that of the engine's last instance in this process.
 
-    A scheduler's names one layer's spec for all layers of a group, though they may differ in their heads. A
-    worker's has each layer's own, but a second engine of a process has no worker instance.
+    The scheduler's configuration names one layer's spec for all layers of a group, although the layers may
+    have different numbers of heads. A worker's configuration has the spec of every layer. The second engine
+    of a process has no worker instance, so it uses its scheduler's configuration.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Validate the settings and make the half that `role` asks for.
+        """Validate the settings, and create the half that `role` asks for.
 
         Raises:
-            ConfigError: a setting, or the model's cache, cannot be used; says why and what to do.
+            ConfigError: a setting or the model's cache cannot be used. The message says why and what to do.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         share_logging()
@@ -77,7 +79,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if KV goes to other engines and must arrive; KV missing from a cache is computed again."""
+        """True if this engine hands over KV that other engines wait for; False if it only caches KV.
+
+        KV that is missing from a cache is computed again.
+        """
         return bool(read_settings(self._vllm_config).transfers and super().requires_kv_delivery)
 
     @classmethod
@@ -88,7 +93,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> VLLMScheduler:
-        """The half of this instance in the scheduler."""
+        """Scheduler half of this instance; only an instance in the scheduler has one."""
         assert self._scheduler is not None
         return self._scheduler
 
@@ -149,14 +154,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker(self) -> VLLMWorker:
-        """The half of this instance for the engine of the current step."""
+        """Worker half for the engine of the current step; only an instance in a worker has one."""
         assert self._current is not None
         return self._current
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         arriving = current_config() or self._vllm_config
         if _engine_id(arriving) == _engine_id(self._vllm_config):
-            # As the child of another connector, only our own copy has our settings.
+            # As the child of another connector, only this instance's own copy has its settings.
             arriving = self._vllm_config
         self._arriving = VLLMWorker(arriving, kv_caches)
 
@@ -165,7 +170,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._arriving.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> WorkerCard | None:
-        """Start the worker: the engine's cache is registered, and its scheduler is made."""
+        """Start the worker half, and return its handshake for the scheduler half.
+
+        vLLM calls this after it has registered the engine's cache and made its scheduler.
+        """
         worker, self._arriving = self._arriving, None
         own, self._own_cache_config = self._own_cache_config, None
         assert worker is not None
@@ -182,10 +190,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin(self._step_meta())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous, and a request is only scheduled once its blocks are there."""
+        """Do nothing: loads are asynchronous, and vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: consumers read the finished blocks."""
+        """Do nothing: peers and tiers read KV only after the step that computes it."""
 
     def wait_for_save(self) -> None:
         self.worker.save(self._step_meta())

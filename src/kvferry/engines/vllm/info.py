@@ -1,4 +1,4 @@
-"""Facts of a vLLM engine for the connector."""
+"""Facts about a vLLM engine for the scheduler half."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvferry.engines.vllm.geometry import kind_of_group
 
 
 def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """Return the facts of an engine.
+    """Describe an engine to the connector's scheduler half.
 
     Raises:
-        ConfigError: kvferry cannot move one of its KV cache groups.
+        ConfigError: kvferry cannot move one of the engine's KV cache groups.
     """
     return EngineFacts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
@@ -41,16 +41,16 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
 
 
 def step_tokens(vllm_config: Any) -> int:
-    """Return the most tokens of a request that one step computes, drafts included."""
+    """Return the maximum number of tokens of one request that a step computes, drafts included."""
     batched = vllm_config.scheduler_config.max_num_batched_tokens
     return int(batched + vllm_config.num_speculative_tokens)
 
 
 def cache_group(group: Any) -> CacheGroup:
-    """Return a KV cache group in the connector's form; `group` is vLLM's group.
+    """Describe a KV cache group of vLLM to the connector's scheduler half.
 
     Raises:
-        ConfigError: kvferry cannot move it; names a layer.
+        ConfigError: kvferry cannot move the group. The message names one of its layers.
     """
     spec = group.kv_cache_spec
     return CacheGroup(

@@ -1,4 +1,4 @@
-"""Messages of the connector, in the classes that vLLM carries between its processes."""
+"""Messages between the connector's two halves, in the classes that vLLM carries between its processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvferry.engines.vllm.compat.contract import (
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard(KVConnectorHandshakeMetadata):
-    """Handshake of a worker with its scheduler at start.
+    """Handshake that a worker sends to its scheduler when the engine starts.
 
     Attributes:
-        info: facts of its rank.
-        built: facts of its models.
+        info: memory layout, address and settings of the worker's rank.
+        built: facts about the models that the worker has built.
     """
 
     info: WorkerInfo
@@ -28,11 +28,11 @@ class WorkerCard(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class SchedulerMeta(KVConnectorMetadata):
-    """Orders for the workers, once per step.
+    """Orders that the scheduler half sends to the workers, once per step.
 
     Attributes:
-        engine_id: the engine whose step it is.
-        orders: orders of the scheduler half.
+        engine_id: id of the engine that runs the step.
+        orders: loads, stores and other work for the worker halves.
     """
 
     engine_id: str
@@ -41,16 +41,16 @@ class SchedulerMeta(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Reports of the workers, once per step.
+    """Reports that the workers send to the scheduler half, once per step.
 
     Attributes:
-        reports: reports of all worker halves together.
+        reports: reports of all worker halves, merged.
     """
 
     reports: StepReports = field(default_factory=StepReports)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge another worker's reports into these."""
+        """Merge another worker's reports into these, and return the result; mutates this object."""
         assert isinstance(other, WorkerMeta)
         self.reports.add(other.reports)
         return self

@@ -1,7 +1,7 @@
-"""Registration of kvferry's connectors with vLLM by name; the entry point ``vllm.general_plugins``.
+"""Registration of kvferry's connectors with vLLM by name, through the entry point ``vllm.general_plugins``.
 
-vLLM calls it once in each of its processes. So ``kv_connector`` needs no ``kv_connector_module_path``, and
-neither does the child of another connector.
+vLLM calls `register` once in each of its processes. So users need not set ``kv_connector_module_path`` beside
+``kv_connector``, not even for a connector that runs as the child of another connector.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ CONNECTORS = {
     "KVFerryConnector": "kvferry.engines.vllm.connector",
     "FerryMultiConnector": "kvferry.engines.vllm.multi.connector",
 }
-"""Class to the module that has it."""
+"""Module of each connector class, by the name of the class."""
 
 
 def register() -> None:
-    """Register the connectors with vLLM's factory; loads nothing of kvferry before the factory needs it."""
-    # Not through `compat`: this runs in every vLLM where kvferry is installed, and that loads much of vLLM.
+    """Register the connectors with vLLM's factory, which imports their modules when it first needs them."""
+    # Does not import `compat`, which loads much of vLLM: this runs in every vLLM where kvferry is installed.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 
     for name, module in CONNECTORS.items():

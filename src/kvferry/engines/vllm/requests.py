@@ -1,4 +1,4 @@
-"""Wrappers of vLLM's requests and steps for the connector."""
+"""Wrappers that present vLLM's requests and steps to the connector."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from kvferry.engines.vllm.compat.requests import (
 
 @dataclass(frozen=True, slots=True)
 class VLLMItem:
-    """An item of a prompt; satisfies `PromptItem`.
+    """An image, video or audio clip in a prompt; satisfies `PromptItem`.
 
     Attributes:
-        feature: vLLM's MultiModalFeatureSpec.
+        feature: vLLM's MultiModalFeatureSpec of the item.
     """
 
     feature: Any
 
     @property
     def offset(self) -> int:
-        """Position of its first token."""
+        """Position in the prompt of the item's first token."""
         return int(self.feature.mm_position.offset)
 
     @property
     def length(self) -> int:
-        """Number of tokens that it stands for."""
+        """Number of tokens that the item stands for."""
         return int(self.feature.mm_position.length)
 
     @property
     def is_ambiguous(self) -> bool:
-        """True if its identifier has stood for other content too."""
+        """True if the engine has also seen other content under the item's identifier."""
         return items.is_uncertain(self.feature)
 
     def name(self) -> str:
-        """Return a digest of its content, as `items.name_of` does."""
+        """Return a digest of the item's content, as `items.name_of` does."""
         return items.name_of(self.feature)
 
 
@@ -56,7 +56,7 @@ class VLLMRequest:
 
     Attributes:
         raw: vLLM's request.
-        hash_block_tokens: tokens per block that vLLM hashes; None or 0 without prefix caching.
+        hash_block_tokens: number of tokens per block that vLLM hashes; None or 0 without prefix caching.
         sampled_below: exclusive upper bound of token ids, as in `compat.requests.trim_prompt`.
     """
 
@@ -66,115 +66,116 @@ class VLLMRequest:
 
     @property
     def request_id(self) -> str:
-        """Its id in the scheduler."""
+        """Id of the request in the scheduler."""
         return str(self.raw.request_id)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens of the prompt and of the answer so far."""
         return int(self.raw.num_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return int(self.raw.num_prompt_tokens)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is in its blocks."""
+        """Number of tokens whose KV is in the request's blocks, once the scheduled steps are done."""
         return int(self.raw.num_computed_tokens)
 
     @property
     def num_preemptions(self) -> int:
-        """Number of times that its blocks were taken from it."""
+        """Number of times that vLLM has preempted the request and freed its blocks."""
         return int(self.raw.num_preemptions)
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
-        """Token ids of its prompt; None if the prompt is not made of token ids.
+        """Token ids of the prompt; None if the prompt is not made of token ids.
 
-        A prompt of embeddings may have token ids too: placeholders, which say nothing of its content.
+        A prompt of embeddings may have token ids too, but they are placeholders that say nothing of its
+        content.
         """
         ids: Sequence[int] | None = self.raw.prompt_token_ids
         return ids if getattr(self.raw, "prompt_embeds", None) is None else None
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Token ids of prompt and answer."""
+        """Token ids of the prompt and of the answer so far."""
         ids: Sequence[int] = self.raw.all_token_ids
         return ids
 
     @property
     def adapter(self) -> LoraAdapter | None:
-        """Its LoRA adapter."""
+        """LoRA adapter of the request; None without one."""
         adapter: LoraAdapter | None = self.raw.lora_request
         return adapter
 
     @property
     def items(self) -> Sequence[VLLMItem]:
-        """Images and other items of its prompt."""
+        """Images and other multimodal items of the prompt."""
         return [VLLMItem(feature) for feature in self.raw.mm_features or ()]
 
     @property
     def cache_salt(self) -> str | None:
-        """Its cache salt."""
+        """Salt that separates the request's KV from that of equal prompts; None without one."""
         salt: str | None = self.raw.cache_salt
         return salt
 
     @property
     def arrives_in_parts(self) -> bool:
-        """True if more of its prompt is still to come."""
+        """True if the client may send more of the prompt later."""
         return bool(getattr(self.raw, "resumable", False))
 
     @property
     def kv_transfer_params(self) -> Any:
-        """Its parameters for the connector, unchecked."""
+        """Parameters for the connector, as the client or router sent them. They are not validated."""
         return self.raw.kv_transfer_params
 
     @property
     def trace_headers(self) -> Mapping[str, str]:
-        """Its trace context, unchecked."""
+        """Trace context headers of the request; not validated."""
         return self.raw.trace_headers or {}
 
     @property
     def own_hit(self) -> int | None:
-        """Tokens that vLLM's prefix cache had of it at its first admission."""
+        """Number of tokens that vLLM's prefix cache had at the first admission; None after a preemption."""
         return own_hit(self.raw)
 
     @property
     def is_complete(self) -> bool:
-        """True if it ended by itself."""
+        """True if the request has ended by itself, so all its tokens are computed."""
         return finished_whole(self.raw)
 
     @property
     def needs_blocks(self) -> bool:
-        """True if it waits and has no blocks."""
+        """True if the request is queued and holds no blocks."""
         return waits_for_blocks(self.raw)
 
     @property
     def was_rejected(self) -> bool:
-        """True if the API server refused it."""
+        """True if the API server refused the request, or its client left before the engine received it."""
         return was_rejected(self.raw)
 
     @property
     def why_no_cache(self) -> str | None:
-        """Reason why it reads no cache; None if it may."""
+        """Reason why the request may read no cache; None if it may."""
         return reads_no_cache(self.raw)
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token, as `compat.requests.trim_prompt` does."""
+        """Drop the last prompt token as `compat.requests.trim_prompt` does; return True if it was dropped."""
         return trim_prompt(self.raw, self.hash_block_tokens, self.sampled_below)
 
 
 class VLLMRequests:
-    """Wrapper of the requests of one engine."""
+    """Factory of `VLLMRequest` objects for the requests of one engine."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._hash_block_tokens: int | None = kv_cache_config.hash_block_size
         self._sampled_below = vocabulary_size(vllm_config) if reads_ahead(vllm_config) else 0
 
     def wrap(self, raw: Any) -> VLLMRequest:
-        """Return vLLM's request as the connector sees it."""
+        """Wrap a request of vLLM for the connector."""
         return VLLMRequest(raw, self._hash_block_tokens, self._sampled_below)
 
 
@@ -183,24 +184,27 @@ class VLLMStep:
     """A step that vLLM has scheduled; satisfies `Step`.
 
     Attributes:
-        output: vLLM's SchedulerOutput.
+        output: vLLM's SchedulerOutput of the step.
     """
 
     output: Any
 
     @property
     def tokens(self) -> Mapping[str, int]:
-        """Number of tokens that it computes, by request."""
+        """Number of tokens that the step computes for each request, by request id."""
         tokens: Mapping[str, int] = self.output.num_scheduled_tokens
         return tokens
 
     @property
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
-        """Recurrent states that it leaves behind."""
+        """Recurrent states that the step leaves behind, by request id.
+
+        Each is (group, block id, number of tokens that the state has seen).
+        """
         state = self.output.kv_connector_block_state
         return state.boundary_state_offloads if state else {}
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return the block tables of a request."""
+        """Return the block ids of a request, per KV cache group, with the blocks that the step writes."""
         ids: BlockIds = self.output.kv_connector_block_state.resolve_block_ids(request_id)
         return ids

@@ -30,17 +30,17 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
 class VLLMScheduler:
-    """Maps vLLM's hooks in the scheduler to a `SchedulerHalf`, and listens to its events.
-
-    Attributes:
-        half: the half that makes the decisions.
-    """
+    """Forwards vLLM's hooks in the scheduler to a `SchedulerHalf`, and listens to its events."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-        """Make the half and its listeners.
+        """Create the scheduler half and the listeners to its events.
+
+        Args:
+            vllm_config, kv_cache_config: vLLM's configurations.
+            config: the connector's settings.
 
         Raises:
-            ConfigError: a setting, or the model's cache, cannot be used.
+            ConfigError: a setting or the model's cache cannot be used.
         """
         self._config, self._vllm_config, self._kv_cache_config = config, vllm_config, kv_cache_config
         engine = engine_info(vllm_config, kv_cache_config)
@@ -66,11 +66,14 @@ class VLLMScheduler:
         self._pool: Any = None
 
     def bind_pool(self, pool: Any) -> None:
-        """Set the engine's block pool."""
+        """Set the engine's block pool, which `start` hands to the scheduler half."""
         self._pool = pool
 
     def start(self, cards: tuple[WorkerCard, ...]) -> None:
-        """Start the half; called when all workers are up.
+        """Start the scheduler half. Called when all workers have started.
+
+        Args:
+            cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
 
         Raises:
             ConfigError: the workers belong to another connector, the transfer log cannot be opened, or
@@ -94,41 +97,53 @@ class VLLMScheduler:
         self._explaining.start()
 
     def on_new_request(self, request: Any) -> None:
-        """Handle a new request."""
+        """Register a new request, and record the identifiers of its images and other items."""
         self._identifiers.note(request)
         self.half.on_new_request(self._requests.wrap(request))
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
-        """Return the tokens that can be loaded beyond `local_tokens`; None to be asked again later."""
+        """Return the number of tokens to load beyond `local_tokens`; None if vLLM must ask again later."""
         return self.half.admission.matched(self._requests.wrap(request), local_tokens)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """Begin the load of `external` tokens, 0 for none, into the blocks that the request now has."""
+        """Start the load of `external` tokens into the request's new blocks; if it is 0, load nothing."""
         self.half.admission.allocated(self._requests.wrap(request), blocks, external)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request, as `Producer.finished` does."""
+        """Handle the end of a request.
+
+        Returns:
+            True if vLLM must keep the request's blocks until peers have read them, and the
+            ``kv_transfer_params`` of the response. The parameters are None if the request asked for none.
+
+        Args:
+            request: vLLM's request.
+            block_ids: block ids of the request, per KV cache group.
+        """
         return self.half.finished(self._requests.wrap(request), block_ids)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
-        """Return the workers' orders for the coming step."""
+        """Return the scheduler half's orders to the workers for the coming step."""
         return SchedulerMeta(self._engine_id, self.half.orders(VLLMStep(scheduler_output)))
 
     def take_output(self, output: Any) -> None:
-        """Handle the workers' reports of the last step."""
+        """Handle the workers' reports on the last step."""
         if isinstance(output.kv_connector_worker_meta, WorkerMeta):
             self.half.take_reports(output.kv_connector_worker_meta.reports)
         if output.finished_sending:
             self.half.sent(output.finished_sending)
 
     def take_stats(self) -> FerryStats | None:
-        """Return the counts since the last call; vLLM calls it once per step, after its output."""
+        """Return the counts since the last call and clear them; None if there are none.
+
+        vLLM calls this once per step, after the step's output. So this also marks the step as done.
+        """
         self.half.step_done()
         counted = self._fold.take()
         return FerryStats.of(counted) if counted else None
 
     def shutdown(self) -> None:
-        """End all threads."""
+        """Stop all threads and close the logs."""
         self._explaining.close()
         self.half.shutdown()
         if self._log is not None:
@@ -136,10 +151,13 @@ class VLLMScheduler:
 
 
 def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]:
-    """Return the workers' cards, sorted by (pp_rank, tp_rank).
+    """Return the workers' handshakes, sorted by (pp_rank, tp_rank).
+
+    Args:
+        metadata: handshake of each worker, by (pp_rank, tp_rank).
 
     Raises:
-        ConfigError: they belong to another connector.
+        ConfigError: the handshakes belong to another connector.
     """
     cards = [metadata[place] for place in sorted(metadata)]
     for card in cards:

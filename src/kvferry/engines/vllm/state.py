@@ -1,18 +1,18 @@
-"""Page of recurrent state as fields: convolution inputs and a recurrent state.
+"""Description of a page of recurrent state (Mamba and others) as fields.
 
-vLLM packs the states of a layer into a page one behind the other (`MambaBase.bind_kv_cache`). Every segment
-of the convolution (`state_format`) is a field of its own. That is enough to move state between different
-numbers of ranks, and between the two orders in which vLLM keeps a convolution (``SD``: window first, ``DS``:
-channels first).
+vLLM packs the states of a layer into a page, one after the other (`MambaBase.bind_kv_cache`): the last inputs
+of a convolution, then the recurrent state. Each segment of the convolution's channels (`state_format`)
+becomes a field of its own. With these fields, state can move between different numbers of ranks, and between
+the two orders in which vLLM keeps a convolution (``SD``: window first, ``DS``: channels first).
 
 With speculative decoding vLLM adds a column to the window per draft token. A step that computes a prompt, in
-any number of pieces, leaves its window in the *first* ``kernel - 1`` columns (`causal_conv1d_fn`:
-``state_len = width - 1``; a single token: `causal_conv1d_update` with one accepted token). The others are
-scratch and part of no field. Only a state between two steps of speculative decoding stands further back; none
-such is handed over.
+any number of pieces, leaves its window in the *first* ``kernel - 1`` columns (`causal_conv1d_fn`: ``state_len
+= width - 1``; a single token: `causal_conv1d_update` with one accepted token). The other columns are scratch
+and belong to no field. The window stands further back only between two steps of speculative decoding, and
+kvferry never moves such a state.
 
-A state moves as opaque whole pages, between equal ranks, if the layer's own dimensions do not explain it to
-the last element, or if vLLM's weight loaders do not confirm the fields (`state_proof`).
+kvferry moves a state as an opaque page, and only between equal ranks, in two cases: the layer's dimensions do
+not account for every element, or vLLM's weight loaders do not confirm the fields (`state_proof`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The rank that holds a page.
+    """The tensor-parallel rank that holds a page.
 
     Attributes:
-        rank, ranks: tensor-parallel rank, and the number of ranks.
-        channels_first: True if its engine keeps convolutions in vLLM's ``DS`` order, False for ``SD``.
+        rank, ranks: index of the rank, and number of ranks.
+        channels_first: True if the engine keeps convolutions in vLLM's ``DS`` order, False for ``SD``.
     """
 
     rank: int
@@ -44,13 +44,13 @@ class Rank:
 
 
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
-    """Describe a snapshot of recurrent state: its fields if they can be proved, else opaque bytes.
+    """Describe a page of recurrent state: as fields if they can be proved, else as opaque bytes.
 
     Args:
         layer: the engine's state layer, for its dimensions and weight loaders.
-        name: the layer's name, for messages.
+        name: name of the layer, for messages.
         spec: the layer's `MambaSpec`.
-        device: kind of device that the state is on.
+        device: type of the device that holds the state, such as ``cuda``.
         rank: rank that holds the page.
     """
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
@@ -73,7 +73,7 @@ def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> 
 
 
 def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, ...], str]:
-    """Return the proved fields, or the reason why there are none."""
+    """Return the proved fields and an empty string, or no fields and the reason why there are none."""
     if kind not in FORMATS:
         return (), "its mamba type is not known"
     try:
@@ -91,7 +91,10 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
-    """Return the window's columns in memory, speculative scratch included; None if the shapes do not fit."""
+    """Return the number of columns of the window in memory; None if the declared shapes do not fit.
+
+    The number includes scratch columns for speculative decoding.
+    """
     declared = tuple(tuple(shape) for shape in spec.shapes)
     for columns in (state.window, state.window + int(spec.num_speculative_blocks)):
         if declared == state.shapes(rank.ranks, columns, rank.channels_first):
@@ -104,8 +107,9 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
     Args:
         state: format of the layer's state over all ranks.
-        columns: columns of the window in memory.
-        item_bytes: bytes per element of the convolution and of the recurrent state, for those that exist.
+        columns: number of columns of the window in memory.
+        item_bytes: bytes per element of each state that exists: first the convolution, then the recurrent
+            state.
         rank: rank that holds the page.
     """
     convolution = _convolution(state, columns, item_bytes[0], rank) if state.segments else ()
@@ -116,7 +120,10 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
 
 def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tuple[Field, ...]:
-    """Return the convolution's segments, which share one array (channels, columns) or (columns, channels)."""
+    """Return a field for each segment of the convolution.
+
+    The segments share one array, (channels, columns) or (columns, channels).
+    """
     channels = sum(segment.held(rank.ranks) for segment in state.segments)
     channel, column = (columns * item, item) if rank.channels_first else (item, channels * item)
     fields = []
@@ -134,7 +141,7 @@ def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tup
 
 
 def _recurrent(axes: tuple[tuple[str, int], ...], offset: int, item: int, rank: Rank) -> Field:
-    """Return the recurrent state: dense, its first axis sharded."""
+    """Return the field of the recurrent state, a dense array whose first axis is sharded over the ranks."""
     (name, total), *inner = axes
     held = total // rank.ranks
     counts = [count for _, count in inner]

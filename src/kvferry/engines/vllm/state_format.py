@@ -1,9 +1,9 @@
-"""State that a layer keeps of a sequence, by mamba type: read off the dimensions of vLLM's own layer.
+"""Formats of recurrent state by mamba type, derived from the dimensions of vLLM's own layers.
 
 A causal convolution remembers the last ``kernel - 1`` inputs of every channel. Its channels are those of
-several projections one behind the other. Each projection is sharded over the ranks by itself: with two
+several projections, one after the other. Each projection is sharded over the ranks on its own: with two
 ranks, rank 0 of Mamba2 has the first half of x, of B and of C, which is not the first half of the channels.
-The recurrent state, if there is one, stands behind the convolution and is sharded by its first axis.
+The recurrent state, if there is one, follows the convolution in memory and is sharded by its first axis.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class Segment:
     (32, 64)
 
     Attributes:
-        name: name of its field.
-        units: heads, groups or channels over all ranks, sharded whole. A single one is on every rank.
-        width: channels of a unit.
+        name: name of the segment's field.
+        units: number of heads, groups or channels over all ranks. Units are never split between ranks. A
+            single unit is copied to every rank.
+        width: number of channels per unit.
     """
 
     name: str
@@ -32,28 +33,29 @@ class Segment:
 
     @property
     def channels(self) -> int:
-        """Number of channels over all ranks, copies not counted."""
+        """Number of channels over all ranks, without copies."""
         return self.units * self.width
 
     @property
     def copied(self) -> bool:
-        """True if every rank has all of it, rather than a share."""
+        """True if every rank has all channels, rather than a share of them."""
         return self.units == 1
 
     def held(self, ranks: int) -> int:
-        """Return the number of channels on one rank."""
+        """Return the number of channels on one of `ranks` ranks."""
         return self.channels if self.copied else self.units // ranks * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """State that one layer keeps of a sequence, over all ranks.
+    """State that one layer keeps for a sequence, over all ranks.
 
     Attributes:
-        window: inputs that the convolution remembers, its kernel less one; 0 without a convolution.
-        segments: its channels, in vLLM's order, which is also the checkpoint's.
-        recurrent: (name, count) of the axes of the recurrent state, the first sharded, the last fastest;
-            empty without one.
+        window: number of inputs that the convolution remembers per channel, its kernel size less one; 0
+            without a convolution.
+        segments: segments of the convolution's channels, in the order of vLLM and of checkpoints.
+        recurrent: (name, count) of each axis of the recurrent state. The first axis is sharded, and the last
+            one varies fastest. Empty without a recurrent state.
     """
 
     window: int
@@ -61,7 +63,13 @@ class StateFormat:
     recurrent: tuple[tuple[str, int], ...]
 
     def shapes(self, ranks: int, columns: int, channels_first: bool) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of one rank's states, as vLLM declares them, with `columns` of window."""
+        """Return the shapes of one rank's states as vLLM declares them.
+
+        Args:
+            ranks: number of tensor-parallel ranks.
+            columns: number of columns of the window in memory.
+            channels_first: True for vLLM's ``DS`` order of a convolution, False for ``SD``.
+        """
         shapes: list[tuple[int, ...]] = []
         if self.segments:
             channels = sum(segment.held(ranks) for segment in self.segments)
@@ -72,24 +80,24 @@ class StateFormat:
         return tuple(shapes)
 
     def uneven(self, ranks: int) -> list[str]:
-        """Return the names of segments and states that cannot be sharded evenly."""
+        """Return the names of the segments and states that cannot be divided evenly among `ranks` ranks."""
         shared = [(s.name, s.units) for s in self.segments if not s.copied]
         shared += [("ssm", count) for _, count in self.recurrent[:1]]
         return [name for name, count in shared if count % ranks]
 
 
 def mamba1(layer: Any) -> StateFormat:
-    """`MambaMixer`: one channel of the convolution and one row of the state per inner channel."""
+    """Return the format of `MambaMixer`: one convolution channel and one row of state per inner channel."""
     channels = layer.intermediate_size
     recurrent = (("channel", channels), ("state", layer.ssm_state_size))
     return StateFormat(layer.conv_kernel_size - 1, (Segment("conv.x", channels),), recurrent)
 
 
 def mamba2(layer: Any) -> StateFormat:
-    """`MambaMixer2`: x by heads, B and C by groups; a single group is on every rank.
+    """Return the format of `MambaMixer2`: x is sharded by heads, B and C by groups.
 
-    vLLM counts a single group once per rank (`extra_groups_for_head_shards`), so `layer.n_groups` is then the
-    number of ranks. The norm still has the model's number of groups.
+    A single group is on every rank. vLLM counts it once per rank (`extra_groups_for_head_shards`), so
+    `layer.n_groups` is then the number of ranks. The norm still has the model's number of groups.
     """
     segments = (
         Segment("conv.x", layer.num_heads, layer.head_dim),
@@ -101,7 +109,11 @@ def mamba2(layer: Any) -> StateFormat:
 
 
 def gated_delta(layer: Any) -> StateFormat:
-    """Gated delta net: q and k by key heads, v by value heads. Kimi delta attention: heads alike."""
+    """Return the format of a gated delta net, or of Kimi delta attention.
+
+    A gated delta net shards q and k by key heads, and v by value heads. In Kimi delta attention, q, k and v
+    have the same heads.
+    """
     if not hasattr(layer, "num_k_heads"):
         heads, width = layer.num_heads, layer.head_dim
         segments = tuple(Segment(name, heads, width) for name in ("conv.q", "conv.k", "conv.v"))
@@ -116,13 +128,13 @@ def gated_delta(layer: Any) -> StateFormat:
 
 
 def linear(layer: Any) -> StateFormat:
-    """Lightning attention: a matrix per head, no convolution."""
+    """Return the format of lightning attention: one matrix per head, and no convolution."""
     recurrent = (("head", layer.num_heads), ("key", layer.head_dim), ("value", layer.head_dim))
     return StateFormat(0, (), recurrent)
 
 
 def short_conv(layer: Any) -> StateFormat:
-    """LFM2's gated short convolution, and nothing else."""
+    """Return the format of LFM2's gated short convolution, which has no recurrent state."""
     return StateFormat(layer.L_cache - 1, (Segment("conv", layer.conv_dim),), ())
 
 
@@ -133,4 +145,4 @@ FORMATS: dict[str, Callable[[Any], StateFormat]] = {
     "LINEAR": linear,
     "SHORT_CONV": short_conv,
 }
-"""By name in vLLM's `MambaAttentionBackendEnum`."""
+"""Function that derives the format from a layer, by the type's name in `MambaAttentionBackendEnum`."""

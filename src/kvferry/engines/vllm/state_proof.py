@@ -1,9 +1,9 @@
-"""Proof of a rank's state fields, by the weight loaders of the layer that computes the state.
+"""Proof of a rank's state fields with the weight loaders of the layer that computes the state.
 
-Channel ``c`` of a convolution's weight is applied to channel ``c`` of its state, and a head's state belongs
-to the head's own weights. So vLLM's weight loaders alone decide which part of the whole model a rank has.
-The proof gives each loader a weight that holds its own indices, and checks that the loaded part holds the
-indices that the fields claim. Nothing of the engine is changed.
+Channel ``c`` of a convolution's weight is applied to channel ``c`` of its state, and a head's weights are
+applied to the head's state. So vLLM's weight loaders decide which part of the whole model's state a rank has.
+The proof gives each loader a weight that contains its own indices. It then checks that the part which the
+loader keeps has the indices that the fields claim. It changes nothing in the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from kvferry.geometry import Field
 
 
 def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Return the reason why the fields are wrong about this rank; empty if the loaders confirm them."""
+    """Return the reason why the fields are wrong for this rank; empty if the weight loaders confirm them.
+
+    Args:
+        layer: the engine's state layer.
+        state: format of the layer's state over all ranks.
+        fields: fields of this rank's page.
+    """
     try:
         if state.segments and (why := _channels_disproved(layer, state, fields)):
             return why
@@ -31,7 +37,10 @@ def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
 
 
 def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check the channels with the loader of the convolution's weight, (channels of this rank, 1, kernel)."""
+    """Check the channels with the weight loader of the convolution; return the reason if they are wrong.
+
+    The weight has the shape (channels of this rank, 1, kernel).
+    """
     module = getattr(layer, "conv1d", None)
     weight = (layer.conv if module is None else module).weight
     held = [(field, field.axes[0]) for field in fields if field.name != "ssm"]
@@ -56,9 +65,10 @@ def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field])
 
 
 def _heads_disproved(layer: Any, field: Field) -> str:
-    """Check the heads with a weight that has one element, or a fixed number of rows, per head.
+    """Check the heads with a weight loader; return the reason if they are wrong.
 
-    Lightning attention has slopes instead.
+    The weight has one element, or a fixed number of rows, per head. Lightning attention has no such weight,
+    so its slopes are compared instead.
     """
     axis = field.axes[0]
     if hasattr(layer, "tp_slope"):
@@ -79,7 +89,8 @@ def _heads_disproved(layer: Any, field: Field) -> str:
 def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
     """Return a parameter of the class and with the attributes of `weight`: float32 of `shape`, all -1.
 
-    float32 holds every index below 16,777,216. The shape is given, as some CPUs pack weights once loaded.
+    float32 holds every index below 16,777,216 exactly. The shape is an argument because on some CPUs vLLM
+    packs weights after it has loaded them, which changes their shape.
     """
     data = torch.full(shape, -1.0, dtype=torch.float32)
     scratch = torch.Tensor._make_subclass(type(weight), data, False)  # noqa: FBT003 - positional in torch
@@ -93,6 +104,6 @@ def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _loads_in_parts(loader: Any) -> bool:
-    """Return True if the loader requires the index of the segment that it is given."""
+    """Return True if a weight loader loads one segment per call, and so requires the index of the segment."""
     part = inspect.signature(loader).parameters.get("loaded_shard_id")
     return part is not None and part.default is inspect.Parameter.empty

@@ -1,8 +1,8 @@
-"""Counts of the connector, on their way to the engine's own /metrics.
+"""Transport of the connector's counts to the engine's own /metrics.
 
-The scheduler half counts events (`observe.metrics_listener`). The engine carries the counts to its API server
-once per step (`FerryStats`), which keeps them as Prometheus metrics (`FerryMetrics`). The metrics are listed
-in `docs/metrics.md`.
+The scheduler half counts events (`observe.metrics_listener`). The engine sends the counts to its API server
+once per step (`FerryStats`). The API server adds them to Prometheus metrics (`FerryMetrics`).
+`docs/metrics.md` lists the metrics.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvferry.observe.metrics_delta import MetricsDelta
 
 
 class FerryStats(KVConnectorStats):
-    """Counts since the last report.
+    """Counts since the last report, in the class that vLLM sends to its API server.
 
     Attributes:
-        data: values of `MetricsDelta.plain`, which can be sent to another process.
+        data: counts in the form of `MetricsDelta.plain`, which can be sent to another process.
     """
 
     data: dict[str, Any]
@@ -32,7 +32,7 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counted: MetricsDelta) -> FerryStats:
-        """Return stats to send to the API server."""
+        """Return these counts as stats for the API server."""
         return cls(counted.plain())
 
     def reset(self) -> None:
@@ -40,14 +40,14 @@ class FerryStats(KVConnectorStats):
         self.data = MetricsDelta().plain()
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Add later counts to these."""
+        """Add the counts of a later report to these, and return the result; mutates this object."""
         both = MetricsDelta.read(self.data)
         both.add(MetricsDelta.read(other.data))
         self.data = both.plain()
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the counts for the engine's log."""
+        """Return a summary of the counts for the engine's log."""
         counted = MetricsDelta.read(self.data)
         said: dict[str, int | float] = {}
         for (name, labels), n in counted.counters.items():
@@ -71,7 +71,7 @@ class FerryStats(KVConnectorStats):
 
 
 class FerryMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of these counts, in the API server's process."""
+    """Prometheus metrics of the connector, in the API server's process."""
 
     def __init__(
         self,
@@ -85,7 +85,12 @@ class FerryMetrics(KVConnectorPromMetrics):
         self._metrics = {name: made(metric, metric_types, labelnames) for name, metric in METRICS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add counts that an engine has sent."""
+        """Add counts to the metrics.
+
+        Args:
+            transfer_stats_data: counts that an engine has sent, in the form of `MetricsDelta.plain`.
+            engine_idx: index of the engine.
+        """
         counted, engine = MetricsDelta.read(transfer_stats_data), self.per_engine_labelvalues[engine_idx]
         for (name, labels), n in counted.counters.items():
             self._metrics[name].labels(*engine, *labels).inc(n)
@@ -98,7 +103,13 @@ class FerryMetrics(KVConnectorPromMetrics):
 
 
 def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
-    """Make a metric with the class in `types` for its kind; `labels` stand before its own labels."""
+    """Create a Prometheus metric.
+
+    Args:
+        metric: definition of the metric.
+        types: class to use in place of each Prometheus class.
+        labels: names of the engine's labels, which precede the metric's own labels.
+    """
     of: dict[str, Any] = {
         "name": f"{PREFIX}{metric.name}",
         "documentation": metric.what,
@@ -108,12 +119,12 @@ def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> An
         return types[Counter](**of)
     if metric.kind is MetricKind.HISTOGRAM:
         return types[Histogram](**of, buckets=SECONDS)
-    # An engine's steps are told to one API server or another: what was said last is so.
+    # An engine may report its steps to different API servers, so the most recent value is the right one.
     return types[Gauge](**of, multiprocess_mode="mostrecent")
 
 
 def unregister(names: Collection[str]) -> None:
-    """Unregister the metrics of an engine that this process had before, as vLLM does with its own."""
+    """Remove the metrics of an earlier engine in this process, as vLLM does with its own metrics."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "") in names:
             REGISTRY.unregister(collector)

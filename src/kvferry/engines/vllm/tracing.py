@@ -1,4 +1,4 @@
-"""Export of request spans to vLLM's tracer, which has a thread to export them."""
+"""Export of request spans through vLLM's tracer, which exports them in a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.observe.spans import SpanListener, TraceSpan
 
 
 def tracing() -> Listener:
-    """Return a listener that makes spans of a traced engine."""
+    """Return an event listener that exports spans; use it only in an engine with tracing."""
     return SpanListener(_exported())
 
 

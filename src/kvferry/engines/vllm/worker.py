@@ -21,23 +21,23 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMWorker:
-    """One rank of one engine: describes its cache, and maps vLLM's hooks to its `WorkerHalf`.
+    """One rank of one engine: describes the rank's cache, and forwards vLLM's hooks to a `WorkerHalf`.
 
     Attributes:
         engine_id: id of the engine.
-        layout: memory layout of its cache.
-        half: the half that runs its loads and transfers.
+        layout: memory layout of the cache, such as ``BHLNC``; ``unknown`` before `start`.
+        half: engine-independent worker half, which runs the rank's loads and transfers.
     """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
-        """Take the cache that the engine has allocated.
+        """Record the cache tensors that the engine has allocated, and hook into the worker's weight changes.
 
         Args:
             vllm_config: the engine's configuration.
-            caches: tensor of each layer, by its name.
+            caches: cache tensor of each layer, by the layer's name.
 
         Raises:
-            ConfigError: its model is not found.
+            ConfigError: the engine's model is not in this process.
         """
         self._vllm_config, self._caches = vllm_config, caches
         self._built = built_of(vllm_config)
@@ -49,14 +49,17 @@ class VLLMWorker:
         keep_memory(vllm_config)
 
     def set_copy(self, copy: CopyBlocks) -> None:
-        """Set the engine's copy operation, for the host buffer."""
+        """Set the engine's operation that copies blocks between the device and the host buffer."""
         self._copy = copy
 
     def start(self, kv_cache_config: Any) -> WorkerCard:
-        """Describe and register the cache, and start the transfers.
+        """Describe and register the cache, start the transfers, and return the worker's handshake.
+
+        Args:
+            kv_cache_config: vLLM's cache configuration.
 
         Raises:
-            ConfigError: the cache cannot be moved, or NIXL cannot be used.
+            ConfigError: kvferry cannot move this cache, or NIXL cannot be used.
         """
         caches, settings = self._caches, read_settings(self._vllm_config)
         tp_rank, pp_rank = tensor_and_pipeline_rank()
@@ -74,19 +77,19 @@ class VLLMWorker:
         return WorkerCard(info, self._built)
 
     def begin(self, meta: SchedulerMeta) -> None:
-        """Take the orders of a step before it is computed."""
+        """Execute the scheduler half's orders for a step, except stores, before the step is computed."""
         self.half.begin(meta.orders)
 
     def save(self, meta: SchedulerMeta) -> None:
-        """Save the KV that the step has computed."""
+        """Start the stores that the scheduler half has ordered for a step, after the step's forward pass."""
         self.half.save(meta.orders, after_forward)
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests whose transfers have ended, for the engine."""
+        """Return the requests whose transfers have ended since the last call, in vLLM's class."""
         ended = self.half.ended()
         return KVConnectorTransferResults(set(ended.sent), set(ended.received), set(ended.failed))
 
     def take_meta(self) -> WorkerMeta | None:
-        """Return the reports for the scheduler half."""
+        """Return the reports for the scheduler half since the last call, and clear them; None without any."""
         reports = self.half.take_reports()
         return None if reports is None else WorkerMeta(reports)
