@@ -1,4 +1,4 @@
-"""The key of an engine, and the peers that its configuration allows."""
+"""The secret key of an engine, and the peers that its configuration allows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def scheduler_keys(config: ConnectorConfig) -> Keys | None:
-    """Return the keys of the engine, None if it exchanges no KV; log once which key others need.
+    """Return the keys of the engine, and log which key other engines need; None if it exchanges no KV.
 
     Raises:
-        ConfigError: there is no key, and none can be made.
+        ConfigError: there is no key file, and none can be created.
     """
     if not config.transfers:
         return None
@@ -37,19 +37,19 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
 
 
 def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
-    """Return the peers of a configuration.
+    """Return the machines that may be peers under this configuration.
 
     Raises:
-        ConfigError: see `parse_allowed_peers`.
+        ConfigError: an entry of the setting ``peers`` is malformed.
     """
     return parse_allowed_peers(config.peers, config.host, config.advertise_host)
 
 
 def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
-    """Check that all ranks of the engine have its key, wherever they run.
+    """Check that all ranks of the engine have the same key as its scheduler.
 
     Raises:
-        ConfigError: a rank has another.
+        ConfigError: a rank has a different key, because its machine has a key of its own.
     """
     for worker in workers:
         if worker.key not in (None, keys.fingerprint):

@@ -1,4 +1,4 @@
-"""What an engine says about its KV: facts that peers compare, and the namespace of its chunks."""
+"""Facts about an engine's KV, which peers compare, and the namespace of chunk keys derived from them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from kvferry.tiers.format.chunk import VERSION
 from kvferry.transport.messages import Fact
 
 WEIGHTS, MODEL_DTYPE, CACHE_DTYPE = "weights", "model dtype", "KV cache dtype"
-"""Names of facts that every engine states. A peer compares a fact only if both engines state it."""
+"""Names of the facts that every engine states. Peers compare a fact only if both engines state it."""
 
 
 def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name: str) -> Namespace:
     """Return the namespace of an engine's chunks.
 
-    Chunks of another engine are found only if it states the same facts, all of them.
+    Two engines share chunks only if all facts of both are equal.
 
     Args:
-        facts: facts that the engine states to peers, `WEIGHTS`, `MODEL_DTYPE` and `CACHE_DTYPE` among them.
-            Equal facts must mean equal KV bytes; the weights must be a digest of their content.
-        canonical: form of the chunks.
+        facts: facts that the engine states to peers, including `WEIGHTS`, `MODEL_DTYPE` and `CACHE_DTYPE`.
+            Equal facts must mean equal KV bytes. The weights must be a digest of their content.
+        canonical: format in which chunks are stored.
         name: display name of the model; not compared.
 
     Raises:
-        Unnameable: a fact has no exact text.
+        Unnameable: a fact cannot be written as exact text.
     """
     model = dict(facts)
     weights, dtype, kv_dtype = (str(model.pop(fact)) for fact in (WEIGHTS, MODEL_DTYPE, CACHE_DTYPE))

@@ -1,4 +1,4 @@
-"""The blocks that requests wait for, and the leases that give way to them."""
+"""The number of blocks that requests wait for, and the choice of leases to end for them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from kvferry.planning.select import attends_to_all
 
 
 class BlocksWanted:
-    """Counts the blocks that requests of an engine wait for. Only the engine's thread calls it."""
+    """Counts the KV blocks that the engine's requests wait for. Only the engine's thread calls it."""
 
     def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
-        """Begin without requests.
+        """Create a counter without requests.
 
         Args:
             groups: the engine's KV cache groups.
-            tokens_in_flight: most tokens of a request that are scheduled and not computed.
+            tokens_in_flight: maximum number of tokens of one request that are scheduled but not computed.
         """
         self._groups, self._tokens_in_flight = tuple(groups), tokens_in_flight
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Note a request that came in and will need blocks."""
+        """Add a new request, which will need blocks."""
         self._requests[request.request_id] = request
 
     def remove(self, request: Request) -> None:
@@ -30,9 +30,9 @@ class BlocksWanted:
         self._requests.pop(request.request_id, None)
 
     def blocks(self) -> int:
-        """Return the blocks of the largest request that has none.
+        """Return the number of blocks that the largest waiting request without blocks needs; 0 if none waits.
 
-        It gets all of them at once, or goes on waiting.
+        The engine gives a request all its blocks at once, so fewer free blocks do not help it.
         """
         waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)
         tokens = max(waiting, default=0)
@@ -45,14 +45,14 @@ class BlocksWanted:
 
 
 def first_to_go(held: Mapping[str, int], lacking: int) -> list[str]:
-    """Return the first leases that together hold as many blocks as are lacking.
+    """Return the first leases that together hold at least `lacking` blocks, or all leases if they hold fewer.
 
     >>> first_to_go({"a": 2, "b": 3, "c": 1}, 3), first_to_go({"a": 2}, 0)
     (['a', 'b'], [])
 
     Args:
-        held: blocks of each lease, in the order in which they are to go.
-        lacking: blocks.
+        held: number of blocks that each lease holds, by lease name, in the order of release.
+        lacking: number of blocks to free.
     """
     found = []
     for name, blocks in held.items():

@@ -1,4 +1,4 @@
-"""Errors for settings with a value that they cannot have."""
+"""Checks of configured settings, with error messages that name the allowed keys and values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ _NO_CHOICE = re.compile(r"Invalid enum value (.*) - at `\$\.(\w+)`")
 
 
 def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.Struct]) -> ConfigError:
-    """Return the error for settings that msgspec refused; it lists the values of a setting with a few.
+    """Return the error to raise for settings that msgspec refused.
+
+    If a setting allows only certain texts, the message lists them.
 
     Args:
-        where: they were given.
-        error: of msgspec.
-        settings: what they were to be.
+        where: name of the refused object, for the message.
+        error: msgspec's error.
+        settings: class that the object should be converted to.
     """
     if (found := _NO_CHOICE.fullmatch(str(error))) is None:
         return ConfigError(f"{where}: {error}")
@@ -33,12 +35,12 @@ def check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> No
     """Check that all keys of an object are known.
 
     Args:
-        where: names the object.
+        where: name of the object, for the message.
         given: the object.
-        known: keys that it may have.
+        known: keys that the object may have.
 
     Raises:
-        ConfigError: one is not known; the message names the nearest known key.
+        ConfigError: a key is unknown. The message names the most similar known key, or else all known keys.
     """
     for key in given:
         if key not in known:
@@ -48,14 +50,14 @@ def check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> No
 
 
 def check_text(where: str, given: Any) -> None:
-    r"""Check that all texts of a setting can be written as UTF-8; a lone surrogate (``"\\ud800"``) cannot.
+    r"""Check that all strings in a setting can be encoded as UTF-8; a lone surrogate (``"\\ud800"``) cannot.
 
     Args:
-        where: names the setting.
-        given: its value, as JSON has it.
+        where: name of the setting, for the message.
+        given: value of the setting, as parsed from JSON.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: a string cannot be encoded.
     """
     if isinstance(given, str):
         try:

@@ -20,59 +20,62 @@ NODE = "node"
 _ONE_SIDE = ("kv_producer", "kv_consumer")
 
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-"""vLLM's names for the orders that layer, block, head, token and content can have in memory."""
+"""vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C)."""
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_connector_extra_config`` of a `KVFerryConnector`.
+    """The settings in ``kv_connector_extra_config`` of a `KVFerryConnector`.
 
     Attributes:
-        host: address that the control channel and the workers' gather channels listen on; ``node`` for the
-            address of each rank's own machine, in an engine that spans several.
-        port: port of the control channel, plus the data-parallel index of the engine; 0 for any free one.
-        advertise_host: address to advertise to peers; `host` if not set.
-        secret_file: file with the secret that engines share, from which the keys of their channels derive; by
-            default the key that this user's engines share on this machine, which is made on first use.
-        peers: machines that engines are dialled on and may connect from: host names, addresses, networks. By
-            default, this machine if `host` is loopback, else all machines. Only names listed here are
-            resolved; by default, only `advertise_host`.
-        lease_seconds: seconds that blocks are kept for a silent consumer; a quarter of that if it has never
-            given a sign of life and other requests wait for blocks.
-        load_timeout_seconds: deadline of a load.
-        handshake_seconds: seconds after which a silent peer is given up.
-        attempts: most loads of one request before it is computed here.
-        late_blocks: largest share of the block pool that loads from peers hold, in flight and late, unless a
-            single load takes more; one peer holds at most half of what the others leave.
-        transfer_log: file that gets one JSON line per finished load.
-        layout: memory layout to ask the engine for: ``auto`` for one with blocks outermost, if the attention
-            backend declares it; ``engine`` to leave it to vLLM; or one of `Layout`, which the engine must
-            then have.
-        strategy: how bytes travel: ``auto`` for the fastest way, or ``direct``, ``over-read`` or ``staged``
-            wherever that is possible.
-        staging_mib: memory for packing short runs, MiB per direction and worker; 0 for none.
-        lanes: reading threads per worker; they share large requests.
-        costs: file that ``kvferry bench calibrate`` wrote; by default the user's on this machine, else costs
-            measured elsewhere.
-        host_buffer: move through host memory with the engine's copy operation; by default only where the
-            engine was told to (``kv_buffer_device``).
-        tiers: where chunks are kept, see `tier_config`: a list, or ``default`` for host memory and a
-            directory in the user's cache directory; none if not set.
-        transfer: exchange KV with other engines; by default without tiers, or if vLLM's ``kv_role`` is one
-            side of an exchange (``kv_producer``, ``kv_consumer``).
-        chunk_tokens: tokens of a chunk; by default 256, or less so that snapshots of recurrent state end one.
-        snapshot_tokens: distance of positions at which windows and snapshots of recurrent state are kept, a
-            multiple of `chunk_tokens`; by default wherever a chunk ends.
-        source_policy: how to choose between sources, see `connector.policies`.
-        load_weight: weight of tokens that peers offer, for source policy ``weight``; tiers have their own in
+        host: address on which the control channel and the workers' gather channels listen. In an engine that
+            spans several machines, ``node`` stands for the address of each rank's machine.
+        port: port of the control channel, to which the engine's data-parallel index is added; 0 for any free
+            port.
+        advertise_host: host name or address to advertise to peers; None for `host`.
+        secret_file: path of the file with the secret that engines share. The keys of their channels derive
+            from it. None for the key that this user's engines share on this machine; it is created on first
+            use.
+        peers: host names, addresses and networks of the machines that may be peers. This engine connects only
+            to them and accepts connections only from them. None for this machine if `host` is loopback, else
+            for all machines. Only names in this list are resolved; if it is None, only `advertise_host`.
+        lease_seconds: seconds for which blocks are kept for a consumer that sends no heartbeat. While other
+            requests wait for blocks, a lease that no consumer has claimed ends after a quarter of it.
+        load_timeout_seconds: seconds after which a load has failed.
+        handshake_seconds: seconds to wait for a peer's answer in the handshake.
+        attempts: maximum number of attempts to load one request's KV before this engine computes it.
+        late_blocks: maximum share of the block pool that loads from peers hold, in flight and late. One peer
+            holds at most half of what the others leave. A load that is alone may exceed both limits.
+        transfer_log: path of a file that gets one JSON line per finished load; None for no log.
+        layout: memory layout to request from the engine. ``auto`` requests a layout with blocks outermost if
+            the attention backend declares one. ``engine`` leaves the choice to vLLM. One of `Layout` requires
+            that layout.
+        strategy: transfer strategy: ``auto`` for the fastest, or ``direct``, ``over-read`` or ``staged`` to
+            use that one wherever it is possible.
+        staging_mib: memory for packing short runs of bytes, in MiB per direction and worker; 0 for none.
+        lanes: number of threads per worker that read from peers. They share large requests.
+        costs: path of a file that ``kvferry bench calibrate`` wrote. None for the user's file on this
+            machine, or built-in costs if there is none.
+        host_buffer: True to transfer through host memory with the engine's copy operation; None to do so only
+            if the engine is configured for it (``kv_buffer_device``).
+        tiers: list of the tiers that keep chunks, see `tier_config`; ``default`` for host memory and a
+            directory in the user's cache directory; None for no tiers.
+        transfer: True to exchange KV with other engines. None for True if there are no tiers, or if vLLM's
+            ``kv_role`` is one side of an exchange (``kv_producer``, ``kv_consumer``).
+        chunk_tokens: number of tokens per chunk; None for 256, or the nearest number that suits the engine's
+            blocks and snapshots of recurrent state.
+        snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
+            recurrent state are kept, a multiple of `chunk_tokens`; None for the end of every chunk.
+        source_policy: name of the policy that chooses between sources, see `connector.policies`.
+        load_weight: weight of tokens that peers offer, for the policy ``weight``. The weights of tiers are in
             `tiers`.
-        turn_seconds: seconds that a finished request's blocks are kept for the next turn of its conversation;
-            0 for none.
-        turn_share: largest share of the block pool that they take.
-        patience_seconds: seconds that a request waits for a source that is still looking.
-        whole_blocks: take no load that fills a block in part, since another connector beside this one could
-            not tell and would store it.
+        turn_seconds: seconds for which a finished request's blocks are kept for the next turn of its
+            conversation; 0 to keep none.
+        turn_share: maximum share of the block pool for blocks kept that way.
+        patience_seconds: seconds that a request waits for a source that is still looking, or for free blocks.
+        whole_blocks: True to refuse loads that fill a block only in part. Required beside another connector,
+            which cannot recognize such a block and would store it.
         name: name of this connector in ``kvferry explain``, if an engine has several.
-        explain_requests: requests to remember for ``kvferry explain``; 0 for none.
+        explain_requests: number of requests to remember for ``kvferry explain``; 0 for none.
     """
 
     host: str = "127.0.0.1"
@@ -107,22 +110,22 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def anywhere(self) -> ConnectorConfig:
-        """The settings without this machine's address, equal on all machines of an engine."""
+        """The settings without `host`, so that they are equal on all machines of an engine."""
         return msgspec.structs.replace(self, host="")
 
     @property
     def transfers(self) -> bool:
-        """Whether KV is exchanged with other engines."""
+        """Whether this engine exchanges KV with other engines."""
         return not self.tiers if self.transfer is None else self.transfer
 
 
 def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> ConnectorConfig:
-    """Parse the settings that the engine was given.
+    """Parse and check the settings that the engine was given.
 
     Args:
-        extra: ``kv_connector_extra_config``.
-        kv_role: vLLM's; None where it is not known, or is that of several connectors together. One side of an
-            exchange has `transfer` set in the result.
+        extra: content of ``kv_connector_extra_config``.
+        kv_role: vLLM's ``kv_role``; None if it is unknown or belongs to several connectors together. For
+            ``kv_producer`` and ``kv_consumer``, `transfer` is True in the result.
 
     Raises:
         ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range, or a

@@ -1,4 +1,4 @@
-"""Values that tell how a load ended, what it moved, and how long its stages took."""
+"""Results of a load: its outcome, the bytes that it moved, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class LoadOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """Bytes moved for a KV cache group, summed over all ranks.
+    """The bytes that a load moved for one KV cache group, summed over all ranks.
 
     Attributes:
-        group: number and kind.
+        group: label of the group: its number and kind.
         strategy: name of the transfer strategy.
-        size: bytes.
+        size: number of bytes.
     """
 
     group: str
@@ -32,15 +32,17 @@ class GroupBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFigures:
-    """What a load from a peer moved, and how long its stages took. All 0 or empty for tiers.
+    """Amounts and stage times of a load from a peer. All values are 0 or empty for a load from tiers.
 
     Attributes:
-        bytes_by_group: useful bytes per group; empty if nothing was planned.
-        strategy_by_group: how the bytes of each group travelled; empty where none did.
-        pages: number of prepared descriptors.
-        descriptors: number of descriptors after merging neighbours.
-        run_bytes: the largest contiguous run.
-        plan_seconds, transfer_seconds, check_seconds: times of the slowest worker.
+        bytes_by_group: number of useful bytes per KV cache group; empty if no read was planned.
+        strategy_by_group: name of the transfer strategy of each group; an empty name for a group without
+            bytes.
+        pages: number of transfer descriptors before merging adjacent ones.
+        descriptors: number of transfer descriptors after merging.
+        run_bytes: size of the largest contiguous piece in bytes.
+        plan_seconds, transfer_seconds, check_seconds: seconds that the slowest worker took to plan the read,
+            to transfer the bytes, and to check the lease words afterwards.
     """
 
     bytes_by_group: tuple[int, ...] = ()
@@ -53,7 +55,7 @@ class LoadFigures:
     check_seconds: float = 0.0
 
     def with_other(self, other: LoadFigures) -> LoadFigures:
-        """Return two workers' figures of one load as one."""
+        """Return the merged figures of two workers for the same load: sums of amounts, maxima of times."""
         longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
         others = other.bytes_by_group or (0,) * len(longer)
         return LoadFigures(
@@ -69,11 +71,11 @@ class LoadFigures:
 
 
 NO_FIGURES = LoadFigures()
-"""Figures of a load that moved nothing, or came from tiers."""
+"""Figures of a load that moved nothing, or that came from tiers."""
 
 
 def _merged(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the strategies of two workers by group, each named once."""
+    """Return the strategies of two workers per group, joined with ``+``, each named once."""
     if not ours or not theirs:
         return ours or theirs
     pairs = zip(ours, theirs, strict=True)

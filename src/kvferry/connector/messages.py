@@ -1,6 +1,6 @@
-"""Messages between the scheduler half and the worker halves, once per engine step.
+"""Messages that the scheduler half and the worker halves exchange once per engine step.
 
-The engine pickles them between its own processes. Nothing in them comes from a peer unchecked.
+The engine pickles them between its own processes. Everything in them that comes from a peer has been checked.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvferry.transport.read_order import ReadOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker tells its scheduler at start.
+    """The description of a worker that it sends to the scheduler at start.
 
     Attributes:
-        geometry: where its pages lie.
-        card: what peers need to read from it; None if it exchanges no KV.
-        settings: settings of its connector without this machine's address; they tell several connectors of
-            an engine apart.
-        key: fingerprint of its key; None if it exchanges no KV.
+        geometry: memory layout of the worker's KV cache.
+        card: description that peers need to read from the worker; None if it exchanges no KV.
+        settings: settings of the worker's connector, without this machine's address. If an engine has
+            several connectors, these settings distinguish them.
+        key: fingerprint of the worker's secret key; None if it exchanges no KV.
     """
 
     geometry: RankGeometry
@@ -39,19 +39,26 @@ class WorkerInfo:
 class StepOrders:
     """Orders of the scheduler half to the worker halves, for one step.
 
+    Each lease has a slot: the index of its lease word, an integer in registered memory. A worker *raises* the
+    word when the lease ends, so that a peer that is still reading notices that the blocks may be reused.
+
     Attributes:
-        connects: cards of the ranks of each peer that is read from for the first time.
-        disconnects: peers that nothing has been read from for a while.
-        loads: loads that begin, from any source.
-        reads: what to read from peers for `loads`, by the same key.
-        given_up: loads that nobody waits for any more, and why; workers report them at once.
-        ended: lease slot by request; raise the lease word, then report the request as sent.
-        turns_ended: lease slot by kept turn; raise the lease word, then report it in `StepReports.raised`.
-        saves: (block ids by position per group, tokens) of prompts that this step completes; copy them to
-            the host buffer.
-        chunks: orders about chunks of the tiers.
-        epoch: number of resets of the engine's caches before this step was scheduled.
-        computes: the step computes tokens.
+        connects: cards of the ranks of each peer to connect to, by peer name.
+        disconnects: names of the peers to disconnect, because nothing has been read from them for a while.
+        loads: loads to begin, from any source.
+        reads: reads from peers that carry out `loads`, with the same keys.
+        given_up: reason for each load that its request no longer waits for, by load key. Workers report
+            these loads as failed at once.
+        ended: lease slot of each ended lease, by request id. Workers raise its lease word, then report the
+            request as sent.
+        turns_ended: lease slot of each ended lease of a kept turn, by lease name. A turn is a finished
+            request's KV, kept for the next turn of its conversation. Workers raise its lease word, then
+            report it in `StepReports.raised`.
+        saves: (block table per group, number of tokens) of each prompt that this step completes. Workers
+            copy its blocks to the host buffer.
+        chunks: orders to store and load chunks of the tiers.
+        epoch: number of cache resets of the engine before this step was scheduled.
+        computes: True if the step computes tokens.
     """
 
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
@@ -74,13 +81,14 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The end of a load on one worker, or on all of them together.
+    """The end of a load on one worker, or merged over several workers.
 
     Attributes:
-        failure: why it failed; None if it succeeded.
-        late: it is reported at its deadline, and its memory is not free yet.
-        peer_lost: the failure means that the peer has gone, or was restarted.
-        figures: amounts and times.
+        failure: reason for the failure; None if the load succeeded.
+        late: True if the load is reported before it has ended, because its deadline passed or it was given
+            up. It may still write to its blocks.
+        peer_lost: True if the failure means that the peer is gone or was restarted.
+        figures: bytes moved and time of each stage.
     """
 
     failure: str | None
@@ -90,11 +98,11 @@ class Report:
 
     @property
     def outcome(self) -> str:
-        """``ready``, ``failed``, or ``expired`` at its deadline."""
+        """Outcome of the load: ``ready``, ``failed``, or ``expired`` if it is late."""
         return "ready" if self.failure is None else "expired" if self.late else "failed"
 
     def with_other(self, other: Report) -> Report:
-        """Return two workers' reports of one load as one."""
+        """Return the merged report of two workers about the same load."""
         return Report(
             self.failure or other.failure,
             late=self.late or other.late,
@@ -108,12 +116,13 @@ class StepReports:
     """Reports of worker halves to the scheduler half, after one step.
 
     Attributes:
-        reports: report by load; every worker reports every load once.
-        reported: number of workers whose reports are merged in `reports`, by load.
-        released: number of workers that have nothing of a load in flight any more, by load.
-        moved: what became of each order about chunks.
-        raised: number of workers that have raised the lease word, by kept turn.
-        stale: the last epoch that has seen other weights; None if weights have not changed.
+        reports: merged report of each load, by load key. Every worker reports every load once.
+        reported: number of workers whose reports are merged in `reports`, by load key.
+        released: number of workers that have nothing of the load in flight any more, by load key.
+        moved: merged report of each order to copy chunks, by order key.
+        raised: number of workers that have raised the lease word of each kept turn, by lease name.
+        stale: last epoch in which the weights changed; None if they have not changed. An epoch is the time
+            between two cache resets.
     """
 
     reports: dict[str, Report] = field(default_factory=dict)
@@ -124,7 +133,7 @@ class StepReports:
     stale: int | None = None
 
     def add(self, other: StepReports) -> None:
-        """Merge another worker's reports into these."""
+        """Merge another worker's reports into these. Mutates this object."""
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for key, moved in other.moved.items():
@@ -149,9 +158,9 @@ class EndedRequests:
     """Requests whose transfers have ended on one worker since the last step.
 
     Attributes:
-        sent: their lease words are raised, so their blocks may be freed.
-        received: all their loads are reported.
-        failed: of those, the ones of which a load has failed.
+        sent: ids of the requests whose lease word is raised. Their blocks may be freed.
+        received: ids of the requests all of whose loads are reported.
+        failed: ids of the requests in `received` of which a load has failed.
     """
 
     sent: frozenset[str] = frozenset()

@@ -1,12 +1,13 @@
-"""Blocks that loads fill in part: nobody but the request they were loaded for may use them.
+"""Blocks that a load fills only in part. Only the request that they were loaded for may use them.
 
-A source with smaller blocks has only the end of the block in which a window begins. The request that waits
-for it looks no farther back; but vLLM keeps the block for every prompt that begins alike, and one that ends
-earlier would look farther back. So such a block is taken out of vLLM's prefix cache as soon as it is in it,
-and is neither stored nor offered to other engines.
+If a source has smaller blocks than this engine, it may have only the end of the block in which an attention
+window begins. The waiting request does not attend to the missing tokens. But vLLM would reuse the block for
+any prompt with the same prefix, and a shorter prompt would attend to them. So such a block is evicted from
+vLLM's prefix cache as soon as it is there. It is neither stored nor offered to other engines.
 
-vLLM caches a block once, when all of it is computed: as the load's request goes on, or tokens later, if the
-window is shorter than the block. Until then, or until the request sees it no more, the block is *watched*.
+vLLM caches a block once, when all its tokens are computed: when the request goes on after its load, or some
+tokens later if the window is shorter than the block. The block is *watched* until then, or until the request
+no longer attends to it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from kvferry.planning.select import NULL_BLOCK, LoadSpan, first_independent, par
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A block that a load fills in part.
+    """A block that a load fills only in part.
 
     Attributes:
-        group, at: where it is in the request's tables.
-        block: its id.
-        until: tokens computed from which on the request looks at it no more.
+        group: number of its KV cache group.
+        at: position of the block in the request's block table.
+        block: block id.
+        until: number of computed tokens from which on the request no longer attends to the block.
     """
 
     group: int
@@ -38,12 +40,13 @@ class _Part:
 
 @dataclass(slots=True)
 class _Watch:
-    """Parts of a request that vLLM has not cached yet.
+    """The partly filled blocks of a request that vLLM has not cached yet.
 
     Attributes:
-        request: vLLM's.
-        admission: its preemptions when it was admitted; when there are more, its blocks were given back.
-        parts: these.
+        request: the engine's request.
+        admission: number of its preemptions when it was admitted. A higher number now means that its blocks
+            were freed.
+        parts: the partly filled blocks that are still watched.
     """
 
     request: Request
@@ -52,15 +55,15 @@ class _Watch:
 
 
 class PartBlocks:
-    """The partly loaded blocks of an engine. Only the engine's thread calls it."""
+    """Record of an engine's partly loaded blocks. Only the engine's thread calls it."""
 
     def __init__(self, groups: Sequence[Group], pool: BlockPool, refused: bool = False) -> None:
-        """Begin without any.
+        """Create an empty record.
 
         Args:
-            groups: the engine's, as a rank has them.
+            groups: the KV cache groups in the geometry of one rank.
             pool: the engine's block pool.
-            refused: there must be none.
+            refused: True if no load may fill a block only in part.
         """
         self._groups, self._pool, self._refused = tuple(groups), pool, refused
         self._parts: dict[str, list[_Part]] = {}
@@ -70,11 +73,14 @@ class PartBlocks:
         self._doubted: set[str] = set()
 
     def doubt(self, request_id: str) -> None:
-        """Note a request whose blocks another connector fills during a step: all may prove wrong."""
+        """Distrust all blocks of a request, because another connector fills them during a step."""
         self._doubted.add(request_id)
 
     def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
-        """Return whether a load would fill a block in part although none may be; arguments as of `begin`."""
+        """Return whether a load must be refused because it would fill a block only in part.
+
+        Takes `span` and `alignments` as `begin` does.
+        """
         return self._refused and any(
             partial_block(group.kind, group.attention_span, group.block_tokens, span, alignment_tokens)
             is not None
@@ -84,13 +90,13 @@ class PartBlocks:
     def begin(
         self, request: Request, tables: Sequence[Int64s], span: LoadSpan, alignments: Sequence[int]
     ) -> None:
-        """Note the blocks that a load fills in part. Forgets those of the request's earlier loads.
+        """Record and watch the blocks that a load fills only in part. Forgets the request's earlier blocks.
 
         Args:
             request: the request.
-            tables: destination blocks by position per group, int64.
-            span: how much is loaded.
-            alignments: tokens per group, see `partial_block`.
+            tables: destination block table of each group, int64, indexed by block position.
+            span: range of prompt tokens to load.
+            alignments: number of tokens, per group, at a multiple of which the loaded content begins.
         """
         self.forget(request.request_id)
         found = []
@@ -107,10 +113,10 @@ class PartBlocks:
             self._loading[request.request_id] = _Watch(request, request.num_preemptions, list(found))
 
     def evict(self) -> bool:
-        """Take partly loaded blocks out of the engine's prefix cache; return whether any was in it.
+        """Evict partly loaded blocks from the engine's prefix cache; return whether any was there.
 
-        In a scheduling pass what is running comes first. Of requests that had gone on before it, blocks are
-        cached by the time the first request is looked up, so they are looked at once in a pass.
+        A scheduling pass of the engine handles running requests first. Their blocks are already cached when
+        it looks up the first waiting request. So they are checked only once per pass.
         """
         found = self._evict(self._loading)
         if not self._looked:
@@ -119,20 +125,23 @@ class PartBlocks:
         return found
 
     def end_pass(self) -> None:
-        """End a scheduling pass."""
+        """End a scheduling pass, and evict the partly loaded blocks that it has cached."""
         self._looked = False
         self.evict()
         self._looked = False
 
     def goes_on(self, request_id: str) -> None:
-        """Note that the engine has cached a request's loaded blocks, except those that are not full yet."""
+        """Record that a request goes on after its load, and evict its partly loaded blocks.
+
+        By then the engine has cached all its loaded blocks that are full.
+        """
         if request_id in self._loading:
             self._evict(self._loading)
             if (watch := self._loading.pop(request_id, None)) is not None:
                 self._going_on[request_id] = watch
 
     def without(self, request_id: str, tables: BlockIds) -> BlockIds:
-        """Return block tables of a request with null blocks in place of those that a load filled in part."""
+        """Return a request's block tables with null blocks in place of its partly loaded blocks."""
         if request_id in self._doubted:
             return tuple([NULL_BLOCK] * len(ids) for ids in tables)
         parts = self._parts.get(request_id)
@@ -146,7 +155,7 @@ class PartBlocks:
         return tuple(whole)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request whose blocks are not its own any more, or are computed anew."""
+        """Forget a request whose blocks are freed or will be computed again."""
         self._doubted.discard(request_id)
         for of in (self._parts, self._loading, self._going_on):
             of.pop(request_id, None)

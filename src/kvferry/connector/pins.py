@@ -1,9 +1,10 @@
 """Pins of the blocks that loads write.
 
-Every block that a load may write is pinned before the load is posted, until every worker reports that nothing
-of it is in flight, whatever becomes of the request. A pin that outlives its request is *late*. Late pins are
-counted per source and bounded. Any load in flight may become late, so a load begins only if all loads in
-flight and late ones stay below the bound together (`may_hold`).
+Every block that a load may write is pinned before the load begins. It stays pinned until every worker reports
+that nothing of the load is in flight, even if the request ends before. A load is *late* when its request goes
+on or ends without it. The blocks of late loads are counted per source and bounded. Any load in flight may
+become late, so a load begins only if all loads together, in flight and late, stay below the bound
+(`may_hold`).
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ BlockT = TypeVar("BlockT")
 
 
 def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bool:
-    """Return whether another load may begin.
+    """Return whether another load of `blocks` blocks may begin.
 
-    All sources together hold at most `most` blocks. One source holds at most half of the blocks that the
-    others leave, so sources that hang always leave room for another. A load that is alone may be larger, or
-    a long prompt could never be loaded.
+    All sources together may hold at most `most` blocks. Each source may hold at most half of the blocks that
+    the others leave, so sources that hang always leave room for another source. If no other load holds
+    blocks, a load may be of any size. Otherwise a long prompt could never be loaded.
 
     >>> may_hold("a", 8, {}, 8), may_hold("a", 4, {"a": 1}, 8), may_hold("b", 2, {"a": 4}, 8)
     (True, False, True)
 
     Args:
-        source: the source of the load.
+        source: name of the load's source.
         blocks: number of blocks that the load may write.
-        held: blocks that loads of each source hold, in flight and late.
-        most: blocks that all loads may hold.
+        held: number of blocks that loads hold, in flight and late, by source.
+        most: maximum number of blocks that all loads together may hold.
     """
     others = sum(held.values()) - held.get(source, 0)
     alone = not any(held.values())
@@ -46,13 +47,16 @@ class _Pin(Generic[BlockT]):
 
 
 class Pins(Generic[BlockT]):
-    """All pins of an engine. The caller takes and returns the references to the engine's block objects."""
+    """The pinned blocks of an engine's loads.
+
+    This class only keeps the record. Its caller adds and drops the references in the engine's block pool.
+    """
 
     def __init__(self, workers: int) -> None:
-        """No pins yet.
+        """Create an empty record.
 
         Args:
-            workers: number of workers that must report a load as landed.
+            workers: number of workers that must report the end of each load.
         """
         self._workers = workers
         self._pins: dict[str, _Pin[BlockT]] = {}
@@ -60,18 +64,18 @@ class Pins(Generic[BlockT]):
         self._held = Counter[str]()
 
     def __len__(self) -> int:
-        """Number of loads that hold blocks."""
+        """Return the number of loads that hold blocks."""
         return len(self._pins)
 
     def hold(self, key: str, source: str, blocks: Sequence[BlockT]) -> None:
-        """Pin the blocks of a load before it is ordered; the caller has taken a reference to each."""
+        """Record the blocks that a new load pins. The caller has already taken a reference to each."""
         if key in self._pins:
             raise ValueError(f"load {key!r} is pinned already")
         self._pins[key] = _Pin(source, blocks, self._workers)
         self._held[source] += len(blocks)
 
     def late(self, key: str) -> None:
-        """Mark a load as late: its request goes on without it, and its bytes may still land."""
+        """Mark a load as late: its request goes on without it, and it may still write to its blocks."""
         pin = self._pins.get(key)
         if pin is not None and not pin.late:
             pin.late = True
@@ -79,23 +83,24 @@ class Pins(Generic[BlockT]):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Blocks that loads of each source hold, in flight or late; sources that hold none are left out."""
+        """Number of blocks that loads hold, in flight or late, by source. Sources without any are absent."""
         return self._held
 
     def late_blocks(self, source: str) -> int:
-        """Blocks that late loads from `source` still hold."""
+        """Return the number of blocks that late loads from `source` still hold."""
         return self._late.get(source, 0)
 
     @property
     def all_late_blocks(self) -> int:
-        """Blocks that late loads of all sources still hold."""
+        """Number of blocks that late loads of all sources still hold."""
         return sum(self._late.values())
 
     def landed(self, key: str, workers: int = 1) -> Sequence[BlockT]:
-        """Note that `workers` more workers have nothing of a load in flight.
+        """Record that `workers` more workers have nothing of a load in flight.
 
         Returns:
-            The blocks whose references the caller returns now: all with the last worker, else none.
+            The blocks whose references the caller must drop now: all blocks of the load if these were the
+            last workers, else none.
         """
         pin = self._pins.get(key)
         if pin is None:

@@ -1,4 +1,4 @@
-"""Requests and steps of plain values: for engines without classes of their own, benchmarks and tests."""
+"""Plain data classes for requests and steps, for benchmarks, tests, and engines without own classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.connector.engine import BlockIds, LoraAdapter, PromptItem
 
 @dataclass(slots=True, kw_only=True)
 class PlainRequest:
-    """A request; satisfies `Request`, which documents its attributes.
+    """A request as a data class. It implements `Request`, which documents the attributes.
 
     >>> request = PlainRequest(request_id="r", prompt_token_ids=[1, 2, 3])
     >>> request.num_tokens, request.trim_prompt(), request.num_tokens
@@ -37,21 +37,21 @@ class PlainRequest:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and answer."""
+        """Token ids of prompt and answer."""
         return [*(self.prompt_token_ids or ()), *self.answer_token_ids]
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.prompt_token_ids or ())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens of prompt and answer."""
         return self.num_prompt_tokens + len(self.answer_token_ids)
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token, if there are two or more."""
+        """Drop the last prompt token if there are two or more; return whether it was dropped."""
         if self.prompt_token_ids is None or len(self.prompt_token_ids) < 2:
             return False
         self.prompt_token_ids = self.prompt_token_ids[:-1]
@@ -60,10 +60,10 @@ class PlainRequest:
 
 @dataclass(slots=True, kw_only=True)
 class PlainStep:
-    """A step; satisfies `Step`, which documents its attributes.
+    """An engine step as a data class. It implements `Step`, which documents the other attributes.
 
     Attributes:
-        tables: block tables of requests that the step computes.
+        tables: block tables, per KV cache group, of each request that the step computes, by request id.
     """
 
     tokens: Mapping[str, int]
@@ -71,5 +71,5 @@ class PlainStep:
     snapshots: Mapping[str, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return the block tables of a request."""
+        """Return the block tables of a request, per KV cache group."""
         return self.tables[request_id]

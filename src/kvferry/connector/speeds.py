@@ -1,8 +1,8 @@
-"""How long places take to give tokens, and the engine to compute them, as measured here lately.
+"""Recently measured speeds: of loading tokens from each place, and of computing them.
 
-What a load costs besides its tokens (steps of the engine, round trips) is most of a small one: 64 tokens may
-take as long as 600. So a place is a line, seconds by tokens, through its measurements, and a small load says
-little of a large one.
+A *place* is where tokens come from: ``peer``, or a tier. Each load has a fixed cost (engine steps, round
+trips), which dominates a small load: 64 tokens may take as long as 600. So the time of a place is modelled as
+a straight line, seconds by tokens, fitted to its measurements.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from dataclasses import dataclass
 from kvferry.connector.bids import Part
 
 NEWEST = 0.3
-"""What the newest measurement counts; those before it share the rest."""
+"""Weight of the newest measurement. All earlier ones share the rest."""
 
 LATELY_SECONDS = 120.0
-"""A place that was not measured for so long is tried anew: it may be faster by now."""
+"""Seconds after which the measurements of a place expire. It counts as unknown then, and is tried again."""
 
 _ALIKE = 0.1
-"""Sizes that deviate less from their mean, as a share of it, say nothing of a slope."""
+"""Relative standard deviation of the measured sizes up to which the slope of the line is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds by tokens: least squares through measurements, of which the newest count most.
+    """A straight line, seconds by tokens, fitted by least squares. Newer measurements have more weight.
 
     >>> Line.through(100, 2.0).then(600, 3.0).seconds(350)
     2.5
 
-    Where all were of about one size, what is certain is as good as it may be: a larger load takes as long, a
-    smaller one as much less as it is smaller. What is wrong with that the next measurement tells.
+    If all samples have similar sizes, the slope is unknown. Then the line is optimistic: a larger load takes
+    the mean time, and the time of a smaller one is proportional to its size. Later measurements correct it.
 
     Attributes:
-        tokens, seconds_mean, squares, products: means of tokens, seconds, tokens² and tokens times seconds.
+        tokens: weighted mean of the number of tokens.
+        seconds_mean: weighted mean of the seconds.
+        squares: weighted mean of tokens².
+        products: weighted mean of tokens times seconds.
     """
 
     tokens: float
@@ -44,18 +47,21 @@ class Line:
 
     @staticmethod
     def through(tokens: int, seconds: float) -> Line:
-        """Return the line through one measurement, of at least one token."""
+        """Return the line for a single measurement of at least one token."""
         return Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
     def then(self, tokens: int, seconds: float) -> Line:
-        """Return the line with one more measurement."""
+        """Return the line updated with a new measurement."""
         new = Line.through(tokens, seconds)
         return Line(
             *(NEWEST * n + (1 - NEWEST) * b for n, b in zip(_moments(new), _moments(self), strict=True))
         )
 
     def seconds(self, tokens: int) -> float:
-        """Return the expected seconds for so many tokens: never less for more tokens, nor more per token."""
+        """Return the expected seconds for `tokens` tokens.
+
+        More tokens never take less time in total, nor more time per token.
+        """
         most = self.seconds_mean / self.tokens
         spread = self.squares - self.tokens**2
         if spread <= (_ALIKE * self.tokens) ** 2:
@@ -69,7 +75,7 @@ def _moments(line: Line) -> tuple[float, float, float, float]:
 
 
 class Speeds:
-    """Seconds by tokens, by place. What is not known costs nothing: it is tried, and then it is known."""
+    """The measured speeds of all places and of computing. An unknown place costs 0, so that it is tried."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -77,7 +83,10 @@ class Speeds:
         self._rate = 0.0
 
     def loaded(self, parts: Sequence[Part], seconds: float) -> None:
-        """Record a load's seconds, for the place that was expected to take longest or is unknown."""
+        """Record the seconds of a load.
+
+        They count for one of its places: one of unknown speed, else the one expected to take longest.
+        """
         if not parts or seconds <= 0:
             return
         slowest, now = max(parts, key=self._expected), self._clock()
@@ -86,18 +95,18 @@ class Speeds:
         self._lines[slowest.place] = line, now
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Record the seconds of a step that computed so many tokens of prompts."""
+        """Record the seconds of a step that computed `tokens` tokens."""
         if tokens > 0 and seconds > 0:
             newest = tokens / seconds
             self._rate = 1 / (NEWEST / newest + (1 - NEWEST) / self._rate) if self._rate else newest
 
     def load_seconds(self, place: str, tokens: int) -> float:
-        """Return the expected seconds for so many tokens of a place; 0 if unknown."""
+        """Return the expected seconds to load `tokens` tokens from a place; 0 if its speed is unknown."""
         line = self._lately(place)
         return line.seconds(tokens) if line else 0.0
 
     def compute_seconds(self, tokens: int) -> float:
-        """Return the expected seconds to compute so many tokens; one each while unknown."""
+        """Return the expected seconds to compute `tokens` tokens; one second per token if unknown."""
         return tokens / self._rate if self._rate else float(tokens)
 
     def _lately(self, place: str) -> Line | None:

@@ -1,8 +1,8 @@
-"""How fast prompts are computed, by the time from one step to the next.
+"""Measurement of how fast the engine computes prompts, from the times of its steps.
 
-The engine says when each step is scheduled and when its output is taken, in the order of steps. With
-asynchronous scheduling, or several stages of a pipeline, a step is scheduled while others are under way: it
-begins when the one before it is done.
+The engine reports when each step is scheduled and when its output is taken, in the order of steps. With
+asynchronous scheduling or pipeline parallelism, a step is scheduled while others are under way. Such a step
+counts as begun when the step before it is done.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from kvferry.connector.speeds import Speeds
 
 _PREFILL_TOKENS = 128
-"""Tokens of a step from which on its time tells how fast prompts are computed."""
+"""Minimum number of tokens of a step to be measured. Smaller steps say little about prompt computation."""
 
 
 class StepTimes:
-    """Measures steps for `Speeds`."""
+    """Measures the duration of steps and records it in `Speeds`."""
 
     def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
         self._speeds, self._clock = speeds, clock
@@ -26,11 +26,11 @@ class StepTimes:
         self._done = 0.0
 
     def scheduled(self, tokens: int) -> None:
-        """Note that a step of so many tokens is scheduled."""
+        """Record that a step of `tokens` tokens is scheduled now."""
         self._under_way.append((self._clock(), tokens))
 
     def done(self) -> None:
-        """Note that the output of the oldest step under way has been taken."""
+        """Record that the oldest step under way is done: the engine has taken its output."""
         if not self._under_way:
             return
         (scheduled, tokens), now = self._under_way.popleft(), self._clock()
