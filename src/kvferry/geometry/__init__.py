@@ -1,7 +1,7 @@
-"""Descriptions of KV cache memory: the content of pages, their addresses, and the slice of each rank.
+"""Descriptions of KV cache memory: the content of pages, their addresses, and the part that each rank holds.
 
-Everything here is a frozen value. `page` describes the bytes of one page as fields with named axes. `rank`
-describes the memory of one worker's pages. `planning` computes with both.
+All classes here are frozen dataclasses. `page` describes the bytes of one page as fields with named axes.
+`rank` describes where the pages of one worker lie in memory. `planning` computes transfers from both.
 """
 
 from kvferry.geometry.page import Axis, Field, PageFormat, opaque_page

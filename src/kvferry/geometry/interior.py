@@ -1,9 +1,9 @@
-"""The inside of one rank's page: its heads, and the field of every byte.
+"""The inner structure of one rank's page: its heads, tokens and fields.
 
-A page is a box of (heads, tokens, content bytes). A token page packs all fields of a head and token side by
-side in its content; a snapshot has no tokens and keeps its fields one after the other, each
-``[heads][inner]``, so its box is (1, 1, bytes). Fields are aligned to their elements, so they can be viewed
-as tensors.
+A page is a three-dimensional box of (heads, tokens, content bytes). In a page of tokens, the content of a
+head and token holds all fields side by side. A snapshot (recurrent state at one position) has no tokens. It
+holds its fields one after the other, each ``[heads][inner axes]``, so its box is (1, 1, bytes). The offset of
+a field is a multiple of its element size (at most 16), so that fields can be viewed as tensors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvferry.geometry.store import LayerCache, StoredField
 
 HEAD = "head"
 STATE = "state"
-"""Name of the axis of stored entries, in a page with one entry per several tokens."""
+"""Name of the axis of stored entries, in pages where one entry stands for several tokens."""
 
 
 def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the first head and the number of heads of a tensor-parallel rank.
+    """Return the index of the first head and the number of heads on a tensor-parallel rank.
 
-    With fewer heads than ranks, neighbouring ranks hold copies of one head.
+    If there are fewer heads than ranks, neighbouring ranks hold copies of the same head.
 
     >>> [shard_heads(8, rank, 4) for rank in range(4)]
     [(0, 2), (2, 2), (4, 2), (6, 2)]
@@ -33,7 +33,7 @@ def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
     [(0, 1), (0, 1), (1, 1), (1, 1)]
 
     Raises:
-        GeometryError: neither number divides the other.
+        GeometryError: neither of the two numbers divides the other.
     """
     if heads % ranks == 0:
         return rank * (heads // ranks), heads // ranks
@@ -47,13 +47,13 @@ def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class PlacedField:
-    """One field inside a page.
+    """A field and its position inside a page.
 
     Attributes:
         stored: the field over all ranks.
-        start, count: first head and number of heads on this rank; (0, 1) for a field that every rank has
-            whole.
-        offset: first byte, inside the content of a head and token, or inside the snapshot.
+        start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that
+            every rank holds whole.
+        offset: byte offset of the field in the content of a head and token, or in the snapshot.
     """
 
     stored: StoredField
@@ -62,11 +62,11 @@ class PlacedField:
     offset: int
 
     def field(self, head_stride: int, tokens: tuple[tuple[int, int], ...]) -> Field:
-        """Describe the field in a page.
+        """Return the geometry of the field in a page.
 
         Args:
             head_stride: bytes from one head to the next.
-            tokens: loops of the token axis, empty in a snapshot.
+            tokens: loops of the token axis; empty in a snapshot.
         """
         axes = [Axis(TOKEN, tokens)] if tokens else []
         if self.stored.heads:
@@ -79,7 +79,12 @@ class PlacedField:
         return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
 
     def entries(self, count: int, stride: int) -> Field:
-        """Describe the field in a page with one entry per several tokens."""
+        """Return the geometry of the field in a page where one entry stands for several tokens.
+
+        Args:
+            count: number of entries in the page.
+            stride: bytes from one entry to the next.
+        """
         inner: list[Axis] = []
         step = self.stored.item_bytes
         for name, size in reversed(self.stored.inner):
@@ -91,16 +96,16 @@ class PlacedField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageInterior:
-    """The inside of one rank's page.
+    """The inner structure of one rank's page.
 
     Attributes:
-        snapshot: the page belongs to a state group.
-        state_tokens: tokens per entry; 1 if every token has its own entry.
-        kernels: kernel blocks of a page, each a box; 1 for a snapshot.
+        snapshot: True if the page is a snapshot of recurrent state.
+        state_tokens: number of tokens per stored entry; 1 if every token has its own entry.
+        kernels: number of kernel blocks of a page. Each kernel block is a box. It is 1 for a snapshot.
         heads, tokens, content: size of a box, with content in bytes; (1, 1, bytes) for a snapshot. If entries
-            stand for several tokens, `tokens` counts entries.
-        alignment: number of bytes that must divide its address.
-        parts: fields of the page.
+            stand for several tokens, `tokens` is the number of entries.
+        alignment: alignment of the page's address in bytes.
+        placed_fields: fields of the page, with their positions.
     """
 
     snapshot: bool
@@ -114,11 +119,11 @@ class PageInterior:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the page."""
+        """Size of the page in bytes."""
         return self.kernels * self.heads * self.tokens * self.content
 
     def page(self, where: PageMap) -> PageFormat:
-        """Describe a page whose heads and tokens lie as `where` maps them."""
+        """Return the format of the page, with the strides between heads and tokens that `where` gives."""
         _, kernel, head, token, _ = where.strides
         if self.snapshot:
             fields = tuple(part.field(part.stored.head_bytes, ()) for part in self.placed_fields)
@@ -133,16 +138,17 @@ class PageInterior:
 
 
 def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp: int) -> PageInterior:
-    """Compute the inside of one rank's page of a layer.
+    """Return the inner structure of one rank's page of a layer.
 
     Args:
-        store: the layer's store.
-        tokens, kernels: tokens of a kernel block, and kernel blocks of a page that holds tokens.
-        tp_rank, tp: tensor-parallel rank, and number of ranks.
+        store: cache of the layer, over all ranks.
+        tokens: number of tokens of a kernel block; ignored for a snapshot.
+        kernels: number of kernel blocks of a page; ignored for a snapshot.
+        tp_rank, tp: tensor-parallel rank, and number of tensor-parallel ranks.
 
     Raises:
-        GeometryError: the ranks can neither share nor copy the heads evenly, or the fields of a token page
-            differ in heads.
+        GeometryError: the heads cannot be distributed evenly over the ranks, the fields of a page of tokens
+            have different numbers of heads, or a field with one entry per several tokens has heads.
     """
     held = [shard_heads(stored.heads, tp_rank, tp) if stored.heads else (0, 1) for stored in store.fields]
     snapshot = store.kind is GroupKind.STATE
@@ -182,10 +188,10 @@ def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp
 
 
 def round_up(size: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least `size`."""
+    """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 def _alignment(stored: StoredField) -> int:
-    """Return the alignment of elements: the largest power of two, at most 16, that divides their size."""
+    """Return the alignment of a field in bytes: the largest power of two up to 16 that divides an element."""
     return gcd(stored.item_bytes, 16)

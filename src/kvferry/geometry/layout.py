@@ -1,16 +1,19 @@
 """The memory layout of every rank, from the cache of a model and the settings of an engine.
 
-The result is the layout that an engine allocates, computed without the engine. It serves to plan ahead, and
-to allocate a cache. All groups of a rank overlay the same bytes, since a block id belongs to one group at a
-time: layer ``j`` of every group lies in slot ``j``. Pages of different size share slots of the largest size.
+The result is the layout that an engine would allocate, computed without the engine. It is used to plan
+transfers ahead and to allocate a cache. All groups of a rank share the same memory, because a block id
+belongs to one group at a time. This memory is divided into *slots*: layer ``j`` of every group lies in slot
+``j``. If pages differ in size, a slot has the size of the largest page.
 
     B outermost    block 0 [slot 0 | slot 1 | ...]  block 1 [slot 0 | slot 1 | ...]  ...
     L outermost    slot 0 [block 0 | block 1 | ...]  slot 1 [block 0 | block 1 | ...]  ...
 
-With B outermost and no recurrent state, a group's pages lie side by side instead, and a block is as large as
-the widest group needs. vLLM pads only snapshots to the size of other pages.
+If B is outermost and the model has no recurrent state, there are no slots: the pages of a group lie side by
+side, and a block is as large as the largest group needs. This follows vLLM, which in such a pool pads only
+snapshots of recurrent state to the size of other pages.
 
-LHBNC and BHLNC have heads outside of blocks or layers. They require that all pages have one shape.
+The layouts LHBNC and BHLNC have the head axis outside of blocks or layers. They require that all pages have
+the same shape.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """The layers under one block table.
+    """The layers that share one block table.
 
     Attributes:
-        layers: numbers of the layers in the model.
-        block_tokens: tokens of a block.
+        layers: indices of the layers in the `ModelCache`.
+        block_tokens: number of tokens per block.
     """
 
     layers: tuple[int, ...]
@@ -57,12 +60,13 @@ class EngineShape:
 
     Attributes:
         tp: number of tensor-parallel ranks.
-        stages: number of layers with a cache, per pipeline rank.
-        block_tokens: tokens of a block in every group without a block size of its own.
-        layout: one of `LAYOUTS`.
+        stages: number of layers with a cache on each pipeline rank.
+        block_tokens: number of tokens per block, in groups whose layers have no block size of their own.
+        layout: order of the axes in memory, one of `LAYOUTS`.
         num_blocks: number of blocks in each rank's pool, the null block included.
-        kernel_tokens: tokens of a kernel block if a block is made of several, otherwise 0.
-        groups: the layers of each group, which have equal caches. Empty for one group per kind of layer.
+        kernel_tokens: number of tokens per kernel block if a block consists of several, otherwise 0.
+        groups: layers and block size of each group; all layers of a group have equal caches. Empty for one
+            group per kind of layer.
     """
 
     tp: int
@@ -99,28 +103,29 @@ class EngineShape:
 
     @property
     def ranks(self) -> int:
-        """Number of workers, tensor- and pipeline-parallel."""
+        """Number of workers: tensor-parallel ranks times pipeline ranks."""
         return self.tp * len(self.stages)
 
     @property
     def kernels(self) -> int:
-        """Kernel blocks per block."""
+        """Number of kernel blocks per block."""
         return self.block_tokens // self.kernel_tokens if self.kernel_tokens else 1
 
 
 def split_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Return vLLM's number of layers per pipeline rank: the rest goes to the ranks before the last.
+    """Return the number of layers on each pipeline rank, as vLLM distributes them.
+
+    If the division leaves a remainder, the ranks just before the last one get one more layer each.
 
     >>> split_stages(30, 4), split_stages(5, 2)
     ((7, 8, 8, 7), (3, 2))
 
     Args:
-        layers: number of layers of the model, including layers without a cache, because engines distribute
-            all layers.
+        layers: number of layers of the model, layers without a cache included.
         pp: number of pipeline ranks.
 
     Raises:
-        GeometryError: there are fewer layers than ranks.
+        GeometryError: `pp` is below 1 or above the number of layers.
     """
     if not 1 <= pp <= layers:
         raise GeometryError(
@@ -135,12 +140,14 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
 def group_layers(
     model: ModelCache, counts: Mapping[LayerCache, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the layer numbers of each group. The layers of a group have equal caches.
+    """Divide the layers of a model into groups, and return the layer indices of each group.
+
+    The layers of a group have equal caches.
 
     Args:
-        model: the caches of all layers.
-        counts: number of groups for the layers of each kind; None for one group per kind. Layers are dealt
-            out to groups in turn, so that each group has layers on every pipeline rank.
+        model: caches of all layers.
+        counts: number of groups for each kind of layer; None for one group per kind. Layers are assigned to
+            groups in turn (round robin), so that each group has layers on every pipeline rank.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -153,18 +160,18 @@ def group_layers(
 
 
 def layer_name(number: int) -> str:
-    """Return the name of a layer of a `ModelCache`, the same in every engine."""
+    """Return the name of a layer of a `ModelCache`. It is the same in every engine."""
     return f"layers.{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Two descriptions of one rank's memory.
+    """The KV cache memory of one rank, described in two ways.
 
     Attributes:
         geometry: description field by field, for planning.
-        maps: description as strides, for code that uses raw pointers; one map per group, in the order of
-            `geometry.groups`.
+        maps: description as strides, for code that uses raw pointers. There is one map per group, in the
+            order of `geometry.groups`.
     """
 
     geometry: RankGeometry
@@ -174,10 +181,10 @@ class RankLayout:
 def lay_out(
     model: ModelCache, engine: EngineShape, addresses: Sequence[int] | None = None
 ) -> tuple[RankGeometry, ...]:
-    """Return the geometry of every rank of an engine, pipeline-major.
+    """Return the geometry of every rank of an engine, ordered by pipeline rank and then tensor-parallel rank.
 
-    Two layers of 4 heads, K and V of 8 elements of 2 bytes, on 2 ranks in blocks of 16 tokens, head-major: a
-    page has 2 heads of 16 tokens of 32 bytes.
+    Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes. They lie on 2 ranks in blocks of 16
+    tokens, with heads outside of tokens. A page then has 2 heads of 16 tokens of 32 bytes.
 
     >>> from kvferry.geometry.rank import GroupKind
     >>> from kvferry.geometry.store import StoredField
@@ -190,12 +197,13 @@ def lay_out(
     [('k', (('head', 2, 4),), 0), ('v', (('head', 2, 4),), 16)]
 
     Args:
-        model: the caches of all layers.
+        model: caches of all layers.
         engine: settings of the engine.
-        addresses: address of each rank's pool; None for hypothetical addresses.
+        addresses: address of each rank's pool; None for made-up addresses.
 
     Raises:
-        GeometryError: the engine cannot keep this model. The message gives the reason.
+        GeometryError: an engine with these settings cannot serve this model, or the number of addresses is
+            wrong. The message gives the reason.
     """
     if addresses is None:
         addresses = [(1 << 40) + (rank << 38) for rank in range(engine.ranks)]
@@ -207,16 +215,17 @@ def lay_out(
 
 
 def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) -> RankLayout:
-    """Return the memory layout of one rank, in a pool at `address`. The pool is its only region.
+    """Return the memory layout of one rank. Its block pool at `address` is the only registered region.
 
     Args:
-        model: the caches of all layers.
+        model: caches of all layers.
         engine: settings of the engine.
-        rank: number of the worker, pipeline-major.
-        address: address of the first byte of its pool.
+        rank: index of the worker: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
+        address: address of the first byte of the pool.
 
     Raises:
-        GeometryError: the engine cannot keep this model. The message gives the reason.
+        GeometryError: an engine with these settings cannot serve this model, or `rank` does not exist. The
+            message gives the reason.
     """
     if sum(engine.stages) != len(model.layers):
         raise GeometryError(
@@ -277,12 +286,12 @@ def _inside(store: LayerCache, tokens: int, engine: EngineShape, tp_rank: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """The memory that the groups of a rank share.
+    """Sizes of the block pool that all groups of a rank share.
 
     Attributes:
-        slots: number of layers of the largest group.
+        slots: number of slots per block, which is the number of layers of the largest group.
         slot_bytes: bytes of one block in one slot; 0 if pages lie side by side, without slots.
-        block_bytes: bytes of one block in all slots.
+        block_bytes: bytes of one block over all slots.
     """
 
     slots: int
@@ -291,10 +300,14 @@ class _Pool:
 
     @classmethod
     def of(cls, engine: EngineShape, groups: Sequence[tuple[PageInterior, int]]) -> Self:
-        """Return the pool of groups, each given with the number of its layers on this rank.
+        """Return the pool that holds the given groups.
+
+        Args:
+            engine: settings of the engine.
+            groups: structure of a page, and number of layers on this rank, for each group.
 
         Raises:
-            GeometryError: the layout cannot overlay the pages.
+            GeometryError: pages of these shapes cannot share memory in this layout.
         """
         slots = max(layers for _, layers in groups)
         insides = [inside for inside, _ in groups]
@@ -306,7 +319,7 @@ class _Pool:
         return cls(slots, 0, round_up(widest, alignment))
 
     def room(self, inside: PageInterior) -> PoolRoom:
-        """Return the space for a group's pages, in kernel blocks."""
+        """Return the space that the pool reserves for a group's pages, with sizes per kernel block."""
         if not self.slot_bytes:
             return PoolRoom(self.slots, block_stride=self.block_bytes)
         return PoolRoom(self.slots, self.slot_bytes // inside.kernels)
@@ -316,7 +329,7 @@ def _slot_bytes(engine: EngineShape, insides: Sequence[PageInterior]) -> int:
     """Return the bytes of one block in one slot.
 
     Raises:
-        GeometryError: the layout cannot overlay the pages.
+        GeometryError: pages of these shapes cannot share memory in this layout.
     """
     boxes = sorted({(i.heads, i.tokens, i.content) for i in insides})
     if len(boxes) > 1 and not is_compact(engine.layout):

@@ -1,13 +1,15 @@
 """The meaning of the bytes of one page.
 
-A *page* is the bytes of one block in one layer. A `PageFormat` names its *fields* (`k`, `v`, `latent`, `ssm`,
-...); a `Field` is a logical tensor with named axes, and an `Axis` says where its elements lie (byte strides)
-and which part of the whole model's axis they are (the global range). Two engines agree on a field when they
-agree on names and totals; strides, order of axes and ranges may all differ, and `planning.page_copy` bridges
-them.
+A *page* is the memory of one block in one layer. A `PageFormat` lists the *fields* of a page (``k``, ``v``,
+``latent``, ``ssm``, ...). A `Field` is a logical tensor with named axes. An `Axis` gives the byte strides
+between its elements, and the part of the whole model's axis that this rank holds (the global range).
 
-Only the axis called ``token`` is special: blocks divide it, so a field that has it can move between engines
-of different block sizes. A field without it (recurrent state, opaque bytes) is one snapshot per block.
+Two engines can exchange a field if both use the same field name, axis names, axis totals and element size.
+Strides, order of axes and ranges may differ: `planning.page_copy` converts between them.
+
+Only the axis called ``token`` is special. It is divided into blocks, so a field with this axis can move
+between engines with different block sizes. A field without it holds one value per block, such as a
+*snapshot* (recurrent state at one position of the sequence) or opaque bytes.
 """
 
 from __future__ import annotations
@@ -23,30 +25,31 @@ from kvferry.errors import GeometryError
 TOKEN = "token"
 
 MAX_ELEMENTS = 1 << 20
-"""Maximum elements of an axis on one rank.
+"""Maximum number of elements of an axis on one rank.
 
-Planning needs memory for each, and a peer may claim any number.
+Planning allocates memory for each element, and a peer may send any number. The limit bounds that memory.
 """
 
 _SHARD = "shard"
-"""Name of the axis of an opaque page that identifies its rank."""
+"""Name of the axis that stores the rank number of an opaque page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One named axis of a field, as one rank holds it inside one page.
 
-    Index ``i`` of the axis is a mixed-radix number over `loops`, outermost first, so an axis may be cut in
-    two places (a manager block made of kernel blocks has two token loops).
+    The elements of the axis are those of nested loops over `loops`, outermost first. Two loops describe an
+    axis that is not evenly spaced in memory. For example, the token axis has two loops if each block of the
+    engine's block table consists of several smaller kernel blocks.
 
     >>> Axis("token", ((2, 4096), (16, 4))).offsets()[[0, 1, 15, 16]].tolist()
     [0, 4, 60, 4096]
 
     Attributes:
-        name: name on both sides.
-        loops: (count, stride in bytes), outermost first; the product of counts is `count`.
-        start: global index of the first element held.
-        total: length of the axis over all ranks; 0 means `count` (nothing is sharded).
+        name: name of the axis, the same in every engine.
+        loops: (count, stride in bytes) of each loop, outermost first; the product of the counts is `count`.
+        start: global index of the first element on this rank.
+        total: number of elements over all ranks; 0 means that the axis ends with this rank's last element.
     """
 
     name: str
@@ -71,16 +74,16 @@ class Axis:
 
     @property
     def count(self) -> int:
-        """Number of elements held."""
+        """Number of elements on this rank."""
         return prod(count for count, _ in self.loops)
 
     @property
     def stop(self) -> int:
-        """Global index after the last element held."""
+        """Global index after the last element on this rank."""
         return self.start + self.count
 
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Byte offset of every element held: int64 of shape (count,)."""
+        """Return the byte offset of every element on this rank, int64 of shape (count,)."""
         out = np.zeros(1, np.int64)
         for count, stride in self.loops:
             out = (out[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
@@ -92,11 +95,11 @@ class Field:
     """One logical tensor inside a page.
 
     Attributes:
-        name: name on both sides.
-        item_bytes: bytes of one element; never split.
-        offset: byte offset of the first element held, from the start of the page.
-        axes: its named axes. Their order carries no meaning between engines, but the canonical form of a
-            chunk keeps it: a content adapter names axes in the same order everywhere, the fastest last.
+        name: name of the field, the same in every engine.
+        item_bytes: bytes of one element. An element is never split.
+        offset: byte offset of this rank's first element from the start of the page.
+        axes: the named axes, the fastest last. Two engines may order them differently in a direct transfer.
+            Stored chunks depend on the order, so every content adapter must use the same one.
     """
 
     name: str
@@ -113,21 +116,21 @@ class Field:
             raise GeometryError(f"field {self.name!r}: axes {sharded} are sharded, at most one can be")
 
     def axis(self, name: str) -> Axis | None:
-        """Return the axis of that name, or None."""
+        """Return the axis called `name`; None if the field has no such axis."""
         return next((axis for axis in self.axes if axis.name == name), None)
 
     @property
     def elements(self) -> int:
-        """Number of elements held."""
+        """Number of elements of the field on this rank."""
         return prod(axis.count for axis in self.axes)
 
     @property
     def held(self) -> tuple[tuple[str, int, int], ...]:
-        """(axis, start, stop) of every sharded axis: the part of the field that this rank holds."""
+        """Part of the field that this rank holds: (axis name, start, stop) of every sharded axis."""
         return tuple((a.name, a.start, a.stop) for a in self.axes if a.count != a.total)
 
     def extent(self) -> tuple[int, int]:
-        """Return the first byte of the field and the byte after its last, from the start of the page."""
+        """Return the byte range ``(first, end)`` of the field, relative to the start of the page."""
         low = high = self.offset
         for axis in self.axes:
             for count, stride in axis.loops:
@@ -138,14 +141,15 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The format of one page.
+    """The format of one page: its fields and its size.
 
     Attributes:
-        content: id of its content adapter (backend, instruction set, KV dtype). Fields of the same name in
-            pages of different content ids mean the same; an opaque page only matches its own id.
-        block_tokens: tokens of a block of this page, 0 for a page that is a snapshot (recurrent state).
-        page_bytes: bytes of a page that carry content; the stride between blocks may be larger.
-        fields: the logical tensors in it.
+        content: id of the content adapter that describes the page (backend, instruction set, KV dtype).
+            Fields with equal names have the same meaning under all ids. An opaque page matches only its own
+            id.
+        block_tokens: number of tokens per block; 0 for a page that is a snapshot of recurrent state.
+        page_bytes: size of the page in bytes. The stride between blocks may be larger.
+        fields: logical tensors in the page.
     """
 
     content: str
@@ -172,12 +176,12 @@ class PageFormat:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of all elements of all fields."""
+        """Total bytes of all elements of all fields."""
         return sum(field.elements * field.item_bytes for field in self.fields)
 
     @property
     def opaque(self) -> bool:
-        """True if the meaning of some bytes is unknown (`opaque_page`)."""
+        """True if kvferry does not know the meaning of some bytes (see `opaque_page`)."""
         return any(field.axis(_SHARD) for field in self.fields)
 
 
@@ -189,20 +193,21 @@ def opaque_page(
     ranks: int,
     loops: tuple[tuple[int, int], ...] = (),
 ) -> PageFormat:
-    """Describe a page of unknown interior.
+    """Return the format of a page whose inner structure is unknown.
 
-    It moves whole, to the same rank of an engine with equally many ranks.
+    Such a page is copied whole, to the rank with the same number in an engine with as many ranks. An axis of
+    length `ranks` stores the rank number. There is no token axis, so both engines need the same block size.
 
-    The interior is one element, or several if a layout scatters the page. A sharded axis of length `ranks`
-    identifies its rank. It has no token axis, so it cannot be converted to another block size.
+    The page is one element of `run_bytes` bytes. If the memory layout scatters it, it has several elements.
 
     Args:
-        content: id of the bytes' meaning; both sides must have the same.
-        block_tokens: tokens of a block, 0 for a snapshot.
-        run_bytes: bytes of an element; of the whole page if it is contiguous.
-        rank: number of this shard.
+        content: id of the format of the bytes; it must be equal on both sides.
+        block_tokens: number of tokens per block; 0 for a snapshot of recurrent state.
+        run_bytes: bytes of one element, which is the whole page if the page is contiguous.
+        rank: index of this shard.
         ranks: number of shards; 1 if all ranks hold the same bytes.
-        loops: (count, stride) over the elements of a scattered page, outermost first.
+        loops: (count, stride in bytes) over the elements of a scattered page, outermost first; empty if the
+            page is contiguous.
     """
     axes = [Axis(_SHARD, ((1, 0),), rank, ranks)]
     if loops:

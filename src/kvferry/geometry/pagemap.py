@@ -1,7 +1,7 @@
 """The memory of one group's pages as five strides, for code that uses raw pointers.
 
-A `RankGeometry` describes the same memory field by field. This module uses the axes of attention kernels and
-engines: L (layer), B (block), H (head), N (token in block), C (content byte), in some order.
+A `RankGeometry` describes the same memory field by field. This module describes it with the axes of attention
+kernels: L (layer), B (block), H (head), N (token in block) and C (byte of content of one head and token).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from kvferry.errors import GeometryError
 
 LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""Orders of the axes in memory, outermost first, as in vLLM's enum. LBNHC is also called NHD, LBHNC HND;
-those with B outermost are cross-layer."""
+"""Orders of the axes in memory, outermost first, as in vLLM's enum. LBNHC is also called NHD, and LBHNC is
+also called HND. Layouts with B outermost are cross-layer layouts: all layers of a block are neighbours."""
 
 AXES = "LBHNC"
+"""Order of the axes in `PageMap.counts` and `PageMap.strides`."""
 
 
 def is_compact(layout: str) -> bool:
-    """Return whether a page is contiguous, with only L and B outside of it."""
+    """Return True if a page is contiguous in this layout, because L and B are the two outermost axes."""
     return set(layout[:2]) == {"L", "B"}
 
 
@@ -26,7 +27,8 @@ def is_compact(layout: str) -> bool:
 class PageMap:
     """The memory of one group's pages on one rank, as an address and strides.
 
-    Two layers of two heads, three blocks of four tokens, 8 bytes per head and token, block outermost:
+    Example: two layers of two heads, three blocks of four tokens, 8 bytes per head and token. Blocks are the
+    outermost axis.
 
     >>> memory = page_map("BLHNC", address=4096, counts=(2, 3, 2, 4, 8))
     >>> memory.strides
@@ -38,10 +40,12 @@ class PageMap:
 
     Attributes:
         address: address of the first byte of layer 0, block 0.
-        counts: layers, blocks, heads, tokens, content bytes. Blocks are kernel blocks if a block is made of
-            several. A snapshot has (.., .., 1, 1, bytes).
-        strides: bytes between neighbours along each axis.
-        kernels: kernel blocks per block; block ``b`` is kernel blocks ``[b·kernels, (b+1)·kernels)``.
+        counts: number of layers, blocks, heads, tokens and content bytes. If a block consists of several
+            kernel blocks, kernel blocks are counted. A group of recurrent state has one head and one token,
+            and the content is the whole snapshot.
+        strides: bytes between neighbours along each of these five axes.
+        kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks
+            ``[b·kernels, (b+1)·kernels)``.
     """
 
     address: int
@@ -51,7 +55,7 @@ class PageMap:
 
     @property
     def layer_stride(self) -> int:
-        """Bytes from a page to the same block's page in the next layer."""
+        """Bytes from a page to the page of the same block in the next layer."""
         return self.strides[0]
 
     @property
@@ -60,11 +64,23 @@ class PageMap:
         return self.strides[1] * self.kernels
 
     def page(self, layer: int, block: int) -> int:
-        """Return the address of a page: `layer` counts the group's layers, `block` whole blocks."""
+        """Return the address of a page.
+
+        Args:
+            layer: index of the layer in the group.
+            block: id of the block, not of a kernel block.
+        """
         return self.address + layer * self.layer_stride + block * self.block_stride
 
     def at(self, layer: int, block: int, head: int, token: int) -> int:
-        """Return the address of the content of one head and token; `token` counts inside the whole block."""
+        """Return the address of the content of one head and token.
+
+        Args:
+            layer: index of the layer in the group.
+            block: id of the block, not of a kernel block.
+            head: index of the head on this rank.
+            token: index of the token in the whole block.
+        """
         kernel, token = divmod(token, self.counts[3])
         return (
             self.page(layer, block)
@@ -76,12 +92,16 @@ class PageMap:
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
-    """The space that a pool has for a group's pages, if it exceeds what they need.
+    """The space that a block pool reserves for the pages of a group. It may exceed the size of the pages.
+
+    All groups of a rank share one pool. A *slot* is the space for one layer's page.
 
     Attributes:
-        slots: slots of a block, if there are more than the group's layers.
-        slot_bytes: bytes of a (kernel) block in a slot, if a page is contiguous.
-        block_stride: bytes from a block to the next, if blocks are outermost.
+        slots: number of slots per block; 0, or less than the group's layers, means one slot per layer.
+        slot_bytes: bytes of one (kernel) block in a slot, for layouts with contiguous pages; 0 for the size
+            of the page.
+        block_stride: bytes from one block to the next, for layouts with blocks outermost; 0 if the slots
+            determine it.
     """
 
     slots: int = 0
@@ -96,17 +116,17 @@ def page_map(
     kernels: int = 1,
     room: PoolRoom = PoolRoom(),
 ) -> PageMap:
-    """Return the page map of a layout.
+    """Return the page map of a group whose memory has the given layout.
 
     Args:
         layout: one of `LAYOUTS`.
         address: address of the first byte of layer 0, block 0.
-        counts: layers, (kernel) blocks, heads, tokens, content bytes.
-        kernels: kernel blocks per block.
-        room: the pool's space for the group's pages.
+        counts: number of layers, (kernel) blocks, heads, tokens and content bytes.
+        kernels: number of kernel blocks per block.
+        room: space that the pool reserves for the group's pages; by default exactly their size.
 
     Raises:
-        GeometryError: there is no such layout.
+        GeometryError: `layout` is not one of `LAYOUTS`.
     """
     if layout not in LAYOUTS:
         raise GeometryError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")

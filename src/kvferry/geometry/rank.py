@@ -1,8 +1,9 @@
-"""The memory of one worker's pages.
+"""The KV cache memory of one worker.
 
-A `RankGeometry` describes one worker's KV cache once, at registration: its groups, and for every layer
-the address of block 0, the stride between blocks and the `PageFormat`. It is plain data. The handshake sends
-it to the other engine, and the planner plans every transfer from two of them.
+A `RankGeometry` describes the KV cache of one worker: its groups, and for every layer the address of block 0,
+the stride between blocks and the `PageFormat`. The worker creates it once, when it registers its KV cache,
+and sends it to other engines in the handshake. The planner plans a transfer from the geometries of both
+sides.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvferry.geometry.page import TOKEN, Field, PageFormat
 
 
 class GroupKind(StrEnum):
-    """The kind of a group, which decides the earlier tokens that a continuation needs."""
+    """The kind of attention or state of a KV cache group. It decides which earlier tokens the group needs."""
 
     FULL = "full_attention"
     SLIDING = "sliding_window"
@@ -30,13 +31,13 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory registered with the transport.
+    """A range of memory that is registered with the transport.
 
     Attributes:
-        address: first byte.
-        length: bytes.
-        memory: "DRAM" or "VRAM".
-        device: device index, 0 for host memory.
+        address: address of the first byte.
+        length: length in bytes.
+        memory: kind of memory, "DRAM" or "VRAM".
+        device: index of the device; 0 for host memory.
     """
 
     address: int
@@ -47,13 +48,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Factors outside of the cache that multiply a layer's quantised codes.
+    """Quantisation scales of a layer that are stored outside of its KV cache.
 
-    The factors are part of what the codes mean.
+    Two engines with different scales cannot exchange quantised KV, because equal codes mean different values.
 
     Attributes:
-        source: the quantised tensor, ``k`` (latents included) or ``v``.
-        factors: one factor for all heads, or one per head on this rank.
+        source: name of the quantised tensor, ``k`` (also for MLA latents) or ``v``.
+        factors: scale factors, one for all heads or one per head on this rank.
     """
 
     source: str
@@ -65,11 +66,11 @@ class Layer:
     """The pages of one layer on one rank.
 
     Attributes:
-        name: the layer's name, the same on every rank and engine of a model.
-        address: address of block 0's page.
-        block_stride: bytes from one block's page to the next.
+        name: name of the layer, the same on every rank of every engine that serves the model.
+        address: address of the page of block 0.
+        block_stride: bytes from the page of one block to the page of the next block.
         page: format of a page.
-        scales: scales of its quantised codes that are not 1 and are not stored in its pages.
+        scales: quantisation scales other than 1 that are not stored in the pages.
         draft: digest of the draft model that the layer belongs to; empty for the model's own layers.
     """
 
@@ -82,7 +83,7 @@ class Layer:
 
     @property
     def identity(self) -> str:
-        """Name of the layer and its draft: two drafts may use the same layer name.
+        """Name that is unique among the layers of the model and of all draft models.
 
         >>> from kvferry.geometry import opaque_page
         >>> page = opaque_page("packed", 16, 16, 0, 1)
@@ -94,13 +95,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that share one block table.
+    """A KV cache group: layers that share one block table.
 
     Attributes:
-        kind: kind of its layers.
-        block_tokens: tokens per (manager) block.
-        attention_span: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
-        layers: layers of the group on this rank; empty on a pipeline rank that has none.
+        kind: kind of attention or state of the layers.
+        block_tokens: number of tokens per block of the engine's block table.
+        attention_span: window in tokens for SLIDING, attention chunk in tokens for CHUNKED, 0 otherwise.
+        layers: layers of the group on this rank; empty on a pipeline rank without any of them.
     """
 
     kind: GroupKind
@@ -122,7 +123,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Name for messages and metrics, e.g. ``sliding_window(64)``."""
+        """Name of the group for messages and metrics, e.g. ``sliding_window(64)``."""
         return group_label(self.kind, self.attention_span)
 
 
@@ -133,13 +134,14 @@ def group_label(kind: GroupKind, attention_span: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankGeometry:
-    """The KV cache of one worker.
+    """The KV cache memory of one worker.
 
     Attributes:
-        tp_rank, tp_size, pp_rank, pp_size: rank and number of ranks, tensor- and pipeline-parallel.
-        num_blocks: number of blocks in the pool; block 0 is the null block and never moves.
-        groups: groups in the engine's order; all ranks of an engine have the same number of groups.
-        regions: registered memory; every page lies in one of them.
+        tp_rank, tp_size: tensor-parallel rank, and number of tensor-parallel ranks.
+        pp_rank, pp_size: pipeline rank, and number of pipeline ranks.
+        num_blocks: number of blocks in the pool. Block 0 is the null block, which is never transferred.
+        groups: KV cache groups in the engine's order; all ranks of an engine have the same number of groups.
+        regions: registered memory; each page lies in one of these regions.
     """
 
     tp_rank: int
@@ -152,15 +154,15 @@ class RankGeometry:
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels of the groups with their numbers, for messages."""
+        """Index and label of each group, for messages."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def check(self) -> None:
         """Raise GeometryError if the geometry is inconsistent.
 
-        Every page must lie in one registered region and overlap no other page of its layer, and all indices
-        must be in range. Engines check their own geometry and that of a peer. An address outside of the
-        regions would fail in the transport, or read other memory.
+        Every page must lie in one registered region and must not overlap another page of its layer. All rank
+        numbers must be in range. Engines check their own geometry and that of a peer, because an address
+        outside of the regions would fail in the transport or read other memory.
         """
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
             raise GeometryError(
@@ -205,7 +207,7 @@ class RankGeometry:
 
 
 class _Registered:
-    """Regions sorted by address, for the lookup of every layer among thousands of regions."""
+    """Registered regions sorted by address, so that a lookup among thousands of regions is fast."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         ordered = sorted((region.address, region.address + region.length) for region in regions)
@@ -213,15 +215,15 @@ class _Registered:
         self._farthest = list(accumulate((stop for _, stop in ordered), max))
 
     def holds(self, start: int, stop: int) -> bool:
-        """Return whether one region holds all bytes from `start` to `stop`."""
+        """Return True if a single region contains all addresses ``[start, stop)``."""
         before = bisect_right(self._starts, start)
         return before > 0 and stop <= self._farthest[before - 1]
 
 
 def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
-    """Return whether two elements of a field, in the same block or in two, share a byte.
+    """Return True if two elements of a field may share a byte, in one block or in different blocks.
 
-    Elements do not overlap if each stride exceeds the extent of all loops with smaller strides.
+    No elements overlap if every stride is at least the extent of all loops with smaller strides.
     """
     loops = [(blocks, block_stride), *(loop for axis in field.axes for loop in axis.loops)]
     extent = field.item_bytes

@@ -1,9 +1,9 @@
 """The KV cache of a model per layer, independent of any engine.
 
-A `StoredField` is the same in every engine that serves the model: its name, its element, its heads and its
-other axes. A `LayerCache` is the cache of one layer, and a `ModelCache` has all layers of a model. `layout`
-turns a `ModelCache` and the settings of an engine (parallel sizes, block size, memory layout) into the
-geometry of its ranks.
+A `StoredField` describes one cached tensor: its name, element size, heads and other axes. It is the same in
+every engine that serves the model. A `LayerCache` lists the fields of one layer, and a `ModelCache` lists all
+layers. `layout` combines a `ModelCache` with the settings of an engine (parallel sizes, block size, memory
+layout) to the geometry of the engine's ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvferry.geometry.rank import GroupKind
 
 @dataclass(frozen=True, slots=True)
 class StoredField:
-    """One field of a layer, over all ranks.
+    """One cached tensor of a layer, over all ranks.
 
     Attributes:
-        name: name in every engine: ``kv``, ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
+        name: name of the field in every engine: ``kv``, ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
         item_bytes: bytes of one element.
-        heads: elements of the axis that tensor parallelism shards (KV heads, state heads, channels);
-            0 if every rank keeps all of it.
-        inner: (name, count) of the other axes, the last one fastest, without the token axis.
+        heads: number of elements of the axis that tensor parallelism shards (KV heads, state heads or
+            channels); 0 if every rank holds the whole field.
+        inner: (name, count) of the other axes except the token axis, the fastest last.
     """
 
     name: str
@@ -40,20 +40,21 @@ class StoredField:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head, for one token or for a snapshot."""
+        """Bytes of one head: per token, or of a whole snapshot for recurrent state."""
         return self.item_bytes * prod(count for _, count in self.inner)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The cache of one layer.
+    """The KV cache of one layer.
 
     Attributes:
-        kind: kind of the layer. Layers that agree in kind, attention span and fields are one group.
-        attention_span: window in tokens for SLIDING, chunk in tokens for CHUNKED, 0 otherwise.
-        fields: fields of a token, or of a snapshot for STATE.
-        block_tokens: tokens of a block if the model determines them; 0 if the engine does.
-        state_tokens: tokens per stored entry. If it is above 1, pages move whole.
+        kind: kind of attention or state. By default, layers with equal caches form one group.
+        attention_span: window in tokens for SLIDING, attention chunk in tokens for CHUNKED, 0 otherwise.
+        fields: fields that are stored per token; for STATE, fields of one snapshot of recurrent state.
+        block_tokens: number of tokens per block if the model determines it; 0 if the engine does.
+        state_tokens: number of tokens per stored entry. If it is above 1, pages are copied whole, so both
+            engines need the same block size.
     """
 
     kind: GroupKind
@@ -71,11 +72,11 @@ class LayerCache:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes over all heads of one entry (`state_tokens` tokens), or of a snapshot."""
+        """Bytes of one stored entry (`state_tokens` tokens) or of one snapshot, over all heads."""
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 
     def bytes_of(self, tokens: int) -> int:
-        """Return the bytes over all heads of `tokens` tokens, rounded up; of the snapshot for STATE."""
+        """Return the bytes of `tokens` tokens over all heads, rounded up; for STATE, of one snapshot."""
         if self.kind is GroupKind.STATE:
             return self.whole_bytes
         return -(-self.whole_bytes * tokens // self.state_tokens)
@@ -87,8 +88,9 @@ class ModelCache:
 
     Attributes:
         name: display name of the model.
-        layers: caches in the order of the model's layers; layers that keep nothing have none.
-        query_heads: number of query heads, which tensor parallelism shares out evenly; 0 if unknown.
+        layers: cache of each layer, in the order of the model's layers. Layers without a cache are left out.
+        query_heads: number of query heads, which must be a multiple of the tensor-parallel size; 0 if
+            unknown.
     """
 
     name: str

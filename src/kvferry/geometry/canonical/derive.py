@@ -1,10 +1,12 @@
-"""The canonical form of an engine's cache, from the geometry of its ranks.
+"""Derivation of the canonical form of stored chunks from the geometry of an engine's ranks.
 
-The form must not depend on the engine's settings:
+The form must not depend on the engine's settings. Three rules ensure that:
 
-- The name of an axis decides whether it is sharded, since with one rank none is.
-- Layers are in the order of their names, with numbers by value.
-- Groups follow the tokens that a continuation needs, since engines deal out equal layers to groups freely.
+- The name of an axis decides whether the axis is sharded. The geometry of an engine with one rank does not
+  show it.
+- Layers are sorted by name, and numbers in names are compared by value.
+- Layers with the same kind and attention span form one canonical group, because engines may distribute equal
+  layers over several groups.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from kvferry.geometry.page import TOKEN, Field
 from kvferry.geometry.rank import Group, GroupKind, Layer, RankGeometry, group_label
 
 SHARDED = ("head", "channel")
-"""Names of axes that tensor parallelism shards. A field that has both (a head's channels) is sharded by the
-first."""
+"""Names of axes that tensor parallelism shards. If a field has both (channels of a head), ``head`` is
+sharded."""
 
 
 def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> CanonicalForm:
-    """Return the canonical form of an engine's cache.
+    """Return the canonical form of the chunks that an engine stores.
 
-    Two engines of one model, at TP 4 with 2 KV heads (two ranks hold copies of each) and at TP 2:
+    Example: two engines that serve one model with 2 KV heads. In the first, at TP 4, two ranks hold copies of
+    each head. The second runs at TP 2. Both have the same form:
 
     >>> from kvferry.geometry.layout import EngineShape, lay_out
     >>> from kvferry.geometry.store import LayerCache, ModelCache, StoredField
@@ -39,13 +42,15 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     >>> [(s.axis, s.units, s.unit_bytes) for s in tp2.groups[0].sections]   # 4 layers, 256 tokens, K and V
     [('head', 2, 524288)]
 
-    A latent is on every rank: one unit. A Mamba2 state has its heads and its channels apart:
+    Every rank holds the whole of an MLA latent, so it is one unit:
 
     >>> fields = (StoredField("latent", 2, 0, (("c", 576),)),)
     >>> latent = ModelCache("mla", (LayerCache(GroupKind.MLA, 0, fields),))
     >>> [(s.axis, s.units, s.unit_bytes) for s in
     ...  canonical_form_of(lay_out(latent, EngineShape(8, (1,), 64, "LBNHC", 10)), 256).groups[0].sections]
     [('', 1, 294912)]
+
+    A Mamba2 state has a section sharded by head and two sections sharded by channel:
 
     >>> from kvferry.geometry.page import Axis, PageFormat
     >>> from kvferry.geometry.rank import Region
@@ -61,12 +66,13 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     [('head', 32, 32, 32768), ('channel', 512, 64, 96), ('channel', 2048, 64, 192)]
 
     Args:
-        ranks: all ranks of one engine, tensor- and pipeline-parallel, in any order.
-        chunk_tokens: tokens of a chunk, at least 1.
+        ranks: geometry of all tensor- and pipeline-parallel ranks of one engine, in any order.
+        chunk_tokens: number of tokens per chunk, at least 1.
 
     Raises:
-        GeometryError: ranks are missing or disagree, or a page holds what has no canonical form: opaque
-            bytes, one value per block instead of per token, a shard of an axis that is none of `SHARDED`.
+        GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no canonical
+            form. These layers have none: opaque pages, fields with one value per block, fields sharded along
+            an axis not in `SHARDED`, quantised KV with one scale per head.
     """
     if chunk_tokens < 1:
         raise GeometryError(f"chunks of {chunk_tokens} tokens; expected 1 or more")
@@ -89,7 +95,13 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
 
 @dataclass(frozen=True, slots=True)
 class _StoredLayer:
-    """The cache of a layer over all ranks: its kind, and (axis, total, part) of every field."""
+    """The cache of one layer over all ranks.
+
+    Attributes:
+        kind, attention_span: kind and span of the layer's group.
+        fields: (name of the sharded axis, number of its elements over all ranks, field) of every field. The
+            axis is ("", 1) for a field that every rank holds whole.
+    """
 
     kind: GroupKind
     attention_span: int
@@ -107,7 +119,7 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
 
 
 def _stored(group: Group, layer: Layer) -> _StoredLayer:
-    """Return the cache of a layer. Fields of large elements come first, so that all are aligned."""
+    """Return the cache of a layer. Fields with large elements come first, so that every field is aligned."""
     if layer.page.opaque:
         raise GeometryError(
             f"layer {layer.name!r}: {layer.page.content} has no canonical form, its bytes are opaque; "
@@ -124,7 +136,7 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
 
 
 def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
-    """Return the axis along which a field is sharded, its total, and the field."""
+    """Return the name of the axis that shards a field, the axis's total, and the field in a section."""
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
     if others := [other for other, _, _ in field.held if other != name]:
@@ -155,7 +167,7 @@ def _group(
 
 
 def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key that orders names as people do: layers.9 before layers.10.
+    """Return a sort key that compares the numbers in names by value: layers.9 comes before layers.10.
 
     >>> sorted(["layers.10.attn", "layers.9.attn", "layers.9.mamba"], key=_by_number)
     ['layers.9.attn', 'layers.9.mamba', 'layers.10.attn']
@@ -165,5 +177,5 @@ def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _by_element(section: FormSection) -> tuple[int, str, int]:
-    """Return a sort key that puts sections with large elements first."""
+    """Return a sort key that puts sections with large elements first, then sorts by axis and total."""
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

@@ -1,19 +1,21 @@
 """The order of the bytes of a chunk.
 
-    chunk    [section][section]...                    each from a page (4096 bytes) on, padded with zeros
-    section  [unit][unit]...                          one per (axis, total) that fields are sharded by
+    chunk    [section][section]...                    each starts at a multiple of 4096 bytes, zero-padded
+    section  [unit][unit]...                          one section per sharded axis (name and length)
     unit     [layer][token][field][index][inner...]   all layers of the group; a snapshot has no token
 
-A *unit* is a piece that tensor parallelism gives to a rank as a whole: a KV head, a state head, a stretch of
-channels. A field that every rank has whole is in a section of one unit. So a rank's slice is one contiguous
-run of units per section. Sections begin at pages, so that storage can be read into a chunk's memory directly.
-All bytes except this padding are content.
+A *chunk* holds a fixed number of tokens of one KV cache group, or one snapshot of recurrent state. A
+*section* holds all fields that are sharded along the same axis. A *unit* is a piece that the usual
+tensor-parallel sizes do not split: a KV head, a state head, or a range of channels. Fields that every rank
+holds whole are in a section of one unit. So a rank's part of a section is one contiguous range of units.
+Sections start at multiples of 4096 bytes, so that storage can be read directly into a chunk's memory. All
+bytes except the padding between sections are content.
 
-In a chunk of a sliding-window group, tokens that the writer had already freed are zeros.
-`length.content_alignment` says where valid content begins.
+In a chunk of a sliding-window group, the writer may have freed the first tokens already. Their bytes are
+zero. `length.content_alignment` tells where valid content begins.
 
-K and V lie side by side per token, as GPU backends keep them: one head of one layer is then one run on both
-sides where the engine keeps heads outside of tokens.
+K and V lie side by side per token, as in the pages of GPU attention backends. So one head of one layer is one
+contiguous run on both sides if the engine's layout has heads outside of tokens.
 """
 
 from __future__ import annotations
@@ -28,23 +30,23 @@ from math import gcd, prod
 from kvferry.geometry.rank import GroupKind, Scale, group_label
 
 FORMAT = 2
-"""Format number; it changes when the same bytes would have another meaning."""
+"""Version of the format. It must change whenever equal bytes would have another meaning."""
 
 ALIGNMENT = 4096
-"""Bytes of a page: sections begin at multiples of it."""
+"""Alignment of sections in bytes: every section starts at a multiple of it."""
 
 EVERY_ELEMENT = 256
-"""Axes up to this long have a unit per element."""
+"""Maximum length of an axis that has one unit per element."""
 
 FINEST = 960
-"""Longer axes (channels) have gcd(length, FINEST) units; the usual parallel sizes divide FINEST."""
+"""Longer axes (channels) have gcd(length, FINEST) units. The usual tensor-parallel sizes divide FINEST."""
 
 
 def unit_count(total: int) -> int:
-    """Return the number of units of an axis of `total` elements over all ranks.
+    """Return the number of units of an axis with `total` elements over all ranks.
 
-    A tensor-parallel size that divides this number gives every rank whole units. Any other split works too,
-    with parts of units at its edges.
+    If the tensor-parallel size divides this number, every rank holds whole units. Other sizes work too, but
+    then ranks hold parts of units.
 
     >>> [unit_count(heads) for heads in (1, 8, 25, 128)]
     [1, 8, 25, 128]
@@ -56,13 +58,13 @@ def unit_count(total: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SectionField:
-    """One field of one layer, as a section keeps it.
+    """One field of one layer, as stored in a section.
 
     Attributes:
-        layer, field: names, as in every engine.
+        layer, field: names of the layer and of the field, the same in every engine.
         item_bytes: bytes of one element.
-        inner: (name, count) of all axes except the sharded one and the token axis, the last one fastest.
-        scales: as in `Layer`, with one factor each.
+        inner: (name, count) of all axes except the sharded axis and the token axis, the fastest last.
+        scales: quantisation scales of the layer, same as in `Layer`, with one factor each.
     """
 
     layer: str
@@ -73,7 +75,7 @@ class SectionField:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes at one index of the section's axis, for one token or for a snapshot."""
+        """Bytes at one index of the section's axis: per token, or of a whole snapshot."""
         return self.item_bytes * prod(count for _, count in self.inner)
 
 
@@ -81,8 +83,8 @@ class SectionField:
 class FormSection:
     """The fields of a chunk that are sharded along one axis.
 
-    Two layers of 4 KV heads in chunks of 16 tokens, K and V of 8 elements of 2 bytes: 4 units of 2 · 16 · 32
-    bytes.
+    Example: two layers of 4 KV heads in chunks of 16 tokens. K and V have 8 elements of 2 bytes, so a head
+    takes 32 bytes per token. The section has 4 units of 2 · 16 · 32 bytes.
 
     >>> named = [(layer, field) for layer in ("a", "b") for field in ("k", "v")]
     >>> parts = [SectionField(layer, field, 2, (("content", 8),)) for layer, field in named]
@@ -91,10 +93,10 @@ class FormSection:
     (4, 1024, 4096)
 
     Attributes:
-        axis: name of the axis; "" for fields that every rank has whole.
-        total: elements of the axis over all ranks; 1 without an axis.
-        tokens: tokens of a chunk; 0 for a snapshot.
-        parts: fields by layer in the model's order; within a layer in memory order.
+        axis: name of the sharded axis; "" for fields that every rank holds whole.
+        total: number of elements of the axis over all ranks; 1 without an axis.
+        tokens: number of tokens per chunk; 0 for a snapshot.
+        parts: fields of all layers, in memory order: by layer, then by field.
     """
 
     axis: str
@@ -109,33 +111,33 @@ class FormSection:
 
     @property
     def unit_elements(self) -> int:
-        """Elements of the axis per unit: 1 for heads, more for channels."""
+        """Number of elements of the axis per unit: 1 for heads, usually more for channels."""
         return self.total // self.units
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit, over all layers and all tokens."""
+        """Bytes of one unit, over all layers and tokens."""
         return max(self.tokens, 1) * self.unit_elements * sum(part.element_bytes for part in self.parts)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all units."""
+        """Bytes of all units, without padding."""
         return self.units * self.unit_bytes
 
     def layers(self) -> Iterator[tuple[str, tuple[SectionField, ...]]]:
-        """Yield the name and the parts of every layer, in order."""
+        """Yield the name and the fields of every layer, in memory order."""
         for name, parts in groupby(self.parts, lambda part: part.layer):
             yield name, tuple(parts)
 
 
 @dataclass(frozen=True)
 class CanonicalGroup:
-    """The form of a chunk of one group: all layers that need the same tokens for a continuation.
+    """The form of a chunk of one canonical group: all layers with the same kind and attention span.
 
-    An engine may spread these layers over several groups of its own, each with a block table.
+    An engine may distribute these layers over several groups, each with its own block table.
 
     Attributes:
-        kind, attention_span: as in `Group`.
+        kind, attention_span: kind and span of the layers, same as in `Group`.
         sections: sections in memory order.
     """
 
@@ -145,22 +147,22 @@ class CanonicalGroup:
 
     @property
     def label(self) -> str:
-        """Name, the same as `Group.label` of every engine's group that is part of it."""
+        """Name of the group. It equals the `Group.label` of the engine's groups that belong to it."""
         return group_label(self.kind, self.attention_span)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Offset of the first byte of every section."""
+        """Byte offset of every section in the chunk."""
         return tuple(self._ends[:-1])
 
     @cached_property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk, padding included: whole pages."""
+        """Size of a chunk in bytes, padding included. It is a multiple of `ALIGNMENT`."""
         return self._ends[-1]
 
     @cached_property
     def content_bytes(self) -> int:
-        """Bytes of a chunk without padding."""
+        """Size of a chunk in bytes, without padding."""
         return sum(section.bytes for section in self.sections)
 
     @cached_property
@@ -171,11 +173,11 @@ class CanonicalGroup:
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """The form of a model's chunks, the same value from every engine that serves the model.
+    """The form of a model's chunks. It is equal for all engines that serve the model.
 
     Attributes:
-        chunk_tokens: tokens of a chunk.
-        groups: groups by label.
+        chunk_tokens: number of tokens per chunk.
+        groups: canonical groups, sorted by label.
     """
 
     chunk_tokens: int
@@ -183,21 +185,21 @@ class CanonicalForm:
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels of the groups with their numbers, for messages."""
+        """Index and label of each group, for messages."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def index(self, label: str) -> int:
-        """Return the number of the group with this label.
+        """Return the index of the group with this label.
 
         Raises:
-            KeyError: no group has it.
+            KeyError: no group has this label.
         """
         return {group.label: number for number, group in enumerate(self.groups)}[label]
 
     def describe(self) -> Iterator[str]:
-        """Yield lines of text with everything that decides the meaning of the bytes.
+        """Yield lines of text that contain everything that decides the meaning of a chunk's bytes.
 
-        The lines distinguish elements by size only. The comparison of models must check the dtype.
+        The lines contain element sizes but no dtypes. A caller that compares models must also compare dtypes.
         """
         yield f"kvferry canonical form {FORMAT}, chunks of {self.chunk_tokens} tokens"
         for group in self.groups:
@@ -211,5 +213,5 @@ class CanonicalForm:
 
     @cached_property
     def content(self) -> str:
-        """SHA-256 of `describe`, hexadecimal. An engine reads chunks of equal content as its own."""
+        """SHA-256 of the lines of `describe`, hexadecimal. Engines with equal values can share chunks."""
         return sha256("\n".join(self.describe()).encode()).hexdigest()

@@ -1,4 +1,8 @@
-"""The number of tokens of a chunk. Recurrent-state snapshots lie at its end, blocks of windows within it."""
+"""The number of tokens per chunk, and its constraints.
+
+A *snapshot* (recurrent state at one position) can be stored only at the end of a chunk. Chunks must consist
+of whole blocks of sliding-window groups.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,17 @@ from kvferry.errors import ConfigError
 from kvferry.geometry.rank import GroupKind
 
 CHUNK_TOKENS = 256
-"""Default tokens of a chunk; fewer if snapshots would otherwise not lie at its end."""
+"""Default number of tokens per chunk. It is adjusted to the snapshot interval and to the block size of
+windows."""
 
-# A multiple of the usual block sizes of windows.
+# A multiple of the usual block sizes of sliding-window groups.
 WINDOW_ALIGNMENT_TOKENS = 128
-"""Alignment of content in chunks of short windows. A change needs another `form.FORMAT`."""
+"""Alignment in tokens of valid content in chunks of short windows. A change requires another
+`form.FORMAT`."""
 
 
 def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
-    """Return the tokens of a chunk.
+    """Return the number of tokens per chunk.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
@@ -24,10 +30,10 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     (240, 256, 544)
 
     Args:
-        asked: the configured tokens; None for the largest number up to `CHUNK_TOKENS` that divides `interval`
-            and is a multiple of `block`, or the least multiple beyond.
-        interval: least number of tokens between snapshots, from `snapshot_interval`.
-        block: tokens of a block of a window, as in `check_windows`.
+        asked: configured number of tokens; None for the largest multiple of `block` up to `CHUNK_TOKENS` that
+            divides `interval`. If there is none, the smallest larger number that suits both is taken.
+        interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
+        block: number of tokens per block of a sliding-window group, same as in `check_windows`.
     """
     if asked:
         return asked
@@ -36,28 +42,33 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 
 
 def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
-    """Return the alignment of a chunk's content, in tokens.
+    """Return the alignment of valid content in a chunk, in tokens.
 
-    The writer may have freed tokens that the window no longer covers; the chunk has zeros for them. Valid
-    content begins at the last multiple of this alignment, at or before the first token that the chunk's end
-    sees.
+    The writer may have freed tokens that the window no longer covers. Their bytes in the chunk are zero. Let
+    ``first`` be the first token that the next token after the chunk attends to. Valid content begins at the
+    largest multiple of this alignment that is not after ``first``.
 
     >>> content_alignment(GroupKind.SLIDING, 128, 256), content_alignment(GroupKind.SLIDING, 1024, 256)
     (128, 256)
 
     Args:
-        kind, attention_span: kind and span of the group.
-        chunk_tokens: tokens of a chunk.
+        kind, attention_span: kind and attention span of the group.
+        chunk_tokens: number of tokens per chunk.
     """
     whole = not attention_span or (kind is GroupKind.SLIDING and attention_span >= chunk_tokens)
     return chunk_tokens if whole else WINDOW_ALIGNMENT_TOKENS
 
 
 def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
-    """Check that a prompt of `longest` tokens (``max_model_len``) has a chunk that can be loaded.
+    """Check that at least one chunk of the longest possible prompt can be loaded.
+
+    Args:
+        chunk_tokens: number of tokens per chunk.
+        interval: number of tokens between snapshots, from `snapshot_interval`.
+        longest: length of the longest prompt in tokens (``max_model_len``).
 
     Raises:
-        ConfigError: there is no such chunk. The message names a setting that works.
+        ConfigError: no chunk of any prompt can be loaded. The message names a setting that works.
     """
     if (first := first_prefix(chunk_tokens, interval)) > longest:
         snapshots = f" and snapshots every {interval}, of which the first at a chunk's end is at {first}"
@@ -68,11 +79,14 @@ def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
 
 
 def check_windows(chunk_tokens: int, block: int) -> None:
-    """Check that loads fill whole blocks of windows. A second prompt cannot use a partly filled block.
+    """Check that a chunk consists of whole blocks of every sliding-window group.
+
+    A load would otherwise fill the last block only in part, and other prompts could not share that block.
 
     Args:
-        chunk_tokens: tokens of a chunk.
-        block: tokens of a block of a window, or the common multiple if they differ; 1 without windows.
+        chunk_tokens: number of tokens per chunk.
+        block: number of tokens per block of the sliding-window groups, or the least common multiple if they
+            differ; 1 without such groups.
 
     Raises:
         ConfigError: chunks end inside blocks. The message names a setting that works.
@@ -85,19 +99,23 @@ def check_windows(chunk_tokens: int, block: int) -> None:
 
 
 def snapshot_interval(*blocks: int) -> int:
-    """Return the tokens between positions at which all state groups may have a snapshot; 1 without any.
+    """Return the least number of tokens between positions at which all state groups may have a snapshot.
+
+    Return 1 if there are no state groups.
 
     >>> snapshot_interval(), snapshot_interval(128, 128), snapshot_interval(128, 192)
     (1, 128, 384)
 
     Args:
-        blocks: tokens of a block of each state group.
+        blocks: number of tokens per block of each state group.
     """
     return lcm(*blocks)
 
 
 def first_prefix(chunk_tokens: int, interval: int) -> int:
-    """Return the tokens of the shortest prefix of whole chunks from which all groups can continue.
+    """Return the length in tokens of the shortest prefix that can be loaded.
+
+    It consists of whole chunks, and all state groups may have a snapshot at its end.
 
     >>> first_prefix(256, 1), first_prefix(176, 1056), first_prefix(256, 1056)
     (256, 1056, 8448)
@@ -106,7 +124,9 @@ def first_prefix(chunk_tokens: int, interval: int) -> int:
 
 
 def divisor(interval: int, limit: int) -> int:
-    """Return the largest number of tokens up to `limit` that divides the snapshot `interval`.
+    """Return the largest divisor of the snapshot `interval` up to `limit`, in tokens.
+
+    Return `limit` if `interval` is 1, which means that there are no snapshots.
 
     >>> divisor(1, 256), divisor(1056, 256), divisor(128, 256)
     (256, 176, 128)

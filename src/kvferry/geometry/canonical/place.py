@@ -1,4 +1,4 @@
-"""The geometry of chunks in memory."""
+"""The geometry of a pool of chunks in memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ def chunk_pool(
     slots: int,
     stride: int = 0,
 ) -> RankGeometry:
-    """Return the geometry of memory for chunks of one group: a block is a chunk, a block id is a slot.
+    """Return the geometry of a memory pool for chunks of one group.
 
-    Every group has a pool of its own, as if the canonical form were an engine whose pipeline ranks have a
-    group each. So ``build_templates(engine's ranks, pool)`` plans the store of the group's chunks, and
-    ``build_templates(all pools, an engine's rank)`` plans their load.
+    The pool looks like a rank of an engine. A *slot* is the memory of one chunk. It corresponds to a block,
+    and its number to a block id. Every group has its own pool, which looks like one pipeline rank. So
+    ``build_templates(ranks of an engine, pool)`` plans the store of the group's chunks, and
+    ``build_templates(all pools, rank of an engine)`` plans the load of chunks.
 
-    Two layers of 4 heads, K and V of 8 elements of 2 bytes, in chunks of 16 tokens: heads are outermost.
+    Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes, in chunks of 16 tokens. Heads are
+    the outermost axis.
 
     >>> from kvferry.geometry.canonical.derive import canonical_form_of
     >>> from kvferry.geometry.layout import EngineShape, lay_out
@@ -40,15 +42,15 @@ def chunk_pool(
     ([('head', ((4, 1024), (1, 16))), ('token', ((16, 32),)), ('content', ((8, 2),))], 16)
 
     Args:
-        canonical: the form of the chunks.
-        number: number of the group.
+        canonical: form of the chunks.
+        number: index of the group in `canonical`.
         address: address of slot 0.
-        slots: number of slots, slot 0 included. Like block 0 of an engine, slot 0 is the null slot, and
-            nothing moves to or from it.
+        slots: number of slots, slot 0 included. Slot 0 is the null slot, like block 0 of an engine, and is
+            never read or written.
         stride: bytes from one slot to the next; 0 if slots lie side by side.
 
     Raises:
-        GeometryError: there is no slot, or a slot is too small for a chunk.
+        GeometryError: `slots` is below 1, or `stride` is smaller than a chunk.
     """
     group = canonical.groups[number]
     stride = stride or group.chunk_bytes
@@ -81,7 +83,7 @@ def chunk_pool(
 
 
 def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
-    """Return the fields of every layer, at their offsets in a chunk."""
+    """Return the fields of every layer, by layer name. Offsets are relative to the start of the chunk."""
     found: dict[str, list[Field]] = defaultdict(list)
     for section, start in zip(group.sections, group.starts, strict=True):
         at = start
@@ -96,7 +98,14 @@ def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
 
 
 def _field(section: FormSection, part: SectionField, offset: int, pitch: int) -> Field:
-    """Return a part as a field; `pitch` is bytes from one token to the next."""
+    """Return the geometry of one field in a chunk.
+
+    Args:
+        section: section that holds the field.
+        part: the field, as stored in the section.
+        offset: byte offset of the field from the start of the chunk.
+        pitch: bytes from one token to the next.
+    """
     axes = []
     if section.axis:
         loops = ((section.units, section.unit_bytes), (section.unit_elements, part.element_bytes))
@@ -111,7 +120,10 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
 
 
 def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: int, stride: int) -> Layer:
-    """Return a layer whose page begins at its first field. So equal layers have equal pages, planned once."""
+    """Return a layer whose page starts at its first field.
+
+    Equal layers then have equal page formats, so the planner computes their copies only once.
+    """
     first = fields[0].offset
     placed = tuple(Field(f.name, f.item_bytes, f.offset - first, f.axes) for f in fields)
     tokens = max((axis.count for f in placed if (axis := f.axis(TOKEN))), default=0)

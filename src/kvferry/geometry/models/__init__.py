@@ -1,12 +1,12 @@
-"""Readers of a model's ``config.json`` for the cache of every layer.
+"""Readers that derive the KV cache of every layer from a model's ``config.json``.
 
-- `config`: the keys of a ``config.json``, by the names that different families give them.
-- `families`: properties that families leave out of the file: defaults, and the kind of recurrence.
-- `pattern`: the mixers of every layer.
+- `config`: lookup of keys, which have different names in different model families.
+- `families`: properties that a file may leave out, such as defaults and the kind of recurrence.
+- `pattern`: the mixers (kinds of attention or recurrence) of every layer.
 - `attention`, `recurrent`: the cache of an attention layer and of a recurrent layer.
 - `read`: the caches of all layers.
 
-The sizes are those that vLLM 0.32 allocates.
+All sizes are those that vLLM 0.32 allocates.
 """
 
 from kvferry.geometry.models.read import ModelReading, per_layer, read_model

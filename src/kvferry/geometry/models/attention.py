@@ -1,4 +1,4 @@
-"""The KV that an attention layer keeps: K and V per head or one latent, and the keys of an indexer."""
+"""The cache of an attention layer: K and V per head or one MLA latent, and the keys of an indexer."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionReader:
-    """Reads attention layers from a model's file.
+    """Derives the caches of attention layers from a model's configuration.
 
     Attributes:
         config, family: configuration and family of the model.
-        cache_dtype, model_dtype: element types, as in `dtypes`.
+        cache_dtype: element type of the KV cache, one of `CACHE_DTYPES`.
+        model_dtype: element type that the model computes in, a key of `FLOATS`.
     """
 
     config: ModelConfig
@@ -47,11 +48,11 @@ class AttentionReader:
     model_dtype: str
 
     def stores(self, mixer: Mixer, layer: int) -> tuple[LayerCache, ...]:
-        """Return the store of one attention layer, or several if it has more than one cache.
+        """Return the caches of one attention layer: K and V or a latent, then those of an indexer if any.
 
         Args:
-            mixer: FULL, SLIDING or CHUNKED.
-            layer: number of the layer in the model.
+            mixer: kind of attention: FULL, SLIDING or CHUNKED.
+            layer: index of the layer in the model.
 
         Raises:
             ConfigError: a size is missing or invalid, or the element type does not fit this attention.
@@ -80,7 +81,7 @@ class AttentionReader:
         return self.config.number("attention_chunk_size") if mixer is Mixer.CHUNKED else 0
 
     def _heads(self, mixer: Mixer, layer: int) -> tuple[int, int, int]:
-        """Return the number of KV heads, and the elements of K and of V per head, for this kind of layer."""
+        """Return the number of KV heads of a layer, and the number of elements per head of K and of V."""
         if self.family.expanded:
             self.config.cover("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
             width = self.config.number("qk_nope_head_dim") + self.config.number("qk_rope_head_dim")
@@ -109,11 +110,11 @@ class AttentionReader:
         return heads, k_width, v_width
 
     def _layer_heads(self, layer: int) -> int:
-        """Return the KV heads of one layer."""
+        """Return the number of KV heads of one layer."""
         config = self.config
         blocks = config.listed("block_configs", config.layers)
         if blocks is not None:
-            # Nemotron-NAS names query heads of the model, and how many of them share a KV head in a layer.
+            # Nemotron-NAS gives the query heads of the model, and how many share a KV head in each layer.
             config.cover(*_KV_HEADS)
             shared = whole("n_heads_in_group", _inside(blocks[layer], "attention").get("n_heads_in_group"), 1)
             return config.number(*_QUERY_HEADS) // shared
@@ -123,7 +124,7 @@ class AttentionReader:
         return config.maybe(*_KV_HEADS) or config.number(*_QUERY_HEADS)
 
     def _latent(self) -> LayerCache:
-        """Return the store of one latent for all heads, which every rank keeps whole."""
+        """Return the cache of an MLA latent, which all heads share and every rank holds whole."""
         if self.cache_dtype in SCALED:
             raise ConfigError(
                 f"{self.cache_dtype} is for K and V; this model keeps latents (MLA), choose fp8"
@@ -140,12 +141,16 @@ class AttentionReader:
 
 
 def query_heads(config: ModelConfig) -> int:
-    """Return the number of query heads, which tensor-parallel ranks share evenly; 0 if unknown."""
+    """Return the number of query heads of the model; 0 if unknown."""
     return config.maybe(*_QUERY_HEADS) or 0
 
 
 def without_attention(config: ModelConfig) -> set[int]:
-    """Return the numbers of layers that skip attention (Nemotron-NAS)."""
+    """Return the indices of the layers that skip attention (Nemotron-NAS).
+
+    Raises:
+        ConfigError: a layer has a kind of attention whose cache is unknown.
+    """
     blocks = config.listed("block_configs", config.layers) or ()
     skipped = set()
     for number, block in enumerate(blocks):
@@ -169,7 +174,7 @@ def _inside(block: Any, name: str) -> Mapping[str, Any]:
 
 
 def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
-    """Return heads and widths of a layer with a window, which may differ in Step 3.5."""
+    """Return KV heads, K width and V width of a sliding-window layer. Step 3.5 may override them."""
     other = config.nested("attention_other_setting")
     if not other.values or other.get("attention_type") != "sliding_attention":
         return heads, k_width, v_width
@@ -180,7 +185,7 @@ def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tup
 def _head_width(config: ModelConfig) -> int:
     if said := config.maybe("head_dim", "attention_head_dim", "kv_channels"):
         if config.maybe("attention_head_dim"):
-            config.cover("kv_channels")  # Zamba2: its heads are as wide as attention_head_dim says
+            config.cover("kv_channels")  # Zamba2: attention_head_dim is the width of its heads
         return said
     hidden, heads = config.number("hidden_size", "n_embd", "d_model"), config.number(*_QUERY_HEADS)
     if hidden % heads:

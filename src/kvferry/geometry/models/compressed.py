@@ -1,8 +1,8 @@
-"""The KV that a layer of DeepSeek V4 keeps: a window of latents, and one state per 4 or 128 tokens.
+"""The caches of a layer of DeepSeek V4: a window of latents, and one compressed state per 4 or 128 tokens.
 
-Sizes and blocks are those of vLLM's ``deepseek_v4`` in its packed format: 448 bytes of fp8, 64 bfloat16 for
-positions and 8 bytes of scales per latent; keys of the indexer in fp8 with their scales. A compressor keeps
-float32 values of the tokens that are not in a state yet.
+Sizes and blocks are those of vLLM's ``deepseek_v4`` in its packed format. A latent has 448 bytes of fp8, 64
+bfloat16 elements for positions and 8 bytes of scales. The keys of the indexer are fp8 with scales. A
+compressor has a cache of float32 values for the tokens that are not in a compressed state yet.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ _LATENT_WIDTH = 512
 _WINDOW_BLOCK, _STATE_BLOCK = 64, 256
 _COMPRESSOR_BLOCK = {4: 4, 128: 8}
 _OVERLAPPING = 4
-"""The ratio at which a state covers two groups of tokens, so its compressor keeps twice as many."""
+"""Compression ratio at which a state covers two runs of tokens, so the compressor keeps twice as many."""
 
 
 def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tuple[LayerCache, ...]:
-    """Return the stores of one layer.
+    """Return the caches of one layer.
 
     Args:
-        config: the model's configuration.
-        layer: number of the layer.
-        cache_dtype: auto, fp8 or the packed format, which all mean the packed format here.
+        config: configuration of the model.
+        layer: index of the layer.
+        cache_dtype: element type of the KV cache: ``auto``, ``fp8`` or `PACKED_LATENT`. All three mean the
+            packed format.
 
     Raises:
-        ConfigError: a size or an element type that vLLM does not support.
+        ConfigError: a key is missing or invalid, or kvferry does not know this size or element type.
     """
     if cache_dtype not in ("auto", "fp8", PACKED_LATENT):
         raise ConfigError(f"element type {cache_dtype} is not known for compressed latents; choose fp8")
@@ -69,7 +70,7 @@ def _states(name: str, size: int, ratio: int) -> LayerCache:
 
 
 def _compressor(name: str, width: int, ratio: int) -> LayerCache:
-    """Return the store of a compressor: float32 sums and weights of the tokens of the open group."""
+    """Return the cache of a compressor: float32 sums and weights of the tokens not compressed yet."""
     groups = 2 if ratio == _OVERLAPPING else 1
     return _latents(GroupKind.SLIDING, name, groups * 2 * width * 4, _COMPRESSOR_BLOCK[ratio], groups * ratio)
 

@@ -1,4 +1,4 @@
-"""The keys of a ``config.json``, by the names that different families give them."""
+"""Lookup of the keys of a ``config.json``, which have different names in different model families."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _INNER = ("thinker_config", "text_config", "llm_config", "language_config")
 DTYPES = ("dtype", "torch_dtype")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-"""Keys with an entry per layer, a word or a letter."""
+"""Keys whose value has one entry per layer: a list of words or a string of letters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The part of a ``config.json`` that describes the language model.
 
-    A file may leave out its family's defaults; null counts as absent. The object remembers every key that was
-    read, so `strict` can name keys that no rule understands.
+    A file may leave out keys for which its model family has defaults. A null value counts as absent. The
+    object records every key that is read, so that `strict` can report keys that no rule understands.
 
     Attributes:
-        values: the keys.
-        defaults: defaults of the family.
-        asked: names of the keys read so far; every call adds to it.
+        values: keys and values of the file.
+        defaults: default values of the model family, by key.
+        asked: names of the keys that were read so far. Every lookup adds to it.
     """
 
     values: Mapping[str, Any]
@@ -34,7 +34,7 @@ class ModelConfig:
 
     @property
     def model_type(self) -> str:
-        """Name of the family in the file; empty if it has none."""
+        """Name of the model family, from the key ``model_type``; empty if the file has no such key."""
         return str(self.get("model_type") or "")
 
     @property
@@ -43,7 +43,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers, else the length of a list with an entry per layer."""
+        """Number of decoder layers. If no key gives it, the length of a list with one entry per layer."""
         if self.get(*_LAYER_COUNTS) is None:
             lists = (self.get(name) for name in PER_LAYER)
             if (said := next((value for value in lists if isinstance(value, list | str)), None)) is not None:
@@ -51,9 +51,10 @@ class ModelConfig:
         return self.number(*_LAYER_COUNTS)
 
     def get(self, *names: str) -> Any:
-        """Return the value of the first of these keys that is present, else the default, else None.
+        """Return the value of the first key in `names` that is present.
 
-        The other keys count as read only if they have the same value.
+        If the file has none of the keys, return the family's default. If the file sets one of them to null,
+        or there is no default, return None. The other keys count as read only if they have the same value.
         """
         for known in (self.values, self.defaults):
             said = next((known[name] for name in names if known.get(name) is not None), None)
@@ -65,14 +66,14 @@ class ModelConfig:
         return None
 
     def cover(self, *names: str) -> None:
-        """Count these keys as read, because another key makes them irrelevant."""
+        """Mark these keys as read, because another key makes them irrelevant."""
         self.asked.update(names)
 
     def nested(self, name: str) -> ModelConfig:
-        """Return the keys of an object inside the file; empty if there is none.
+        """Return the keys of the nested JSON object `name`; no keys if the file has no such object.
 
         Raises:
-            ConfigError: the value is not an object.
+            ConfigError: the value is not a JSON object.
         """
         said = self.get(name)
         if said is None:
@@ -82,10 +83,10 @@ class ModelConfig:
         return ModelConfig(said, {})
 
     def number(self, *names: str) -> int:
-        """Return the whole number of the first of these keys that is present.
+        """Return the integer value of the first key in `names` that is present.
 
         Raises:
-            ConfigError: no key is present, or its value is not a whole number of at least 1.
+            ConfigError: no key is present, or its value is not an integer of at least 1.
         """
         value = self.get(*names)
         if value is None:
@@ -96,15 +97,19 @@ class ModelConfig:
         return whole(names[0], value, 1)
 
     def maybe(self, *names: str) -> int | None:
-        """Return the same as `number`, but None if none of these keys is present, or it is 0 or false."""
+        """Return the same as `number`, but None if no key is present or the value is 0 or false."""
         value = self.get(*names)
         return whole(names[0], value, 1) if value else None
 
     def listed(self, name: str, count: int) -> Sequence[Any] | None:
-        """Return a list with one entry per layer; None if there is none.
+        """Return the value of a key with one entry per layer; None if the key is absent.
+
+        Args:
+            name: name of the key.
+            count: number of layers.
 
         Raises:
-            ConfigError: it has another length.
+            ConfigError: the value is not a list or string of `count` entries.
         """
         value = self.get(name)
         if value is None:
@@ -118,10 +123,10 @@ class ModelConfig:
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """Return `value` if it is a whole number of at least `least`.
+    """Return `value` if it is an integer of at least `least`.
 
     Raises:
-        ConfigError: it is not such a number.
+        ConfigError: it is not. The message contains `name`, the key of the value.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
@@ -129,9 +134,9 @@ def whole(name: str, value: Any, least: int) -> int:
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys of the language model inside a multimodal model.
+    """Return the keys of the language model inside a multimodal model's configuration.
 
-    Keeps family, element type and quantization if only the outer part has them.
+    If the inner configuration has no model type, element type or quantization, the outer one's is used.
     """
     outer = config
     known = ("model_type", *DTYPES, "quantization_config")

@@ -1,4 +1,4 @@
-"""Element types of a KV cache, by the names that vLLM gives them."""
+"""Element types of a KV cache, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Any
 from kvferry.errors import ConfigError
 
 FLOATS = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 4, "float": 4}
-"""Bytes of an element, by floating type of a model."""
+"""Bytes of one element of each floating-point type that a model may compute in."""
 
 SCALED = ("int8_per_token_head", "fp8_per_token_head")
-"""Types with one byte per element and, per token and head, a float32 scale after K and one after V."""
+"""Types with one byte per element, and one float32 scale per token and head, for K and for V each."""
 
 PACKED_LATENT = "fp8_ds_mla"
-"""Type of a latent of 656 bytes per token: 512 fp8, four float32 scales and 64 bfloat16 for positions."""
+"""Packed type of an MLA latent: 512 fp8 elements, 4 float32 scales and 64 bfloat16 elements for positions.
+That is 656 bytes per token."""
 
 CACHE_DTYPES = ("auto", *FLOATS, "fp8", "fp8_e4m3", "fp8_e5m2", *SCALED, PACKED_LATENT)
 
 
 def element_bytes(cache_dtype: str, model_dtype: str) -> int:
-    """Return the bytes of an element of K, V or a latent.
+    """Return the bytes of one element of K, V or an MLA latent.
 
     Args:
-        cache_dtype: one of `CACHE_DTYPES`; auto is the model's.
-        model_dtype: one of `FLOATS`.
+        cache_dtype: element type of the KV cache, one of `CACHE_DTYPES`; ``auto`` for `model_dtype`.
+        model_dtype: element type of the model, a key of `FLOATS`.
 
     Raises:
-        ConfigError: the type is not known.
+        ConfigError: `cache_dtype` is unknown.
     """
     if cache_dtype not in CACHE_DTYPES:
         raise ConfigError(
@@ -36,10 +37,14 @@ def element_bytes(cache_dtype: str, model_dtype: str) -> int:
 
 
 def float_name(name: str, value: Any) -> str:
-    """Return the floating type that a ``config.json`` names, also in the form ``torch.bfloat16``.
+    """Return the floating-point type that a ``config.json`` gives, without the prefix ``torch.``.
+
+    Args:
+        name: key in the file, for the message.
+        value: value of the key, e.g. ``torch.bfloat16``.
 
     Raises:
-        ConfigError: it is not a floating type.
+        ConfigError: the value is not a known floating-point type.
     """
     said = str(value).removeprefix("torch.")
     if said not in FLOATS:

@@ -23,7 +23,7 @@ _ENCODER_DECODERS = frozenset((
 
 
 def check_decoder(config: ModelConfig) -> None:
-    """Raise ConfigError, with the reason, if the model has no KV cache or it depends on an encoder."""
+    """Raise ConfigError if the model is an encoder without a KV cache or an encoder-decoder."""
     name = config.model_type or "unknown"
     if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Properties of model families that their ``config.json`` leaves out.
+"""Properties of model families that a ``config.json`` may leave out.
 
-Defaults are those of the configuration classes in transformers, for published files that omit a key. The kind
-of recurrence is that of vLLM's implementation.
+The defaults are those of the configuration classes in transformers. Published files may omit such keys. The
+kind of recurrence is that of vLLM's implementation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Mixer(Enum):
-    """The mechanism by which a layer uses other tokens. It decides what the layer caches."""
+    """The kind of attention or recurrence of a layer. It decides what the layer caches."""
 
     FULL = auto()
     SLIDING = auto()
@@ -34,17 +34,17 @@ RECURRENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Properties of a family that the reader of a ``config.json`` needs beforehand.
+    """Properties of a model family that are needed to read its ``config.json``.
 
     Attributes:
-        recurrent: the mixer of layers without attention, if there are any.
-        everywhere: True if every layer has the recurrence.
-        beside_attention: with `everywhere`, True if every layer has attention too.
-        window_offset: tokens of a window beyond ``sliding_window``.
+        recurrent: kind of recurrence of the recurrent layers; None for a family without such layers.
+        everywhere: True if every layer is recurrent.
+        beside_attention: True if every layer has attention in addition to recurrence (with `everywhere`).
+        window_offset: number of tokens to add to ``sliding_window`` for the length of the window.
         attentions: number of attention caches per layer.
-        expanded: True if layers cache K and V per head, although the model computes both from a latent.
-        ssm_dtype: element type of the recurrent state; None for that of the computation.
-        defaults: defaults of keys that a file may omit.
+        expanded: True if layers cache K and V per head although the model computes both from a latent.
+        ssm_dtype: element type of the recurrent state; None for the type in which the model computes.
+        defaults: default values of keys that a file may omit, by key.
     """
 
     recurrent: Mixer | None = None
@@ -170,4 +170,4 @@ _ATTENTION_ONLY = (
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {**dict.fromkeys(_ATTENTION_ONLY, ModelFamily()), **_SPECIAL}
 )
-"""Families whose ``config.json`` is understood, by model type."""
+"""Model families that kvferry can read, by model type."""

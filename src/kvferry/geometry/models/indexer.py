@@ -1,4 +1,4 @@
-"""Indexers of sparse attention: one key per token, in a cache of its own."""
+"""The caches of sparse-attention indexers: one key per token, in a separate cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ _SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "
 
 
 def scaled_bytes(width: int) -> int:
-    """Return the bytes of a key of `width` fp8 elements, with a float32 scale per 128 of them."""
+    """Return the bytes of a key of `width` fp8 elements with one float32 scale per 128 elements."""
     return width + whole("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
 
 
 def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
-    """Return the indexer's cache of DeepSeek V3.2 and GLM-5; none for a layer that reuses an earlier index.
+    """Return the indexer cache of a layer of DeepSeek V3.2 or GLM-5.
 
-    Follows vLLM's ``deepseek_v32/attention.py``. The key `indexer_types` repeats the rule in words.
+    The result is empty for a layer without an indexer and for a layer that reuses an earlier layer's index.
+    The rule follows vLLM's ``deepseek_v32/attention.py``. The key ``indexer_types`` must agree with it.
+
+    Raises:
+        ConfigError: a key of the indexer is invalid, or ``indexer_types`` contradicts the other keys.
     """
     width = config.maybe("index_head_dim")
     if width is None:
@@ -50,7 +54,11 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
 
 
 def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
-    """Return the indexer's cache of MiniMax-M3, for sparse layers: one key for all heads."""
+    """Return the indexer cache of a layer of MiniMax-M3: one key for all heads. Empty for a dense layer.
+
+    Raises:
+        ConfigError: ``sparse_attention_config`` has no list of sparse layers, or a key is invalid.
+    """
     sparse = config.nested("sparse_attention_config")
     if not sparse.values or sparse.get("use_sparse_attention") is False:
         return ()

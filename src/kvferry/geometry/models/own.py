@@ -1,6 +1,6 @@
-"""Settings of single layers: ``per_layer_config``, as transformers 5.19 writes them (Gemma 4, Step 3.7).
+"""Per-layer settings in the key ``per_layer_config``, as transformers 5.19 writes it (Gemma 4, Step 3.7).
 
-Its keys are layer numbers, padded with zeros to one width ("05", "11").
+The keys of this object are layer indices, zero-padded to equal width ("05", "11").
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
 
 
 def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
-    """Return the settings of single layers, by number of the layer.
+    """Return the per-layer settings by layer index; empty if the file has none.
 
     Raises:
-        ConfigError: a layer does not exist, or has an unknown setting that may affect the cache.
+        ConfigError: a layer does not exist, or a setting is unknown and may affect the cache.
     """
     said = config.get(_KEY)
     if said is None:
@@ -38,7 +38,7 @@ def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
         if not isinstance(settings, Mapping):
             raise ConfigError(f"config.json: {_KEY}.{layer} is {settings!r}, an object is expected")
     unknown = {name for settings in own.values() for name in settings} - _KNOWN
-    # Query heads decide nothing, unless the file derives what is kept from them.
+    # The number of query heads affects the cache only if KV heads or head width are derived from it.
     if not (config.get("num_key_value_heads", "num_attention_groups") and config.get("head_dim")):
         unknown |= {"num_attention_heads" for settings in own.values() if "num_attention_heads" in settings}
     if unknown:
@@ -50,7 +50,7 @@ def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
 
 
 def check_own(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
-    """Raise ConfigError if settings of single layers cannot be read, or are for a recurrent layer."""
+    """Raise ConfigError if per-layer settings cannot be read or apply to a recurrent layer."""
     for number, settings in own_settings(config).items():
         if settings and not RECURRENT.isdisjoint(layers[number]):
             named = ", ".join(sorted(settings))

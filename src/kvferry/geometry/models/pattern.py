@@ -1,7 +1,7 @@
-"""The mixers of every layer of a model, read from its ``config.json``.
+"""The mixers (kinds of attention or recurrence) of every layer, read from a ``config.json``.
 
-Families name them in many forms: a list of words per layer, a string of letters, a period, a list of numbers
-that count from one. There is a rule for each form, and the first rule that finds its key decides.
+Model families write them in many forms: a word per layer, a string of letters, a period, a list of layer
+numbers. There is a rule for each form. The first rule that finds its key decides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kvferry.geometry.models.families import Mixer, ModelFamily
 from kvferry.geometry.models.strict import check_nested
 
 Mixers: TypeAlias = tuple[Mixer, ...]
-"""Mixers of one layer: none without a cache, two where attention and recurrence run side by side."""
+"""Mixers of one layer: empty for a layer without a cache, two if attention and recurrence run side by
+side."""
 
 Rule: TypeAlias = Callable[[ModelConfig, ModelFamily], list[Mixers] | None]
 
@@ -43,12 +44,12 @@ _PATTERN = (
     "prefix_dense_sliding_window_pattern", "layer_switch", "no_rope_layers_interval",
     "sliding_window_layers", "attention_pattern", "hybrid_layer_pattern",
 )  # fmt: skip
-"""Keys that name mixers. After one has decided, the others are redundant."""
+"""Keys that name mixers. Once a rule has decided, all of them count as read."""
 _WINDOW = (
     "sliding_window", "sliding_window_size", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim",
     "attention_other_setting",
 )  # fmt: skip
-"""Keys that describe windows, irrelevant if no layer has one."""
+"""Keys that describe sliding windows. They are irrelevant if no layer has a sliding window."""
 _LETTERS: Mapping[str, Mixers] = {"*": _FULL, "-": (), "E": ()}
 
 _KIMI_KEYS = (
@@ -61,7 +62,7 @@ def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
     """Return the mixers of every layer.
 
     Raises:
-        ConfigError: the file contradicts itself, or names an unknown kind of layer.
+        ConfigError: the file contradicts itself or contains an unknown kind of layer.
     """
     for rule in _RULES:
         if (found := rule(config, family)) is not None:
@@ -77,7 +78,7 @@ def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
 
 
 def _repeated(layers: list[Mixers], family: ModelFamily) -> list[Mixers]:
-    """Repeat mixers for layers with attention twice (LongCat)."""
+    """Repeat the mixers of each layer for families with two attention caches per layer (LongCat)."""
     return [layer * family.attentions for layer in layers]
 
 
@@ -96,12 +97,15 @@ _RECURRENT_TYPES = (
 
 
 def _compressed(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for DeepSeek V4: a layer's compression ratio decides."""
+    """Return the mixers of DeepSeek V4: every layer counts as full attention.
+
+    `compressed` derives each layer's caches from its compression ratio.
+    """
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
 
 def _blocks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Nemotron-NAS: blocks that skip attention have no cache."""
+    """Return the mixers of Nemotron-NAS. Layers that skip attention have none."""
     if config.get("block_configs") is None:
         return None
     skipped = without_attention(config)
@@ -116,7 +120,7 @@ def _everywhere(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None
 
 
 def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Nemotron-H: ``M`` is recurrence, ``*`` attention, others are feed-forward."""
+    """Return the mixers of Nemotron-H: ``M`` is recurrence, ``*`` is attention, others are feed-forward."""
     name = "hybrid_override_pattern"
     said = config.listed(name, config.layers)
     if said is None:
@@ -126,7 +130,7 @@ def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
 
 
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers from a word per layer. Words for recurrence mean the family's kind."""
+    """Return the mixers from one word per layer. The family decides the kind of recurrence."""
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
         return None
@@ -149,7 +153,7 @@ def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> 
 
 
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Jamba: one layer of each period is attention, at an offset."""
+    """Return the mixers of Jamba: in each period, the layer at a fixed offset is attention."""
     period = config.maybe("attn_layer_period")
     if period is None:
         return None
@@ -159,7 +163,7 @@ def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] 
 
 
 def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Bamba: a list of the attention layers."""
+    """Return the mixers of Bamba, whose file lists the indices of the attention layers."""
     numbers = config.get("attn_layer_indices")
     if not isinstance(numbers, list):
         return None
@@ -168,7 +172,7 @@ def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers]
 
 
 def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for MiniMax-Text-01: 1 is attention, 0 is not."""
+    """Return the mixers of MiniMax-Text-01: 1 is attention, 0 is recurrence."""
     name = "attn_type_list"
     said = config.listed(name, config.layers)
     if said is None:
@@ -180,7 +184,7 @@ def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] |
 
 
 def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Qwen3-Next and Bailing: the last layer of each period is attention."""
+    """Return the mixers of Qwen3-Next and Bailing: the last layer of each period is attention."""
     name = next((n for n in ("full_attention_interval", "layer_group_size") if config.maybe(n)), None)
     if name is None or family.recurrent is None:
         return None
@@ -189,7 +193,7 @@ def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | No
 
 
 def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Kimi Linear: lists of the layers of both kinds, counted from one."""
+    """Return the mixers of Kimi Linear, whose file lists the layers of both kinds, counted from one."""
     said = config.get("linear_attn_config")
     if not isinstance(said, Mapping):
         return None
@@ -214,7 +218,7 @@ def _layer_numbers(said: Mapping[str, Any], name: str) -> list[int]:
 
 
 def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for MiMo-V2: 1 is a layer with a window."""
+    """Return the mixers of MiMo-V2: 1 is a sliding window, 0 is full attention."""
     name = "hybrid_layer_pattern"
     said = config.listed(name, config.layers)
     if said is None:
@@ -224,7 +228,7 @@ def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | N
 
 
 def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Llama 4: layers with rotary positions have chunked attention."""
+    """Return the mixers of Llama 4: layers with rotary positions have chunked attention."""
     if config.maybe("attention_chunk_size") is None or not config.maybe("no_rope_layer_interval"):
         return None
     period = config.number("no_rope_layer_interval")
@@ -234,7 +238,11 @@ def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
 
 
 def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Gemma 3 and Cohere 2 (the last of a period has no window), EXAONE 4 (``L`` has)."""
+    """Return the mixers of models whose sliding-window layers follow a pattern.
+
+    In Gemma 3 and Cohere 2 the last layer of each period has no window. EXAONE 4 repeats a string of letters,
+    in which ``L`` is a sliding window.
+    """
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.maybe("sliding_window", "sliding_window_size") is None:
         return None
@@ -247,7 +255,10 @@ def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] |
 
 
 def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return mixers for Qwen2, Qwen3: layers from ``max_window_layers`` on have a window, if enabled."""
+    """Return the mixers of Qwen2 and Qwen3, if ``use_sliding_window`` is true.
+
+    Layers from ``max_window_layers`` on have a sliding window.
+    """
     if config.get("use_sliding_window") is not True or config.maybe("sliding_window") is None:
         return None
     first = whole("max_window_layers", config.get("max_window_layers") or 0, 0)

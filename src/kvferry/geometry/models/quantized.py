@@ -12,16 +12,16 @@ _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
-    """Return the element type of the KV cache, and notes.
+    """Return the element type of the KV cache, and notes for the user.
 
-    Follows vLLM's `resolve_kv_cache_dtype_string`: with ``--kv-cache-dtype auto`` the checkpoint decides.
+    As in vLLM's `resolve_kv_cache_dtype_string`, the checkpoint decides if ``--kv-cache-dtype`` is ``auto``.
 
     Args:
-        config: the model's configuration.
-        dtype: the element type asked for; any but auto is returned as it is.
+        config: configuration of the model.
+        dtype: requested element type. A type other than ``auto`` is returned unchanged.
 
     Raises:
-        ConfigError: the checkpoint asks for a type that kvferry cannot plan.
+        ConfigError: the checkpoint requests a type that kvferry cannot plan.
     """
     quantization = config.get("quantization_config")
     if dtype != "auto" or not isinstance(quantization, Mapping):

@@ -1,4 +1,4 @@
-"""Read the cache of every layer of a model from its ``config.json``."""
+"""Derivation of the KV cache of every layer of a model from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ModelReading:
     """The KV cache that a ``config.json`` describes.
 
     Attributes:
-        cache: the stores of all layers. A layer of the model with two caches is two layers of it.
-        kept: number of layers of `cache` per layer of the model; 0 for a layer without a cache.
-        notes: assumptions, a sentence each.
+        cache: caches of all layers. A layer of the model with two caches has two entries in `cache.layers`.
+        kept: number of entries in `cache.layers` of each layer of the model; 0 for a layer without a cache.
+        notes: assumptions that were made, one sentence each.
     """
 
     cache: ModelCache
@@ -36,7 +36,7 @@ class ModelReading:
 
 
 def per_layer(reading: ModelReading) -> Iterator[tuple[LayerCache, ...]]:
-    """Yield the stores of each layer of the model."""
+    """Yield the caches of each layer of the model; an empty tuple for a layer without a cache."""
     first = 0
     for count in reading.kept:
         yield reading.cache.layers[first : first + count]
@@ -46,7 +46,7 @@ def per_layer(reading: ModelReading) -> Iterator[tuple[LayerCache, ...]]:
 def read_model(
     config: Mapping[str, Any], dtype: str = "auto", *, name: str = "", draft: bool = False
 ) -> ModelReading:
-    """Return the cache of a model.
+    """Return the KV cache of a model.
 
     >>> dense = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
     ...          "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
@@ -54,11 +54,12 @@ def read_model(
     [128, 128]
 
     Args:
-        config: the keys of its ``config.json``.
-        dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`. A floating type also applies to all
-            other cached values; auto takes the types of the file.
-        name: display name; the model type if empty.
-        draft: whether to add the layers of a multi-token prediction module, which are like the last layer.
+        config: keys and values of the model's ``config.json``.
+        dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`. A floating-point type also replaces
+            the model's element type; ``auto`` takes the types in the file.
+        name: display name of the model; empty for the model type.
+        draft: True to add the layers of the multi-token prediction module. They have the cache of the last
+            attention layer.
 
     Raises:
         ConfigError: the cache cannot be derived from the file. The message is one sentence.
@@ -100,7 +101,7 @@ _STATE_KEYS = (
 
 
 def _cover_absent(config: ModelConfig, used: set[Mixer]) -> None:
-    """Count keys as read whose sizes no layer needs, because the model is all attention or all recurrence."""
+    """Mark keys as read that no layer needs, in a model without attention or without recurrence."""
     if used <= RECURRENT:
         config.cover(*_ATTENTION_KEYS)
     if not used & RECURRENT:
@@ -110,7 +111,13 @@ def _cover_absent(config: ModelConfig, used: set[Mixer]) -> None:
 def _stores(
     config: ModelConfig, family: ModelFamily, layers: list[Mixers], dtypes: tuple[str, str]
 ) -> list[tuple[LayerCache, ...]]:
-    """Return the stores of each layer; `dtypes` are those of the KV cache and of the model."""
+    """Return the caches of each layer.
+
+    Args:
+        config, family: configuration and family of the model.
+        layers: mixers of each layer, draft layers included.
+        dtypes: element types of the KV cache and of the model.
+    """
     attention = AttentionReader(config, family, *dtypes)
     ssm_dtype = _ssm_dtype(config, family, dtypes[1])
     recurrent = {
@@ -129,7 +136,7 @@ def _stores(
 
 
 def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
-    """Return the element type that the model computes in, and notes."""
+    """Return the element type that the model computes in, and notes for the user."""
     if dtype in FLOATS:
         return dtype, []
     value = config.get(*DTYPES)
@@ -142,7 +149,10 @@ def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
 
 
 def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> str:
-    """Return the element type of recurrent state as vLLM does: the file's, the family's or the model's."""
+    """Return the element type of recurrent state, which the file, the family or the model type decides.
+
+    The first of the three that names a type wins, as in vLLM.
+    """
     said = config.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     if said is not None and said != "auto":
         return float_name("mamba_ssm_cache_dtype", said)
@@ -150,10 +160,11 @@ def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> st
 
 
 def _unknown(config: ModelConfig) -> str:
-    """Return a note on how an unknown family is read.
+    """Return a note that an unknown model family is read as ordinary attention.
 
     Raises:
-        ConfigError: its layers cache more than K and V, or latents.
+        ConfigError: a key suggests that layers cache more than K and V or latents, or the file does not give
+            the number of attention heads.
     """
     name = config.model_type or "unknown"
     for key in ("index_head_dim", "compress_ratios", "sparse_attention_config", "block_configs"):
@@ -167,7 +178,11 @@ def _unknown(config: ModelConfig) -> str:
 
 
 def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Drop the mixers of layers that share an earlier layer's K and V (Gemma 3n and 4)."""
+    """Return the mixers without those of layers that reuse an earlier layer's K and V (Gemma 3n and 4).
+
+    Raises:
+        ConfigError: the file says that all layers reuse K and V.
+    """
     shared = config.maybe("num_kv_shared_layers")
     if not shared:
         return layers
@@ -179,10 +194,10 @@ def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
 
 
 def _draft_layers(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the layers of the multi-token prediction module, which are like the last attention layer.
+    """Return the mixers of the multi-token prediction layers: those of the last attention layer.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the file has no multi-token prediction layers, or the model has no attention layer.
     """
     count = config.maybe("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     attention = [tuple(m for m in layer if m not in RECURRENT) for layer in layers]

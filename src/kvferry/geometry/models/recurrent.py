@@ -1,7 +1,7 @@
-"""The cache of a recurrent layer: one snapshot for a sequence of any length.
+"""The cache of a recurrent layer: one state of fixed size for a sequence of any length.
 
-Shapes and element types are those of vLLM's ``mamba_utils``: the convolution's last inputs first, then the
-state. The convolution has one field per segment that tensor parallelism shards separately.
+Shapes and element types are those of vLLM's ``mamba_utils``: first the last inputs of the convolution, then
+the recurrent state. The convolution has one field for each part that tensor parallelism shards separately.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
     """Return the cache of one recurrent layer.
 
     Args:
-        config: the model's configuration.
+        config: configuration of the model.
         mixer: kind of recurrence.
-        model_dtype: element type of the convolution's inputs.
-        ssm_dtype: element type of the state.
+        model_dtype: element type of the convolution's inputs, a key of `FLOATS`.
+        ssm_dtype: element type of the recurrent state, a key of `FLOATS`.
 
     Raises:
         ConfigError: a size is missing or invalid.
@@ -35,7 +35,7 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
 
 
 def _taps(kernel: int) -> tuple[str, int]:
-    """Return the axis of the tokens that a convolution remembers: all but the newest."""
+    """Return the axis of the past inputs that a convolution over `kernel` tokens keeps: ``kernel - 1``."""
     if kernel < 2:
         raise ConfigError(
             f"config.json: a convolution over {kernel} tokens keeps nothing; at least 2 are expected"
@@ -78,7 +78,7 @@ def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField,
 
 
 def _mamba2_channels(config: ModelConfig) -> int | None:
-    """Return the channels of the convolution's x, if the file has them in addition to heads and width."""
+    """Return the number of channels of the convolution's ``x``; None if only heads and width give it."""
     if config.model_type == "nemotron_h":
         config.cover("expand")
         return None
@@ -106,12 +106,12 @@ def _kimi_delta(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredFi
 def _delta(
     keys: tuple[int, int], values: tuple[int, int], taps: tuple[str, int], item: int, ssm_item: int
 ) -> tuple[StoredField, ...]:
-    """Return the fields of a delta rule: the last q, k, v, and a matrix per head.
+    """Return the fields of a delta rule layer: the last inputs of q, k and v, and one matrix per head.
 
     Args:
-        keys, values: heads, and width of a head.
-        taps: axis of the remembered tokens.
-        item, ssm_item: bytes of an element of the convolution's inputs, and of the state.
+        keys, values: (number of heads, elements per head) of the keys and of the values.
+        taps: name and length of the axis of past convolution inputs.
+        item, ssm_item: bytes of one element of the convolution's inputs, and of the recurrent state.
     """
     (k_heads, k_width), (v_heads, v_width) = keys, values
     return (
@@ -130,7 +130,7 @@ def _lightning(config: ModelConfig, _item: int, ssm_item: int) -> tuple[StoredFi
 
 def _short_conv(config: ModelConfig, item: int, _ssm_item: int) -> tuple[StoredField, ...]:
     channels = config.number("conv_dim", "hidden_size")
-    config.cover("block_dim")  # of the same width, and not what is kept
+    config.cover("block_dim")  # it has the same width and does not affect the cache
     return (StoredField("conv", item, channels, (_taps(config.number("conv_L_cache")),)),)
 
 

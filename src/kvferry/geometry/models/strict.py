@@ -1,7 +1,7 @@
 """Checks for keys of a ``config.json`` that no rule has read.
 
-A key whose name suggests that it affects the cache is an error, because a size might be wrong without it.
-Keys that are known to affect something else are ignored. Any other key is named in a note.
+A key whose name suggests that it affects the cache causes an error, because the computed sizes might be
+wrong. Keys that are known to affect something else are ignored. All other keys are listed in a note.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _CLEARLY_ELSEWHERE = re.compile(
     r"^(hc|mlp|moe|lm_head|layer_?norm|layerdrop|norm|activation|rope|layer_rope|tokenizer|vision|audio|image|video)_?"
 )
 _HARMLESS = frozenset((
-    # How queries are made, and heads that are not kept.
+    # Computation of queries, and heads that are not cached.
     "qk_nope_head_dim", "qk_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "query_pre_attn_scalar",
     "num_attention_heads_per_layer", "swa_num_attention_heads", "share_q_dim", "v_channels", "q_lora_norm",
     "index_topk", "index_n_heads", "index_share_for_mtp_iteration", "indexer_rope_interleave",
     "num_hash_layers", "num_sliding_attention_heads",
-    # What attention does with what it reads.
+    # Computation of attention from cached values.
     "attention_bias", "attention_dropout", "attention_multiplier", "attention_out_bias", "attention_in_bias",
     "attn_logit_softcapping", "attn_output_gate", "attention_output_gate", "attn_temperature_tuning",
     "attn_scale", "use_attn_output_gate",
@@ -45,7 +45,7 @@ _HARMLESS = frozenset((
     "interleaved_qkv", "parallel_attn",
     "attention_hidden_size", "use_shared_attention_adapter",
     "use_qkv_bias", "multi_query_attention", "qkv_proj_bias", "attention_layernorm",
-    # How a recurrence computes.
+    # Computation of a recurrence.
     "chunk_size", "mamba_chunk_size", "mamba_proj_bias", "mamba_conv_bias", "mamba_dt_rank",
     "mamba_hidden_act",
     "mamba_rms_norm", "mamba_norm_before_gate", "mamba_use_mlp", "use_conv_bias", "use_mamba_kernels",
@@ -58,7 +58,7 @@ _HARMLESS = frozenset((
     "chunk_size_feed_forward", "use_mambapy", "use_falcon_mambapy", "linear_a_log_max", "linear_a_log_min",
     "linear_allow_neg_eigval", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min", "linear_use_gate",
     "conv_use_xavier_init", "latent_moe_use_norm",
-    # How generation and training went.
+    # Generation and training.
     "use_cache", "cache_implementation", "pad_to_multiple_of", "add_cross_attention",
     "cross_attention_hidden_size",
     "num_logits_to_keep", "is_decoder", "no_repeat_ngram_size", "pruned_heads", "output_attentions",
@@ -67,11 +67,11 @@ _HARMLESS = frozenset((
     "vision_soft_tokens_per_image", "head_bias_init", "tied_layers", "has_lm_head_bias", "lm_head_bias",
     "scale_embedding", "block_name", "num_layers_per_stack", "use_lm_head_norm", "embd_layer_norm",
     "layer_name",
-    # Draft layers, which --mtp asks for.
+    # Draft layers, which are planned only with --mtp.
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_layers_block_type",
     "mtp_hybrid_override_pattern", "mtp_use_dedicated_embeddings", "num_mtp_layers", "mtp_layer_types",
     "mtp_sliding_windows", "mtp_transformer_layers", "use_mtp", "num_mtp_heads",
-    # Other names of what was read.
+    # Other names of keys that rules read.
     "kda_use_full_rank_gate", "num_attention_heads", "n_head", "n_heads",
 ))  # fmt: skip
 """Keys whose names match `_DECIDES` although they do not affect the cache."""
@@ -95,10 +95,10 @@ _ELSEWHERE = re.compile(
 
 
 def check_unread(config: ModelConfig) -> list[str]:
-    """Return notes on keys that no rule read and that are not known to be harmless.
+    """Return a note that lists the unknown keys that no rule has read; an empty list if there are none.
 
     Raises:
-        ConfigError: the name of a key suggests that it affects the cache.
+        ConfigError: no rule has read a key whose name suggests that it affects the cache.
     """
     unread = [name for name, value in config.values.items() if value is not None and name not in config.asked]
     unread = [name for name in unread if name not in _HARMLESS and not _CLEARLY_ELSEWHERE.match(name)]
@@ -113,7 +113,12 @@ def check_unread(config: ModelConfig) -> list[str]:
 
 
 def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> None:
-    """Check that every key of an object inside the file is known.
+    """Check that every key of a nested object of the file is known.
+
+    Args:
+        config: keys of the nested object.
+        name: name of the nested object, for the message.
+        harmless: keys that are known although no rule has read them.
 
     Raises:
         ConfigError: a key is unknown.
