@@ -1,7 +1,7 @@
-"""Registered memory by address, as tensors.
+"""Tensor views of registered memory, looked up by address.
 
-Plans contain addresses, and copies need tensors. An `AddressSpace` has one flat tensor over each region's
-existing memory.
+Transfer plans contain addresses, but copies need tensors. An `AddressSpace` keeps one flat tensor over the
+memory of each region. It allocates nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class _CudaBytes:
-    """Device memory in the form that ``torch.as_tensor`` accepts."""
+    """GPU memory in the form that ``torch.as_tensor`` accepts (the CUDA array interface)."""
 
     def __init__(self, region: Region) -> None:
         self.__cuda_array_interface__ = {
@@ -32,7 +32,7 @@ class _CudaBytes:
 
 
 def tensor_over(region: Region) -> torch.Tensor:
-    """Return a view of a region's memory, uint8 of shape (length,)."""
+    """Return a tensor that views the memory of a region, uint8 of shape (length,)."""
     if region.memory == "VRAM":
         return torch.as_tensor(_CudaBytes(region), device=f"cuda:{region.device}")
     memory = (ctypes.c_uint8 * region.length).from_address(region.address)
@@ -40,7 +40,7 @@ def tensor_over(region: Region) -> torch.Tensor:
 
 
 class AddressSpace:
-    """Tensors over regions of memory. The caller keeps the memory alive."""
+    """Tensors that view regions of memory. The caller must keep the memory allocated."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = sorted(regions, key=lambda region: region.address)
@@ -48,20 +48,20 @@ class AddressSpace:
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
     def view(self, nest: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
-        """Return a view of the bytes that a strided copy covers on one side, in `count` blocks or images.
+        """Return a view of the bytes that a strided copy reads or writes, in `count` blocks or packed cells.
 
         Args:
-            nest: a copy with absolute addresses of block 0 on that side.
-            side: "src" or "dst".
-            stride: bytes from one block or image to the next.
-            count: number of blocks or images.
-            word: bytes of an element of the view, see `largest_word`.
+            nest: strided copy. On `side` it has the absolute addresses of the first block or packed cell.
+            side: "src" to view the bytes that the copy reads, "dst" to view the bytes that it writes.
+            stride: bytes from one block or packed cell to the next.
+            count: number of blocks or packed cells.
+            word: size in bytes of an element of the view: 1, 2, 4 or 8 (see `largest_word`).
 
         Returns:
-            Tensor of shape (count, count of every loop, words of a run), a view.
+            Tensor of shape (count, count of every loop, words of a run) that shares the memory.
 
         Raises:
-            TransferError: the view exceeds the registered memory.
+            TransferError: the view exceeds the registered memory, or spans the memory of several devices.
         """
         first = nest.src if side == "src" else nest.dst
         distances = [loop.src if side == "src" else loop.dst for loop in nest.loops]
@@ -80,24 +80,25 @@ class AddressSpace:
         held = self._regions_of(low, axes, nest.run)
         if held is None or len(places := {(region.memory, region.device) for region in held}) > 1:
             raise TransferError(f"bytes [{low}, {high}) are not in registered memory")
-        # The layers of a group may be allocations of their own. What lies between them is never touched.
+        # Each layer of a group may be a separate allocation. The view spans them all, but the bytes between
+        # them are never accessed.
         memory, device = places.pop()
         flat = tensor_over(Region(low, high - low, memory, device)).view(_WORDS[word])
         return flat.as_strided(shape, strides, (first - low) // word)
 
     def _region_of(self, low: int, high: int) -> int | None:
-        """Return the number of the region that holds these bytes; None if none does."""
+        """Return the index of the region that contains bytes ``[low, high)``; None if no region does."""
         at = bisect.bisect_right(self._starts, low) - 1
         holds = at >= 0 and high <= self._starts[at] + self._regions[at].length
         return at if holds else None
 
     def _regions_of(self, low: int, axes: Sequence[tuple[int, int]], run: int) -> set[Region] | None:
-        """Return the regions that runs lie in; None if one lies outside of all.
+        """Return the regions that contain the runs of a view; None if a run is outside all regions.
 
         Args:
-            low: address of the lowest run.
-            axes: distance and count of the runs along each axis, the shortest distance first.
-            run: bytes of a run.
+            low: address of the lowest run (contiguous bytes).
+            axes: (distance in bytes, count) of the runs along each axis, shortest distance first.
+            run: length of a run in bytes.
         """
         high = low + sum(abs(distance) * (count - 1) for distance, count in axes) + run
         if (at := self._region_of(low, high)) is not None:
@@ -123,12 +124,12 @@ class AddressSpace:
         return self._words[at, word]
 
     def base(self, address: int) -> int:
-        """Return the start of the region that `address` lies in."""
+        """Return the start address of the region that contains `address`."""
         return self._starts[max(bisect.bisect_right(self._starts, address) - 1, 0)]
 
 
 def largest_word(nest: StridedCopy, *offsets: Any) -> int:
-    """Return the bytes of the largest word that divides a copy's run, its strides and all `offsets`."""
+    """Return the largest word size (8, 4, 2 or 1 bytes) that divides a copy's run, strides and `offsets`."""
     numbers = [nest.run, *offsets]
     numbers += [n for loop in nest.loops for n in (loop.src, loop.dst)]
     return gcd(8, *(int(n) for n in numbers))

@@ -1,8 +1,8 @@
 """Memory that this process can still allocate, on its machine and in its control groups.
 
-A container is a control group. Beyond its limit the kernel kills a process without a message, so the limit is
-read before memory is allocated. The kernel counts cached file pages of a group as used. Here they count as
-available, because the kernel reclaims them first.
+A container runs in a control group (cgroup). If the group exceeds its memory limit, the kernel kills a
+process without a message, so kvferry reads the limit before it allocates memory. The kernel counts the cached
+file pages of a group as used. This module counts them as available, because the kernel reclaims them first.
 
 Formats: ``cgroups(7)``, ``memory.stat`` of the kernel's ``admin-guide/cgroup-v1/memory.rst`` and
 ``cgroup-v2.rst``.
@@ -24,11 +24,15 @@ _VERSIONS = (
         "memory.usage_in_bytes", "total_",
     ),
 )  # fmt: skip
-"""Per cgroup version: pattern of ``/proc/self/cgroup``, root, limit file, usage file, prefix of totals."""
+"""For each cgroup version: how to find the limits of a group.
+
+Pattern of its line in ``/proc/self/cgroup``, root directory, file with the limit, file with the usage, prefix
+of the fields of ``memory.stat`` that include child groups.
+"""
 
 
 def read(path: str) -> str | None:
-    """Return the text of a kernel file; None if it cannot be read."""
+    """Return the text of a file of ``/proc`` or ``/sys``; None if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace").strip()
     except OSError:
@@ -36,10 +40,10 @@ def read(path: str) -> str | None:
 
 
 def available_memory(read: Read = read) -> tuple[int, str] | None:
-    """Return the bytes that can still be allocated, and the name of the limit; None if unknown.
+    """Return the bytes that can still be allocated, and a text that names the limit; None if unknown.
 
     Args:
-        read: function that returns the text of a file.
+        read: function that returns the text of a file, or None if it cannot be read.
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
     room = [(int(found[1]) << 10, "available on this machine")] if found else []
@@ -48,11 +52,11 @@ def available_memory(read: Read = read) -> tuple[int, str] | None:
 
 
 def _left_to_groups(read: Read) -> Iterator[int]:
-    """Yield the bytes left by each control group with a limit, from this process's own up to the root."""
+    """Yield the free bytes of each control group with a limit, from this process's group up to the root."""
     told = read("/proc/self/cgroup") or ""
     for line, root, limit, used, prefix in _VERSIONS:
         path = found[1] if (found := re.search(line, told, re.MULTILINE)) else "/"
-        # A container may see its own group as the root, and its path as it is outside.
+        # A container may see its own group as the root, although the path is the one that the host uses.
         for above in (PurePosixPath(path), *PurePosixPath(path).parents):
             group = root + str(above).rstrip("/")
             most, now = read(f"{group}/{limit}") or "", read(f"{group}/{used}") or ""
@@ -62,5 +66,5 @@ def _left_to_groups(read: Read) -> Iterator[int]:
 
 
 def _cached(stat: str, prefix: str) -> int:
-    """Return the bytes of a group's cached files, which the kernel reclaims first."""
+    """Return the bytes of cached file pages in a group's ``memory.stat``; the kernel reclaims them first."""
     return sum(int(size) for size in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE))

@@ -1,8 +1,12 @@
-"""Copy cells between an engine's blocks and chunks in host memory.
+"""Copy cells between an engine's KV blocks and chunks in host memory.
 
-The planner treats an arena as a pool of chunks at address 0 (`geometry.canonical.chunk_pool`), so on that
-side its copies have offsets in a chunk. A chunk may lie anywhere in the arena, so its view is created for
-each copy, which takes a microsecond.
+A chunk is a fixed number of tokens of a KV cache group, as a tier stores it. A cell is the unit of copying:
+the largest number of tokens that divides both a block and a chunk. The arena is the host memory that holds
+the chunks.
+
+The planner treats the arena as a pool of chunks at address 0 (`geometry.canonical.chunk_pool`), so on that
+side the strided copies have offsets within a chunk. A chunk may start anywhere in the arena, so each copy
+creates a new view of it, which takes a microsecond.
 """
 
 from __future__ import annotations
@@ -26,28 +30,28 @@ _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 
 
 class ChunkCopies:
-    """Copies of a route's cells between the blocks of one rank and chunks in an arena.
+    """Copies cells between the blocks of one rank and chunks in the arena, for the layers of one route.
 
-    A copy is complete when the method returns, also on a device. Until then blocks and chunks must not be
+    Every method returns when its copies are complete, also on a GPU. Until then blocks and chunks must not be
     reused.
     """
 
     def __init__(self, route: Route, side: str, engine: AddressSpace, memory: npt.NDArray[np.uint8]) -> None:
-        """Create the views of the engine's memory.
+        """Create tensor views of the rank's blocks.
 
         Args:
-            route: one side is an engine's rank, the other a pool of chunks at address 0.
-            side: the engine's side: "src" to store, "dst" to load.
-            engine: registered memory of the engine.
-            memory: the arena, uint8 of shape (bytes,).
+            route: layers with the same strided copies, between a rank and a pool of chunks at address 0.
+            side: side of the route that is the rank: "src" to store chunks, "dst" to load them.
+            engine: registered memory of the rank.
+            memory: arena that holds the chunks, uint8 of shape (bytes,).
 
         Raises:
-            TransferError: the route exceeds the engine's memory.
+            TransferError: the route exceeds the rank's memory.
         """
         self._storing, self._memory = side == "src", memory
         stride = route.src_stride if self._storing else route.dst_stride
         blocks = route.src_blocks if self._storing else route.dst_blocks
-        # Bytes from the start of a chunk to each of its cells, for each part of the route.
+        # Byte offset of each cell in its chunk, for each part of the route.
         self._chunk_cells = [
             part.dst_offsets if self._storing else part.src_offsets for part in route.cell_copies
         ]
@@ -59,24 +63,29 @@ class ChunkCopies:
         """Copy cells from blocks to chunks.
 
         Args:
-            cells: cells of the route; `dst_block` indexes `offsets`.
-            offsets: bytes from the start of the arena to each chunk, int64 of shape (n,).
+            cells: cells to copy; `dst_block` holds indices into `offsets`.
+            offsets: byte offset of each chunk in the arena, int64 of shape (n,).
         """
         self._copy(cells, cells.src_block, offsets[cells.dst_block])
 
     def load(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from chunks to blocks; arguments as of `store`, but `src_block` indexes `offsets`."""
+        """Copy cells from chunks to blocks.
+
+        Args:
+            cells: cells to copy; `src_block` holds indices into `offsets`.
+            offsets: byte offset of each chunk in the arena, int64 of shape (n,).
+        """
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:
-        """Zero some cells of the chunk at byte `offset` of the arena."""
+        """Zero these cells of the chunk that starts at byte `offset` of the arena; ignore their block ids."""
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
             for at in _offsets(chunk_cells, offset, cells.number):
                 for view in part.copies:
                     self._packed(view, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes that the route covers, in all cells of these blocks."""
+        """Zero the bytes of these blocks that the route copies."""
         self._pool.clear(blocks)
 
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
@@ -88,7 +97,7 @@ class ChunkCopies:
         self._pool.wait()
 
     def _move(self, view: CopyView, place: int, offset: int) -> None:
-        """Run one strided copy of one cell in the direction of this route."""
+        """Run one strided copy for one cell, from block to chunk or from chunk to block."""
         pages, packed = view.elements[place], self._packed(view, offset)
         if not view.on_host:
             there = torch.from_numpy(packed)
@@ -99,23 +108,29 @@ class ChunkCopies:
             np.copyto(pages, packed)
 
     def _packed(self, view: CopyView, offset: int) -> npt.NDArray[Any]:
-        """Return the chunk-side view of a strided copy, for the cell at byte `offset` of the arena."""
+        """Return the view that a strided copy has of a chunk, for the cell at byte `offset` of the arena."""
         return np.ndarray(
             view.shape, _WORDS[view.word], self._memory.data, offset + view.offset, view.strides
         )
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return the copies between blocks and chunks with non-negative strides, as views require."""
+        """Return a part's strided copies without negative strides, which tensor views do not allow."""
         at = part.src_at if self._storing else part.dst_at
         return PoolCopies(at, tuple(copy for one in part.nests for copy in one.ascending()))
 
 
 def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[int]:
-    """Return byte offsets of cells in the arena; `chunks` are the offsets of their chunks."""
+    """Return the byte offset of each cell in the arena.
+
+    Args:
+        chunk_cells: byte offset of each cell in its chunk.
+        chunks: byte offset of each cell's chunk in the arena, or the offset of one chunk that holds all.
+        number: index of each cell in the sequence.
+    """
     found: list[int] = (chunks + chunk_cells[number % len(chunk_cells)]).tolist()
     return found
 
 
 def offsets_of(offsets: Sequence[int]) -> Int64s:
-    """Return offsets of chunks for `store` and `load`; index 0 is the null chunk."""
+    """Return chunk offsets as an array for `store` and `load`; index 0 is reserved, as for the null block."""
     return np.array((0, *offsets), np.int64)

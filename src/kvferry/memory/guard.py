@@ -1,17 +1,18 @@
-"""Views of a cache that raise an error instead of silently copying.
+"""Tensor views of a KV cache that raise an error instead of silently copying.
 
 A view of a cache is rarely contiguous, and on such a view `reshape`, `flatten`, `ravel` and `contiguous` copy
-silently. Writes to the copy are lost, and a transport that registers it serves memory that no engine writes.
-On a guarded view these operations raise `SilentCopy` before they copy, because a copy of a whole cache may
-not fit. All other operations work as on any tensor:
+silently. Writes to the copy are lost. A transport that registers the copy serves memory that no engine
+writes. On a guarded view these operations raise `SilentCopy`, and they raise it before they copy, because a
+copy of a whole cache may not fit into memory. All other operations work as on any tensor:
 
     return a view                   indexing, permute, view, narrow, reshape if possible: guarded as well
     write to the buffer             in place, `copy_`, `out=`, by assignment
     return new memory               clone, gather by index, another dtype or device, arithmetic: not guarded
 
 The guard intercepts calls from Python (`__torch_function__`). It ignores copies inside operations, such as
-those of a matmul. `__torch_dispatch__` could not tell them apart: the copies of a reshape, a clone and a
-matmul are the same call there. Memory that leaves torch is not guarded: numpy, dlpack, a raw pointer.
+those of a matmul. `__torch_dispatch__` could not distinguish these cases: there, the copies of a reshape, a
+clone and a matmul are the same call. The guard does not protect memory outside torch: numpy arrays, dlpack
+capsules, raw pointers.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import torch
 from kvferry.errors import SilentCopy
 
 _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
-"""Operations that return a view *or* a copy, according to torch, and keep dtype and device."""
+"""Operations that torch allows to return a view *or* a copy, with the same dtype and device."""
 
 
 class _GuardedView(torch.Tensor):
-    """A tensor over a cache that refuses silent copies. `guard` creates it."""
+    """A view of a cache that raises `SilentCopy` instead of copying. Created by `guard`."""
 
     @classmethod
     def __torch_function__(
@@ -54,7 +55,7 @@ def guard(view: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_copy(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Try the operation on a tensor with the same strides but without memory, to see whether it copies.
+    """Check that an operation does not copy, by running it on a meta tensor with the same strides.
 
     Raises:
         SilentCopy: the operation would copy.
@@ -78,7 +79,7 @@ def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
 
 
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
-    """Return the result with guards on tensors that share memory with one of the views."""
+    """Return the result of an operation; guard its tensors that share memory with one of the views."""
     if isinstance(result, torch.Tensor) and not isinstance(result, _GuardedView):
         return guard(result) if any(_share_memory(result, view) for view in views) else result
     if type(result) in (list, tuple):
@@ -87,7 +88,7 @@ def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
 
 
 def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the guarded views among arguments, including those in lists and tuples."""
+    """Yield the guarded views among these arguments, including those in nested lists and tuples."""
     for value in values:
         if isinstance(value, _GuardedView):
             yield value
@@ -96,5 +97,5 @@ def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share storage; meta tensors have no addresses to compare."""
+    """Return whether two tensors share storage. Meta tensors have no addresses, so torch is asked."""
     return bool(torch._C._is_alias_of(one, other))  # noqa: SLF001 - torch has no public way to ask

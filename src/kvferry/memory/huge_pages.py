@@ -1,10 +1,12 @@
 """Huge pages for host memory that is transferred and copied.
 
-A transport that copies between processes pins memory page by page: with pages of 4 KiB that takes about five
-times as long as with pages of 2 MiB. If ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``madvise``, a
-process must request huge pages, which torch does not. If ``shmem_enabled`` is ``never``, the default, shared
-memory has none; but ``MADV_COLLAPSE``, which ignores both settings, can copy it to huge pages if it is mapped
-at a multiple of their size.
+A transport that copies between processes pins memory page by page. With pages of 4 KiB that takes about five
+times as long as with pages of 2 MiB.
+
+If ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``madvise``, a process must request huge pages. torch
+does not request them. If ``shmem_enabled`` is ``never`` (the default), shared memory gets no huge pages. But
+``MADV_COLLAPSE`` ignores both settings: it can move shared memory to huge pages, if the memory is mapped at a
+multiple of the size of a huge page.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ logger = logging.getLogger(__name__)
 _FIXED, _NORESERVE = 0x10, 0x4000
 """MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses only."""
 _HUGEPAGE, _COLLAPSE = 14, 25
-"""MADV_HUGEPAGE applies to pages touched later, MADV_COLLAPSE (since Linux 6.1) to touched pages."""
+"""MADV_HUGEPAGE applies to pages that are written later, MADV_COLLAPSE (Linux 6.1) to pages in use."""
 _PAGE, _LARGE_PAGE = 4096, 2 << 20
 _STEP_BYTES = 32 << 20
 
 COLLAPSE_BYTES = 8 << 30
-"""Maximum bytes of touched memory to collapse: more would delay an engine's start for minutes."""
+"""Maximum bytes in use to move to huge pages at start; more would delay an engine's start for minutes."""
 
 
 def request_huge_pages(region: Region, *, touched: bool) -> None:
-    """Ask the kernel to back this memory with huge pages; a refusal changes nothing.
+    """Ask the kernel to back this memory with huge pages. If it refuses, the memory stays as it is.
 
     Args:
-        region: any region; only whole pages of host memory are affected.
-        touched: the memory is in use. Then up to `COLLAPSE_BYTES` are copied to huge pages now, which takes
-            about as long as writing them.
+        region: region to back; nothing happens for GPU memory.
+        touched: True if the memory is already in use. Then a region of at most `COLLAPSE_BYTES` is moved to
+            huge pages now, which takes about as long as writing it.
     """
     first = -(-region.address // _PAGE) * _PAGE
     length = (region.address + region.length - first) // _PAGE * _PAGE
@@ -48,17 +50,17 @@ def request_huge_pages(region: Region, *, touched: bool) -> None:
 
 
 def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
-    """Map a file of shared memory so that it is aligned to huge pages.
+    """Map a shared memory file at an address that is a multiple of the size of a huge page.
 
     Args:
-        fd: descriptor of the file.
-        size: bytes of the file.
+        fd: file descriptor.
+        size: size of the file in bytes.
 
     Returns:
-        The mapping, and the offset of the file in it. Closing the mapping unmaps the file.
+        The mapping, and the byte offset of the file in it. Closing the mapping unmaps the file.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the file cannot be mapped.
     """
     room = mmap.mmap(-1, size + _LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -79,36 +81,37 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 class HugePageCollapser:
-    """A thread that collapses memory in use into huge pages, which takes seconds per GiB."""
+    """A thread that moves memory in use to huge pages, which takes seconds per GiB."""
 
     def __init__(self, region: Region) -> None:
         """Start the thread.
 
         Args:
-            region: memory that stays mapped until `stop`; untouched pages are skipped.
+            region: memory to move; it must stay mapped until `stop` returns. Pages not yet in use are
+                skipped.
         """
         self._region, self._stopped = region, threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-pages", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread. After that the memory may be unmapped."""
+        """Stop the thread and wait for it. Afterwards the memory may be unmapped."""
         self._stopped.set()
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the thread has collapsed all memory that can be collapsed."""
+        """Wait until the thread has moved all the memory that the kernel can move."""
         self._thread.join()
 
     def _run(self) -> None:
         first, end = self._region.address, self._region.address + self._region.length
         for at in range(first, end, _STEP_BYTES):
             if self._stopped.is_set() or _advise(at, min(_STEP_BYTES, end - at), _COLLAPSE) == errno.EINVAL:
-                return  # the kernel cannot; what it says otherwise is of these pages only
+                return  # EINVAL: this kernel cannot collapse pages; other errors concern only these pages
 
 
 def _advise(address: int, length: int, advice: int) -> int:
-    """Call madvise; return 0 or its errno."""
+    """Call ``madvise`` for `length` bytes at `address`; return 0, or the errno if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
         return 0

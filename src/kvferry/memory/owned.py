@@ -1,9 +1,9 @@
-"""A cache of one rank in one allocation, in any layout, with the tensors that an engine works on.
+"""The KV cache of one rank in one allocation, with the tensor views that an engine works on.
 
-The buffer is an array of bytes. Attention code gets each layer as ``(blocks, heads, tokens, content)``, in
-any layout. Recurrent layers get each field as ``(blocks, heads, *inner)``. Kernels that compute addresses get
-the page maps. The planner and the transport get the geometry. All of them describe the same memory; none is a
-copy.
+The buffer is an array of bytes, in any memory layout. Attention code gets a view of each layer with axes
+``(blocks, heads, tokens, content)``. Recurrent layers get a view of each field with axes
+``(blocks, heads, *inner)``. Kernels that compute addresses get the page maps (sizes and strides). The planner
+and the transport get the geometry (addresses and layout). All of them describe the same memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.geometry.store import ModelCache
 from kvferry.memory.guard import guard
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Default dtype of an element by its size in bytes."""
+"""Default dtype of a recurrent field, by the size of its elements in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +29,9 @@ class OwnedCache:
     """The KV cache of one rank.
 
     Attributes:
-        buffer: its memory, uint8 of shape (bytes,), initially zero. Lives as long as any view of it.
-        geometry: its geometry, for planning; the buffer is its only region.
-        maps: its strides, one map per group in the order of `geometry.groups`.
+        buffer: memory of the cache, uint8 of shape (bytes,), initially zero. Views keep it allocated.
+        geometry: addresses and layout of the cache, for planning; its only region is the buffer.
+        maps: sizes and strides of the cache, one map per group in the order of `geometry.groups`.
     """
 
     buffer: torch.Tensor
@@ -39,17 +39,18 @@ class OwnedCache:
     maps: tuple[PageMap, ...]
 
     def views(self, dtype: torch.dtype = torch.uint8, *, guarded: bool = True) -> dict[str, torch.Tensor]:
-        """Return the pages of every layer that holds tokens, ``(blocks, heads, tokens, content)``, by name.
+        """Return a view of every attention layer, by layer name.
 
-        Blocks are kernel blocks if a block consists of several. Fields lie side by side in the content. If
-        their elements differ in size (fp8 with scales), view bytes.
+        The axes are ``(blocks, heads, tokens, content)``. If a block consists of several kernel blocks, the
+        first axis counts kernel blocks. The content axis holds the fields (K, V, scales) side by side. If
+        their elements differ in size, as with fp8 and scales, use uint8.
 
         Args:
-            dtype: dtype of an element; uint8 for bytes.
-            guarded: return guarded views, which raise SilentCopy instead of copying.
+            dtype: dtype of the elements; uint8 to view bytes.
+            guarded: True for guarded views, which raise SilentCopy instead of copying.
 
         Raises:
-            GeometryError: a layer has elements of another size.
+            GeometryError: the elements of a layer have another size than `dtype`.
         """
         found = {}
         for where, group, slot, layer in self._layers():
@@ -70,16 +71,16 @@ class OwnedCache:
     def states(
         self, dtypes: Mapping[str, torch.dtype] | None = None, *, guarded: bool = True
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the fields, ``(blocks, heads, *inner)``, of every recurrent layer, by layer and field name.
+        """Return a view of every field of every recurrent layer, by layer name and field name.
 
-        A field that every rank has whole counts as one head.
+        The axes are ``(blocks, heads, *inner)``. A field without a head axis gets one head.
 
         Args:
-            dtypes: dtype by field name; other fields are viewed as integers of their element size.
-            guarded: as for `views`.
+            dtypes: dtype of fields, by field name. Other fields are viewed as integers of their element size.
+            guarded: True for guarded views, which raise SilentCopy instead of copying.
 
         Raises:
-            GeometryError: a field's elements have another size than its dtype.
+            GeometryError: the elements of a field have another size than its dtype.
         """
         found = {}
         for _, group, _, layer in self._layers():
@@ -92,13 +93,13 @@ class OwnedCache:
         return found
 
     def _layers(self) -> Iterator[tuple[PageMap, Group, int, Layer]]:
-        """Yield every layer with its group's map, its group and its slot."""
+        """Yield (page map of the group, group, index of the layer in the group, layer) for every layer."""
         for where, group in zip(self.maps, self.geometry.groups, strict=True):
             for slot, layer in enumerate(group.layers):
                 yield where, group, slot, layer
 
     def _elements(self, layer: Layer, field: Field, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the elements of one field of a recurrent layer."""
+        """Return a view of one field of a recurrent layer, with axes ``(blocks, heads, *inner)``."""
         dtype = dtype or _BITS.get(field.item_bytes)
         if dtype is None or dtype.itemsize != field.item_bytes:
             raise GeometryError(
@@ -115,16 +116,16 @@ class OwnedCache:
 
 
 def allocate(model: ModelCache, engine: EngineShape, rank: int, device: torch.device | str) -> OwnedCache:
-    """Allocate the cache of one rank: one buffer of zeros.
+    """Allocate the KV cache of one rank, filled with zeros.
 
     Args:
-        model: caches of the model's layers.
-        engine: settings of the engine.
-        rank: number of the worker, pipeline-major.
-        device: torch device, e.g. ``cpu`` or ``cuda:0``.
+        model: description of the KV cache of each of the model's layers.
+        engine: parallel sizes and layout settings of the engine.
+        rank: index of the worker, pipeline-major.
+        device: torch device, such as ``cpu`` or ``cuda:0``.
 
     Raises:
-        GeometryError: the engine cannot keep this model. The message gives the reason.
+        GeometryError: the engine cannot hold the cache of this model. The message gives the reason.
     """
     size = lay_out_rank(model, engine, rank, 0).geometry.regions[0].length
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -1,8 +1,10 @@
-"""The cells of a pool's blocks as strided views: the engine's side of every copy.
+"""Strided views of the cells of a block pool: the engine's side of every copy.
 
-Cells with the same strided copies differ only in their start. So each strided copy has one view of the pool,
-whose first axis counts the *places* at which a cell may begin, and a copy indexes that axis. Runs are never
-listed: a transposed interior, with runs of one element, is an ordinary copy between two strided views.
+A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. Cells
+with the same strided copies differ only in their start. So each strided copy has one view of the whole pool.
+The first axis of the view counts the *places*, the positions at which a cell may start, and a copy indexes
+that axis. Contiguous runs are never listed: a transposed layout, with runs of one element, is an ordinary
+copy between two strided views.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyView:
-    """The view of a strided copy, at all places of the pool where a cell may begin.
+    """The view that a strided copy has of the pool, for every place at which a cell may start.
+
+    The other side of the copy is a packed cell (a cell in contiguous memory), or a cell of a chunk.
 
     Attributes:
-        copy: the strided copy.
-        word: bytes of an element of `elements`.
-        elements: the view, of shape (places, count of every loop, words of a run); an array on the host, a
-            tensor on a device.
-        offset: bytes from the start of a cell's image, or of a chunk's cell, to the first run.
-        shape, strides: shape (count of every loop, words of a run) and strides in bytes of the runs in the
-            image.
+        copy: strided copy to run.
+        word: size in bytes of an element of `elements`.
+        elements: view of the pool, of shape (places, count of every loop, words of a run); a numpy array on
+            the host, a tensor on a GPU.
+        offset: byte offset of the first run in the cell of the other side.
+        shape: shape of the copied data on the other side: (count of every loop, words of a run).
+        strides: strides of `shape` in bytes, on the other side.
     """
 
     copy: StridedCopy
@@ -44,7 +48,7 @@ class CopyView:
 
     @property
     def on_host(self) -> bool:
-        """True if numpy can copy the elements."""
+        """True if the pool is in host memory, so that numpy can copy the elements."""
         return isinstance(self.elements, np.ndarray)
 
 
@@ -53,9 +57,9 @@ class CellViews:
     """Cells that have the same strided copies.
 
     Attributes:
-        block_places: places from one block to the next.
-        cell_places: places from the start of a block to each of its cells, int64 of shape (cells,).
-        copies: one view for each strided copy.
+        block_places: number of places from one block to the next.
+        cell_places: number of places from the start of a block to each of its cells, int64 of shape (cells,).
+        copies: view of the pool for each strided copy.
     """
 
     block_places: int
@@ -63,20 +67,21 @@ class CellViews:
     copies: tuple[CopyView, ...]
 
     def places(self, blocks: Int64s, numbers: Int64s) -> Int64s:
-        """Return the places of cells.
+        """Return the place of each cell: an index into the first axis of the views.
 
         Args:
             blocks: block id of each cell, int64.
-            numbers: number of each cell in its sequence, int64; broadcast with `blocks`.
+            numbers: index of each cell in its sequence, int64; broadcast with `blocks`.
         """
         return blocks * self.block_places + self.cell_places[numbers % len(self.cell_places)]
 
 
 class PoolCells:
-    """All cells of a pool. Views are created once. Operations return when the copy is complete.
+    """Views of all cells of a block pool, created once.
 
     Attributes:
-        parts: cells with the same strided copies, in the order given.
+        parts: views of the cells, one entry for each set of cells with the same strided copies, in the order
+            given.
     """
 
     def __init__(
@@ -89,17 +94,17 @@ class PoolCells:
         blocks: int,
         alignments: Sequence[int] = (),
     ) -> None:
-        """Create the views.
+        """Create the views of the pool.
 
         Args:
-            parts: strided copies of a cell. On the pool's side they have absolute addresses of block 0; on
-                the other side they have offsets in an image or a chunk.
-            pool: registered memory of the blocks.
-            side: the side that lies in the pool, "src" or "dst".
+            parts: strided copies of a cell. On the pool's side they have the absolute addresses of block 0.
+                On the other side they have offsets in a packed cell or a chunk.
+            pool: registered memory that holds the blocks.
+            side: side of the copies that is the pool, "src" or "dst".
             stride: bytes from one block to the next.
             blocks: number of blocks.
-            alignments: for each part, a number of bytes that divides the distances between cells on the other
-                side; by default whole words.
+            alignments: number of bytes that divides all distances between cells on the other side, for each
+                part; if empty, these distances are whole words.
 
         Raises:
             TransferError: the copies exceed the pool's memory.
@@ -108,7 +113,7 @@ class PoolCells:
         self.parts = tuple(map(self._part, parts, alignments or [0] * len(parts)))
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes that the copies cover, in all cells of these blocks."""
+        """Zero the bytes of these blocks that the strided copies cover, and wait until this is done."""
         for part in self.parts:
             places = part.places(blocks[:, None], np.arange(len(part.cell_places))).reshape(-1).tolist()
             for view in part.copies:
@@ -117,7 +122,7 @@ class PoolCells:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for copies on a device, because the transport and the engine use other streams."""
+        """Wait until copies on a GPU are complete, because the transport and the engine use other streams."""
         for part in self.parts[:1]:
             for view in part.copies[:1]:
                 if not view.on_host:
@@ -130,12 +135,12 @@ class PoolCells:
         return CellViews(self._stride // unit, np.array(part.at, np.int64) // unit, views)
 
     def _view(self, copy: StridedCopy, places: tuple[int, int], alignment: int) -> CopyView:
-        """Return the view of a strided copy.
+        """Return the view of the pool for a strided copy.
 
         Args:
-            copy: the strided copy.
-            places: bytes from one place to the next, number of places.
-            alignment: bytes that divide the distances between cells on both sides.
+            copy: strided copy of the cell at place 0.
+            places: (bytes from one place to the next, number of places).
+            alignment: number of bytes that divides the distances between cells on both sides.
         """
         storing = self._side == "src"
         address, offset = (copy.src, copy.dst) if storing else (copy.dst, copy.src)

@@ -1,4 +1,4 @@
-"""Memory files that no process can shrink or grow, so that an access never fails."""
+"""Shared memory files of a fixed size: no process can cut off memory that others have mapped."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvferry.units import format_bytes
 
 
 def sealed_file(name: str, size: int) -> int:
-    """Create a sealed memory file and return its descriptor.
+    """Create a memory file whose size is sealed, and return its file descriptor.
 
     Args:
-        name: name in ``/proc``.
-        size: bytes of the file.
+        name: name of the file, as ``/proc`` shows it.
+        size: size of the file in bytes.
 
     Raises:
-        ConfigError: the kernel, a limit of this process, or the container's seccomp filter does not allow it.
+        ConfigError: the kernel, a limit of this process, or the seccomp filter of the container forbids it.
     """
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -1,4 +1,8 @@
-"""Gather cells from blocks into staging memory, and scatter them from there into blocks."""
+"""Gather cells from KV blocks into staging memory, and scatter them from staging memory into KV blocks.
+
+A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. A
+packed image is one cell in contiguous memory.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ from kvferry.planning.descriptors import Int64s
 
 @dataclass(frozen=True, slots=True)
 class StagedImages:
-    """Packed images in staging memory, one for each cell: image ``i`` starts at ``address + i * stride``.
+    """Packed images in staging memory, one per cell. Image ``i`` starts at ``address + i * stride``.
 
     Attributes:
-        space: the staging memory.
+        space: staging memory that holds the images.
         address: address of image 0.
         stride: bytes from one image to the next.
     """
@@ -30,9 +34,9 @@ class StagedImages:
 
 
 class StagingCopies:
-    """Copies of a route's cells between the blocks of a pool and packed images on the same device.
+    """Copies cells between the blocks of a pool and packed images on the same device.
 
-    A copy is complete when the method returns, also on a device.
+    Every method returns when its copies are complete, also on a GPU.
     """
 
     def __init__(
@@ -41,10 +45,10 @@ class StagingCopies:
         """Create the views of the pool.
 
         Args:
-            parts: strided copies of a cell: absolute addresses of block 0 on the pool's side, offsets in an
-                image on the other.
-            pool: registered memory of the blocks.
-            side: the side that lies in the pool: "src" to gather, "dst" to scatter.
+            parts: strided copies of a cell. On the pool's side they have the absolute addresses of block 0.
+                On the other side they have offsets in an image.
+            pool: registered memory that holds the blocks.
+            side: side of the copies that is the pool: "src" to gather, "dst" to scatter.
             stride: bytes from one block to the next.
             blocks: number of blocks.
 
@@ -59,9 +63,9 @@ class StagingCopies:
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
-            cells: number of each cell in its sequence, int64 of shape (n,).
-            staged: the images.
-            first: index of the first image.
+            cells: index of each cell in its sequence, int64 of shape (n,).
+            staged: images in staging memory.
+            first: index of the image of the first cell; the other images follow it.
 
         Raises:
             TransferError: the images exceed the staging memory.
@@ -69,8 +73,8 @@ class StagingCopies:
         for part, view, images in self._pairs(staged, first, len(blocks)):
             places = part.places(blocks, cells)
             if view.on_host:
-                # Not by torch: beyond some thousand elements its operations wait for all compute threads of
-                # the process. Beside a busy engine `index_select` takes 20 ms for what takes 0.5 ms alone.
+                # Numpy, because torch operations on more than some thousand elements wait for all compute
+                # threads of the process. While an engine is busy, `index_select` takes 20 ms instead of 0.5.
                 rows = images.numpy()
                 for row, place in enumerate(places.tolist()):
                     np.copyto(rows[row], view.elements[place])
@@ -80,7 +84,17 @@ class StagingCopies:
         self._pool.wait()
 
     def scatter(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
-        """Copy cells from images to blocks. Arguments and errors as for `gather`."""
+        """Copy cells from images to blocks.
+
+        Args:
+            blocks: block id of each cell, int64 of shape (n,).
+            cells: index of each cell in its sequence, int64 of shape (n,).
+            staged: images in staging memory.
+            first: index of the image of the first cell; the other images follow it.
+
+        Raises:
+            TransferError: the images exceed the staging memory.
+        """
         for part, view, images in self._pairs(staged, first, len(blocks)):
             places = part.places(blocks, cells)
             if view.on_host:
@@ -92,13 +106,23 @@ class StagingCopies:
         self._pool.wait()
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes that the copies cover, in all cells of these blocks."""
+        """Zero the bytes of these blocks that the strided copies cover."""
         self._pool.clear(blocks)
 
     def _pairs(
         self, staged: StagedImages, first: int, count: int
     ) -> Iterator[tuple[CellViews, CopyView, torch.Tensor]]:
-        """Yield strided copies with views of the images, (count, count of every loop, words of a run)."""
+        """Yield the views that each strided copy has of the pool and of the images.
+
+        Args:
+            staged: images in staging memory.
+            first: index of the first image.
+            count: number of images.
+
+        Yields:
+            (views of the cells, view of the pool, view of the images). The view of the images has the shape
+            (count, count of every loop, words of a run).
+        """
         address = staged.address + first * staged.stride
         for part in self._pool.parts:
             for view in part.copies:
