@@ -1,11 +1,12 @@
-"""Names of LoRA adapters: digests of their files, while the files are those that the engine computes with.
+"""Names of LoRA adapters: digests of their files.
 
-A thread reads the files, because an adapter of half a gigabyte would delay the engine's steps. Until its
-digest is known an adapter has no name, and the caller asks again later. An adapter that cannot be read is
-read again after a while.
+An adapter has a name only while its files are certainly those that the engine computes with. A thread reads
+the files, because reading half a gigabyte would delay the engine's steps. Until the digest is known the
+adapter has no name, and the caller asks again later. Files that could not be read are read again after a
+while.
 
-The engine may load an adapter long before its first request, so it tells of every load (`on_load`). One that
-it loads in place of another has no name, and requests that began with the other one have none any more.
+The engine may load an adapter long before its first request, so it reports every load (`on_load`). If it
+loads an adapter in place of another one, neither has a name any more, not even for requests that began before.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from kvferry.terminal import shown
 logger = logging.getLogger(__name__)
 
 _Seen: TypeAlias = tuple[tuple[str, int, int], ...]
-"""Name, size and time of modification (ns) of the files of an adapter."""
+"""(name, size in bytes, time of modification in ns) of each file of an adapter."""
 
 _GRACE_SECONDS = 0.005
-"""How long the first call waits: digests of files that were read before are remembered."""
+"""Seconds that the first call waits. That suffices if the digests of the files are cached."""
 
 AGAIN_SECONDS = 10.0
-"""After so long the files of an adapter that could not be read are read again."""
+"""Seconds after which the files of an adapter are read again if they could not be read."""
 
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter's files.
+    """The files of one adapter, and their digest once it is known.
 
     Attributes:
-        seen: its files when it was first asked for.
-        again: monotonic seconds from which on its files may be read again.
-        done: set when its files have been read.
-        digest: digest of the files; None if they could not be read.
-        absent: it had no weights, so the engine has not loaded it either.
+        seen: state of its files when their reading began.
+        again: time from which on its files may be read again, monotonic seconds.
+        done: event that is set when the files have been read.
+        digest: digest of the files; None if it is not known yet or they could not be read.
+        absent: True if the weights were not on disk, so the engine has not loaded them either.
     """
 
     seen: _Seen
@@ -55,24 +56,28 @@ class _Adapter:
     absent: bool = False
 
     def may_be_read_again(self, seen: _Seen, now: float) -> bool:
-        """Return whether its files could not be read, some time ago, and are still the same."""
+        """Return whether reading its files has failed and may be tried again.
+
+        It may after a while, if the files are unchanged or there were no weights at first.
+        """
         failed = self.done.is_set() and self.digest is None
         return failed and now >= self.again and (self.absent or seen == self.seen)
 
 
 class Adapters:
-    """Adapters by their folder. Only the engine's thread calls it.
+    """The names of an engine's LoRA adapters. Only the engine's thread calls it.
 
-    The engine reads an adapter when it first needs it, and again after evicting it. If the files have changed
-    since the first time, nobody knows which version it computes with, so the adapter has no name any more.
+    The engine reads an adapter when it first needs it, and again after it has evicted it. If the files have
+    changed since the first time, it is not known which version the engine computes with. Then the adapter has
+    no name any more.
     """
 
     def __init__(self, settings: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without any adapter.
+        """Create the names without any adapter.
 
         Args:
-            settings: the engine's LoRA settings that change what adapters compute; part of every name.
-            clock: monotonic seconds.
+            settings: the engine's LoRA settings that affect the results of adapters; part of every name.
+            clock: function that returns monotonic seconds.
         """
         self._settings, self._clock = settings, clock
         self._replaced: set[int] = set()
@@ -80,25 +85,25 @@ class Adapters:
         self._reading = threading.Lock()
 
     def on_load(self, lora: LoraAdapter) -> None:
-        """Note that the engine is about to load an adapter."""
+        """Record that the engine is about to load an adapter, and start to read its files."""
         if lora.load_inplace:
             self._replaced.add(lora.lora_int_id)
         elif lora.lora_path not in self._known:
             self._read(lora, _files(Path(lora.lora_path)))
 
     def is_current(self, lora: LoraAdapter | None) -> bool:
-        """Return whether an adapter, or None, has not been replaced in place by another one."""
+        """Return whether no other adapter was loaded in place of this one; True for None."""
         return lora is None or lora.lora_int_id not in self._replaced
 
     def name(self, lora: LoraAdapter | None) -> str:
-        """Return the name of an adapter, empty for none.
+        """Return the name of an adapter: a digest of its files and the engine's LoRA settings.
 
         Args:
-            lora: the adapter, or None.
+            lora: the adapter; None for a request without one, whose name is empty.
 
         Raises:
-            NotYetNamed: its files are being read.
-            Unnameable: its weights are not on this machine's disk, or may change from step to step.
+            NotYetNamed: a thread is still reading its files.
+            Unnameable: its weights are not on this machine's disk, or have changed or may change.
         """
         if lora is None:
             return ""
@@ -126,7 +131,7 @@ class Adapters:
         return f"{known.digest} {self._settings}".rstrip()
 
     def _read(self, lora: LoraAdapter, seen: _Seen) -> _Adapter:
-        """Start a thread that reads an adapter; threads read one after the other."""
+        """Start a thread that digests an adapter's files. Only one such thread reads at a time."""
         first = lora.lora_path not in self._known
         adapter = self._known[lora.lora_path] = _Adapter(seen, self._clock() + AGAIN_SECONDS)
 
@@ -154,7 +159,7 @@ def _files(folder: Path) -> _Seen:
 
 
 def _read_into(adapter: _Adapter, folder: Path) -> str:
-    """Digest weights and configuration, which scales them; return why there is no digest, if so."""
+    """Set the digest of an adapter's weights and configuration. Return the reason if that fails, else ''."""
     try:
         weights = weights_of(folder)
         if weights is None:

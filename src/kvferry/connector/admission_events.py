@@ -1,6 +1,6 @@
-"""Events for what admission decides.
+"""Events about the decisions of admission.
 
-An error here is logged and changes no decision.
+An error in this module is logged and affects no decision.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream, log_errors
 
 OTHER_PART = "another part of the prefix has failed"
-"""The reason for dropping a load whose request goes on."""
+"""Reason for dropping a load when another load of the same attempt has failed."""
 _LONGEST_HEADER = 512
-"""Characters of a trace header that are kept."""
+"""Maximum length of a trace header in characters. Longer headers are left out."""
 _OUTCOMES = {"ready": LoadOutcome.READY, "failed": LoadOutcome.FAILED, "expired": LoadOutcome.EXPIRED}
 
 
 class AdmissionEvents:
-    """Makes events of admission's decisions, and leaves out repetitions. Decides nothing."""
+    """Emits the events about admission's decisions, and leaves out repetitions. Makes no decision itself."""
 
     def __init__(self, events: EventStream, policy: Policy) -> None:
-        """Begin.
+        """Create the emitter.
 
         Args:
-            events: receives the events.
-            policy: values bids.
+            events: stream that receives the events.
+            policy: policy that values the bids.
         """
         self._events, self._policy = events, policy
         self._asked: dict[str, tuple[object, SourcesAsked]] = {}
@@ -52,7 +52,7 @@ class AdmissionEvents:
 
     @log_errors
     def arrived(self, request: Request, sources: Sequence[Source], others: Sequence[Source]) -> None:
-        """Tell that a request came in; `sources` may serve it, `others` may not."""
+        """Emit that a request has arrived. `sources` may be able to serve it, `others` are not."""
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
         names = tuple(source.name for source in sources)
         now, tokens = time.monotonic(), int(request.num_tokens)
@@ -81,7 +81,16 @@ class AdmissionEvents:
         offers: Sequence[tuple[Source, Bid]],
         best: Bid | None,
     ) -> None:
-        """Tell what sources bid, unless they bid the same last time."""
+        """Emit what the sources have bid, unless nothing has changed since the last event of the request.
+
+        Args:
+            request: the request.
+            sources: sources that may be able to serve it.
+            bidding: its excluded sources and remaining attempts.
+            local_tokens: number of tokens that the engine has.
+            offers: (source, bid) of every bid.
+            best: chosen bid; None to compute.
+        """
         now = (local_tokens, [bid for _, bid in offers], best, bidding.spent)
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == now:
@@ -106,7 +115,7 @@ class AdmissionEvents:
     def not_asked(
         self, request: Request, sources: Sequence[Source], local_tokens: int, miss: MissReason, detail: str
     ) -> None:
-        """Tell why nothing may be loaded whatever sources have, unless it was told last time."""
+        """Emit why no source was asked, unless nothing has changed since the last event of the request."""
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == (local_tokens, miss):
             return
@@ -125,7 +134,7 @@ class AdmissionEvents:
 
     @log_errors
     def no_room(self, request_id: str, local_tokens: int) -> None:
-        """Tell that there was no room for the chosen load, and that the request does not wait for it."""
+        """Emit that too few blocks were free for the chosen load, and that the request no longer waits."""
         _, last = self._asked[request_id]
         now = time.monotonic()
         event = replace(last, at=now, local_tokens=local_tokens, chosen=None, why=DecisionReason.NO_ROOM)
@@ -134,7 +143,7 @@ class AdmissionEvents:
 
     @log_errors
     def began(self, source: Source, load: Load) -> None:
-        """Tell that a load was ordered."""
+        """Emit that a load has begun."""
         bid, span = load.bid, load.span
         self._unserved.pop(load.request_id, None)
         self._events.emit(
@@ -153,13 +162,13 @@ class AdmissionEvents:
 
     @log_errors
     def ended(self, source: Source, load: Load, whole: Report, *, unwanted: str | None) -> None:
-        """Tell how a load ended that all workers have reported.
+        """Emit the end of a load that all workers have reported.
 
         Args:
-            source: that brought it.
+            source: source of the load.
             load: the load.
-            whole: the reports of all workers.
-            unwanted: why its request does not wait for it, as far as that is known; None if it waits.
+            whole: merged report of all workers.
+            unwanted: reason why its request no longer waits for it, empty if unknown; None if it waits.
         """
         now, failed = time.monotonic(), whole.failure is not None
         blame = source.failure_reason(load, whole) if failed and unwanted is None else None
@@ -181,20 +190,20 @@ class AdmissionEvents:
 
     @log_errors
     def settled(self, request_id: str, available: int, tokens: int) -> None:
-        """Tell that the engine goes on with a request that was loaded."""
+        """Emit that the engine goes on with a request after its loads have succeeded."""
         self._events.emit(Scheduled(request_id, time.monotonic(), available, tokens))
 
     @log_errors
     def unserved(self, request: Request) -> None:
-        """Note a request that no source loads; `scheduled` tells what it goes on with.
+        """Remember a request that no source loads. `scheduled` emits its event when the engine computes it.
 
-        Until then another connector may load it without telling anyone.
+        Until then another connector of the engine may load tokens of it, unseen by this one.
         """
         self._unserved[request.request_id] = request
 
     @log_errors
     def scheduled(self, requests: Container[str]) -> None:
-        """Tell that the engine goes on with those of these requests that no source has loaded."""
+        """Emit that the engine goes on with those of `requests` that no source has loaded."""
         for name in [name for name in self._unserved if name in requests]:
             request = self._unserved.pop(name)
             own, last = request.own_hit, self._asked.get(name)
@@ -207,14 +216,14 @@ class AdmissionEvents:
 
     @log_errors
     def finished(self, request_id: str) -> None:
-        """Tell that a request has ended."""
+        """Emit that a request has ended, and forget it."""
         self._asked.pop(request_id, None)
         self._unserved.pop(request_id, None)
         self._events.emit(Finished(request_id, time.monotonic()))
 
     @log_errors
     def late(self, blocks: int) -> None:
-        """Tell how many blocks late loads hold, if the number has changed."""
+        """Emit the number of blocks that late loads hold, if it has changed."""
         if blocks != self._late:
             self._late = blocks
             self._events.emit(LateBlocks(time.monotonic(), blocks))
@@ -225,7 +234,7 @@ class AdmissionEvents:
 
 
 def _why(bids: Sequence[ValuedBid], bidding: Bidding, best: Bid | None) -> DecisionReason:
-    """Return why `best` was chosen, or why nothing was."""
+    """Return the reason for choosing `best`; if it is None, the reason for computing."""
     if best is not None:
         return DecisionReason.LOOKING if best.looking else DecisionReason.BEST
     if bids and bidding.spent:

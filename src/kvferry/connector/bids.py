@@ -1,17 +1,19 @@
-"""Bids of sources for a request. A source that failed is struck out, and the others bid again.
+"""Bids of sources for a request.
 
-The engine admits a request anew after a failed load. It then takes the best bid that is left (`policies`),
-and computes the prompt if there is none.
+A bid is a source's offer to load some of the request's tokens. After a failed load, the failed source is
+excluded for this request, and the engine admits the request again. The best remaining bid is then taken
+(`policies`). Without any, the engine computes the prompt.
 
     (new) ─take─▶ LOADING ─succeeded─▶ SERVED ─computed─▶ (─preempted─▶ take)
-                     └─failed─▶ (source struck out) ─take─▶ … until no bid or no attempt is left: recompute
+                     └─failed─▶ (source excluded) ─take─▶ … until no bid or no attempt is left: recompute
 
-Two rules bound the admissions of a request, whatever sources offer:
+Two rules bound the number of admissions of a request:
 
-- The engine always computes the last token, to sample from it. So a load must bring an earlier token. Of a
-  load of everything the engine drops the last token, and asks again if only that one is left.
-- Attempts are capped. A load that succeeded returns its attempt only when the engine has computed tokens
-  after it.
+- The engine always computes the last token, to sample from it. So a load is useful only if it covers an
+  earlier token. After a load of all tokens, the engine drops the last token and asks again. A load of that
+  token alone is refused.
+- Attempts are capped. A successful load gives back its attempt only when the engine has computed tokens after
+  it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tokens of a bid that come from one place.
+    """The part of a bid that comes from one place.
 
     Attributes:
         place: ``peer``, or the name of a tier.
@@ -35,13 +37,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """An offer of a source to load tokens of a request.
+    """A source's offer to load tokens of a request beyond those that the engine has.
 
     Attributes:
-        source: its name.
-        parts: the tokens beyond those that the engine has, by place.
-        looking: the source does not know yet; `parts` are then an upper bound.
-        head: the bid of another source for the first of `parts`; None if this source brings all.
+        source: name of the bidder: a peer's name, or ``tiers``.
+        parts: number of offered tokens by place, including those of `head`.
+        looking: True while the source is still looking up what it has. `parts` are then an upper bound.
+        head: another source's bid for the start of the prefix, the first of `parts`; None if this source
+            loads everything.
     """
 
     source: str
@@ -51,45 +54,45 @@ class Bid:
 
     @classmethod
     def composed(cls, head: Bid, tail: Bid) -> Bid:
-        """Return the bid whose beginning is `head` and whose rest is `tail`."""
+        """Return the bid of two sources: `head` for the start of a prefix and `tail` for the rest."""
         return cls(tail.source, head.parts + tail.parts, head.looking or tail.looking, head)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all parts."""
+        """Number of tokens of all parts."""
         return sum(part.tokens for part in self.parts)
 
     @property
     def places(self) -> frozenset[str]:
-        """Places of all parts."""
+        """Names of the places of all parts."""
         return frozenset(part.place for part in self.parts)
 
     @property
     def legs(self) -> tuple[tuple[Part, ...], ...]:
-        """The parts of each source, in the order of the prompt."""
+        """The parts grouped by source, in the order of the prompt."""
         return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of all sources, in the order of the prompt."""
+        """Names of all bidders, in the order of the prompt."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     def like(self, other: Bid | None) -> bool:
-        """Return whether both bids come from the same places of the same sources."""
+        """Return whether both bids name the same places and the same bidders."""
         return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
 def leads_on(rest: int) -> bool:
-    """Return whether a load could bring a request further.
+    """Return whether a load could save the computation of any token. The last token is always computed.
 
     Args:
-        rest: tokens of the request that the engine does not have.
+        rest: number of tokens of the request that the engine does not have.
     """
     return rest > 1
 
 
 class Bidding:
-    """The bids of one request over its attempts."""
+    """The excluded sources and the remaining attempts of one request."""
 
     def __init__(self, attempts: int) -> None:
         self._left = attempts
@@ -97,11 +100,12 @@ class Bidding:
         self._brought = 0
 
     def open(self, bids: Iterable[Bid], rest: int) -> list[Bid]:
-        """Return the bids that may be taken.
+        """Return the bids that may be taken: none if no attempt is left, and none of an excluded source.
 
         Args:
-            bids: those of all sources.
-            rest: tokens of the request that the engine does not have; it always computes the last one.
+            bids: bids of all sources.
+            rest: number of tokens of the request that the engine does not have. It always computes the last
+                one.
         """
         if self._left <= 0 or not leads_on(rest):
             return []
@@ -113,28 +117,28 @@ class Bidding:
         return self._left <= 0
 
     def take(self) -> int:
-        """Spend an attempt; return how many are left."""
+        """Use up one attempt; return the number of attempts left."""
         self._left -= 1
         return self._left
 
     def succeeded(self) -> None:
-        """Note that the load of this attempt succeeded."""
+        """Record that an attempt has succeeded, so that `computed` can give it back."""
         self._brought += 1
 
     def computed(self) -> None:
-        """Return the attempts that succeeded, because the engine computes tokens of the request.
+        """Give back the attempts that succeeded, because the engine computes tokens of the request.
 
-        So a request that is preempted may be served again.
+        So the request may be loaded again after a preemption.
         """
         self._left, self._brought = self._left + self._brought, 0
 
     def strike(self, source: str, reason: str) -> bool:
-        """Strike a source out for this request; return whether it was not struck out before."""
+        """Exclude a source for this request; return False if it was excluded already."""
         if source in self._struck:
             return False
         self._struck[source] = reason
         return True
 
     def why(self, source: str) -> str | None:
-        """Return why a source was struck out, None if it was not."""
+        """Return why a source was excluded; None if it was not."""
         return self._struck.get(source)

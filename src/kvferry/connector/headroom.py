@@ -1,13 +1,14 @@
-"""Free blocks to leave for requests that hold blocks and wait, enough for the next step of any of them.
+"""Check that a load leaves enough free blocks for the requests that wait with blocks allocated.
 
-vLLM begins an asynchronous load if there are blocks for it and for the requests whose loads came before. For
-windows it reserves too few: it subtracts the entries of a request's table from the most blocks that it may
-hold, but entries before the window are null (`get_num_blocks_to_allocate`, where the cap applies). Requests
-that wait with blocks go on in order. If the first needs more blocks than are free and nothing runs, none ever
-goes on. So a load begins only if it leaves as many free blocks as any of them needs. A request that waits
-alone goes on when the running ones have ended.
+vLLM begins an asynchronous load if there are enough blocks for it and for the requests whose loads began
+before. For sliding windows it reserves too few blocks: it subtracts the length of a request's block table
+from the maximum number of blocks that the request may hold, but table entries before the window are null
+blocks (`get_num_blocks_to_allocate`, where the cap applies). Requests that hold blocks resume in order. If
+the first one needs more blocks than are free and no request runs, none of them ever resumes. So a load begins
+only if it leaves as many free blocks as the next step of any of them needs. A single waiting request resumes
+when the running ones have ended.
 
-Models without windows are left to vLLM's own count, which is exact there.
+For models without windows vLLM's own count is exact, so this module checks nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Headroom:
 
     Attributes:
         groups: the engine's KV cache groups; empty if none has a window.
-        step_tokens: most tokens of a request that one step computes.
-        pool: the engine's block pool.
+        step_tokens: maximum number of tokens of one request that a step computes.
+        pool: the engine's block pool; None if no group has a window.
     """
 
     groups: Sequence[CacheGroup] = ()
@@ -37,22 +38,22 @@ class Headroom:
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], step_tokens: int, pool: BlockPool) -> Headroom:
-        """Make one for an engine with these groups; see the attributes."""
+        """Create the check for an engine; without windows it accepts every load. See the attributes."""
         if not any(group.attention_span for group in groups):
             return cls()
         return cls(groups, step_tokens, pool)
 
     def __len__(self) -> int:
-        """Number of requests that hold blocks and wait."""
+        """Return the number of requests that hold blocks for a load and have not resumed."""
         return len(self._needs)
 
     def fits(self, request_id: str, total: int, tokens: int) -> bool:
-        """Return whether a load can begin.
+        """Return whether a load can begin and still leave enough free blocks.
 
         Args:
-            request_id: the request of the load.
-            total: tokens that the engine has after the load.
-            tokens: tokens of the request.
+            request_id: id of the load's request.
+            total: number of tokens of the request that the engine has after the load.
+            tokens: total number of tokens of the request.
         """
         others = [need for name, need in self._needs.items() if name != request_id]
         if not others:
@@ -62,12 +63,15 @@ class Headroom:
         return self.pool.get_num_free_blocks() - self._takes(total) >= most
 
     def loads(self, request_id: str, total: int, tokens: int) -> None:
-        """Note that a load begins; arguments as of `fits`."""
+        """Record that a load has begun, so that `fits` keeps blocks free for its request.
+
+        Takes the same arguments as `fits`.
+        """
         if self.groups:
             self._needs[request_id] = self._need(total, tokens)
 
     def go_on(self, requests: Container[str]) -> None:
-        """Note the requests that the coming step computes tokens of."""
+        """Forget the requests that the coming step computes tokens for: they have resumed."""
         for name in [name for name in self._needs if name in requests]:
             del self._needs[name]
 
@@ -76,7 +80,7 @@ class Headroom:
         self._needs.pop(request_id, None)
 
     def _takes(self, total: int) -> int:
-        """Return the blocks that a request with `total` tokens holds if it has none yet."""
+        """Return the number of blocks that a request without blocks gets for its first `total` tokens."""
         seen_from = [max(first_attended(group.kind, group.attention_span, total), 0) for group in self.groups]
         return sum(
             _between(group, first // group.block_tokens * group.block_tokens, total)
@@ -84,7 +88,10 @@ class Headroom:
         )
 
     def _need(self, total: int, tokens: int) -> int:
-        """Return the blocks that its next step takes, or all later steps in groups that see all tokens."""
+        """Return the number of blocks that a request needs after a load of `total` tokens.
+
+        These are the blocks of its next step, and of all later steps in groups that attend to all tokens.
+        """
         step = min(tokens, min(total, tokens - 1) + self.step_tokens)
         return sum(
             _between(group, total, tokens if attends_to_all(group.kind) else step) for group in self.groups
@@ -92,7 +99,7 @@ class Headroom:
 
 
 def _between(group: CacheGroup, local_tokens: int, tokens: int) -> int:
-    """Return the blocks that a group adds between two numbers of tokens."""
+    """Return the number of blocks that a group adds from `local_tokens` to `tokens` tokens."""
     if group.kind is GroupKind.STATE:
         return STATE_BLOCKS
     return max(-(-tokens // group.block_tokens) - -(-local_tokens // group.block_tokens), 0)

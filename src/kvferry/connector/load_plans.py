@@ -1,7 +1,8 @@
-"""Plans to load a prefix: from one source, or the beginning from one source and the rest from another.
+"""Plans to load a prefix: from one source, or its start from one source and the rest from another.
 
-Only layers that see all tokens need a beginning. Windows and states are at the end of a prefix and come with
-its last part. The two parts meet where blocks of the layers that see all tokens end.
+The start is loaded only for layers that attend to all tokens. Layers with a window or recurrent state need
+only the end of the prefix, which comes with the last part. The two parts meet at a block boundary of the
+layers that attend to all tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kvferry.planning.select import LoadSpan, attends_to_all
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A plan that admission may take.
+    """A plan to load a prefix, which admission may choose.
 
     Attributes:
-        bid: the whole bid.
-        legs: each source with its part of the bid, in the order of the prompt.
+        bid: bid for the whole prefix.
+        legs: (source, bid) of each part, in the order of the prompt.
     """
 
     bid: Bid
@@ -31,16 +32,16 @@ class LoadPlan:
 
     @property
     def last(self) -> Source:
-        """The source of the last part."""
+        """The source that loads the last part."""
         return self.legs[-1][0]
 
     def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
-        """Return (source, bid, span) of every leg that the engine does not have by now.
+        """Return (source, bid, span) of every part of which the engine still lacks tokens.
 
         Args:
-            local_tokens: tokens that the engine had when the plan was made.
-            external: tokens of the prefix that it lacks now.
-            prompt: tokens of the prompt.
+            local_tokens: number of tokens that the engine had when the plan was made.
+            external: number of tokens of the prefix that it lacks now.
+            prompt: number of tokens of the prompt.
         """
         total, last, found = (
             local_tokens + self.bid.tokens,
@@ -56,10 +57,12 @@ class LoadPlan:
 
 
 def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
-    """Return the tokens at multiples of which two parts may meet; 0 if no layer needs a beginning.
+    """Return the number of tokens at multiples of which two parts of a prefix may meet.
+
+    Return 0 if no layer attends to all tokens.
 
     Args:
-        blocks: kind and block size in tokens of every group of the engine.
+        blocks: (kind, block size in tokens) of every KV cache group of the engine.
 
     >>> common_alignment([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
     96
@@ -71,13 +74,14 @@ def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
 def load_plans(
     sources: Sequence[Source], request: Request, local_tokens: int, alignment_tokens: int
 ) -> list[LoadPlan]:
-    """Return the plans with each source alone, then those with two sources.
+    """Return the plans with one source, followed by the plans with two sources.
 
     Args:
-        sources: those that may serve the request.
+        sources: sources that may be able to serve the request.
         request: the request.
-        local_tokens: tokens that the engine has.
-        alignment_tokens: see `common_alignment`.
+        local_tokens: number of tokens that the engine has.
+        alignment_tokens: number of tokens at multiples of which two parts may meet, from `common_alignment`;
+            0 for no plans with two sources.
     """
     found = [LoadPlan(bid, ((one, bid),)) for one in sources for bid in one.bids(request, local_tokens)]
     if len(sources) > 1 and alignment_tokens:

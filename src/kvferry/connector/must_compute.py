@@ -1,4 +1,4 @@
-"""Requests that load nothing, whatever sources have, and the reason."""
+"""Requests for which no source is asked, and the reason why not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvferry.connector.engine import Request
 
 
 def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
-    """Return why a request loads nothing, as a word and a sentence; None if sources may be asked.
+    """Return why no source is asked for a request, as a reason and a text; None if sources are asked.
 
     Args:
         request: the request.
-        local_tokens: tokens that the engine's own prefix cache has.
+        local_tokens: number of its tokens in the engine's own prefix cache.
     """
     if (why := request.why_no_cache) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"

@@ -1,13 +1,15 @@
-"""Which bid is taken: a pure choice among what sources offer, with computing as the last of them.
+"""Policies that choose a request's bid, or choose to compute its prompt.
 
-- ``first``: of the source that comes first, whatever others have.
-- ``weight``: most tokens, each times the weight of the place that it comes from; the first of equals.
-- ``cost``: the least time to the first token: until the slowest place has given its part and the rest of the
-  prompt is computed, by what was measured (`speeds`). Computing all of it is one of the bids.
+- ``first``: the bid of the first source that has one.
+- ``weight``: the bid with the largest sum of tokens times the weight of their place. A place is ``peer`` or a
+  tier. Of equal bids, the first.
+- ``cost``: the bid with the least expected time to the first token, from measured speeds (`speeds`): until
+  the slowest place has delivered its tokens and the rest of the prompt is computed. Computing the whole
+  prompt competes as one of the bids.
 
-A bid of a source that is still looking is waited for if it would be taken, but not for longer than the caller
-has patience. What was chosen before stays chosen until another is better by a margin, so that requests that
-wait for room are not sent to and fro.
+If the best bid belongs to a source that is still looking, the request waits for it, but not beyond its
+patience. The bid chosen before stays chosen until another one is better by a margin. So requests that wait
+for free blocks do not switch back and forth.
 """
 
 from __future__ import annotations
@@ -23,55 +25,55 @@ PolicyName: TypeAlias = Literal["weight", "cost", "first"]
 """The values of ``source_policy``."""
 
 MARGIN = 1.1
-"""How many times better another bid must be than the one that was chosen before."""
+"""Factor by which another bid must be better than the bid chosen before."""
 
 
 class Policy(Protocol):
-    """Values bids."""
+    """A way to compare bids by a number, their value."""
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """Return the value of a bid, above 0; twice the value is twice as good.
+        """Return the value of a bid, 0 or more; a bid of twice the value is twice as good.
 
         Args:
-            bid: None for computing everything.
-            rest: tokens of the request that are not at hand locally.
+            bid: the bid; None for computing all tokens.
+            rest: number of tokens of the request that the engine does not have.
         """
 
 
 class First:
-    """All bids are as good; the first wins."""
+    """Gives all bids the same value, so that the first one wins."""
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """See `Policy.value`."""
+        """Return 1 for every bid and 0 for computing."""
         del rest
         return 0.0 if bid is None else 1.0
 
 
 class Weight:
-    """Tokens times weight."""
+    """Values a bid by its tokens, each times the weight of its place."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Args: weights: of places; 1 where none is given."""
+        """Create the policy from the weight of each place, by name; a place without one has weight 1."""
         self._weights = dict(weights)
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """See `Policy.value`."""
+        """Return the weighted number of tokens; 0 for computing, and if a part of the bid has no weight."""
         del rest
         if bid is None:
             return 0.0
         values = [sum(part.tokens * self._weights.get(part.place, 1.0) for part in leg) for leg in bid.legs]
-        return sum(values) if all(values) else 0.0  # what is never taken is not taken with something else
+        return sum(values) if all(values) else 0.0  # a source of weight 0 is never used, not even for a part
 
 
 class Cost:
-    """The inverse of the expected time to the first token."""
+    """Values a bid by the inverse of the expected time to the first token."""
 
     def __init__(self, speeds: Speeds) -> None:
-        """Args: speeds: measured."""
+        """Create the policy from the measured speeds of places and of computing."""
         self._speeds = speeds
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """See `Policy.value`."""
+        """Return 1 / the expected seconds to load the bid's tokens and compute the rest."""
         parts = () if bid is None else bid.parts
         loading = max((self._speeds.load_seconds(part.place, part.tokens) for part in parts), default=0.0)
         left = rest - sum(part.tokens for part in parts)
@@ -80,12 +82,12 @@ class Cost:
 
 
 def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds) -> Policy:
-    """Return the policy of a configured name.
+    """Return the policy with a configured name.
 
     Args:
-        name: the value of ``source_policy``.
-        weights: of places, as in `Weight`.
-        speeds: measured, as in `Cost`.
+        name: value of the setting ``source_policy``.
+        weights: weight of each place by name, for `Weight`; a place without one has weight 1.
+        speeds: measured speeds, for `Cost`.
     """
     policies: dict[str, Policy] = {"weight": Weight(weights), "cost": Cost(speeds), "first": First()}
     return policies[name]
@@ -93,12 +95,13 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A policy, and what it needs to know.
+    """A policy with the speeds that it uses and the time that requests wait.
 
     Attributes:
-        policy: how good bids are.
-        speeds: to be told what loads and steps took.
-        patience_seconds: how long a request waits for a source that is looking.
+        policy: policy that values bids.
+        speeds: record of measured speeds, to which the caller adds the times of loads.
+        patience_seconds: maximum seconds that a request waits for a source that is still looking, or for
+            free blocks.
     """
 
     policy: Policy
@@ -106,11 +109,11 @@ class Choice:
     patience_seconds: float
 
     def of(self, bids: Sequence[Bid], rest: int, *, waited: float, before: Bid | None) -> Bid | None:
-        """See `choose`.
+        """Return the bid to take, or the bid to wait for; None to compute. Same as `choose` with this policy.
 
         Args:
-            bids, rest, before: as of `choose`.
-            waited: seconds that the request has waited already.
+            bids, rest, before: same as in `choose`.
+            waited: seconds that the request has waited so far.
         """
         return choose(self.policy, bids, rest, waits=waited < self.patience_seconds, before=before)
 
@@ -118,7 +121,7 @@ class Choice:
 def choose(
     policy: Policy, bids: Sequence[Bid], rest: int, *, waits: bool, before: Bid | None = None
 ) -> Bid | None:
-    """Return the bid to take; None to compute.
+    """Return the bid to take, or the bid of a looking source to wait for; None to compute the prompt.
 
     >>> from kvferry.connector.bids import Part
     >>> disk, host = Bid("a", (Part("file", 300),)), Bid("b", (Part("host", 256),))
@@ -126,11 +129,12 @@ def choose(
     'b'
 
     Args:
-        policy: how good each is.
-        bids: in the order of their sources, each with tokens.
-        rest: tokens of the request that are not at hand locally.
-        waits: a bid that is looking may be waited for; it is then what is returned.
-        before: what was chosen for this request before.
+        policy: policy that values the bids.
+        bids: bids in the order of their sources, each of at least one token.
+        rest: number of tokens of the request that the engine does not have.
+        waits: True if the request may wait for a bid of a source that is still looking. Otherwise such bids
+            are ignored.
+        before: bid chosen for this request before; None if there is none.
     """
     values = [(policy.value(bid, rest), bid) for bid in bids if waits or not bid.looking]
     most, best = max(values, key=lambda one: one[0], default=(0.0, None))

@@ -1,7 +1,7 @@
-"""Names for the content of a prompt: everything that its KV is computed from, and whose it is.
+"""Names for the content of a prompt: digests of everything that determines its KV, and of its cache salt.
 
-A ticket is exchanged only for a prompt of the same content (`transport.redeem`), and chunks are kept under
-keys of their content (`keys.chunk`).
+A peer gives the KV of a ticket only to a prompt of the same content (`transport.redeem`). Tiers keep chunks
+under keys derived from their content (`keys.chunk`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NO_TOKENS = "the prompt is not made of token ids"
 
 
 def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptContent:
-    """Return the content of the first `tokens` tokens.
+    """Return the digests that name the content of a prompt's first `tokens` tokens.
 
     Raises:
-        NotYetNamed: the adapter's files are being read.
-        Unnameable: the prompt, an adapter or an item has no certain name.
+        NotYetNamed: the digest of its LoRA adapter is not known yet, because a thread is reading the files.
+        Unnameable: the content of the prompt, of its LoRA adapter, or of an image or clip is not certain.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)
@@ -47,14 +47,15 @@ def keys_of(
 
     Args:
         request: the request.
-        tokens: its tokens from the first on.
-        chunk_tokens: tokens of a chunk.
+        tokens: its token ids, from the first token on.
+        chunk_tokens: number of tokens per chunk.
         adapters: the engine's LoRA adapters.
-        epoch: random text that keeps these keys apart from all others; empty otherwise.
+        epoch: random text that makes these keys differ from all others, after a reset of the cache; empty
+            before the first reset.
 
     Raises:
-        NotYetNamed: the files of its LoRA adapter are being read.
-        Unnameable: its content has no certain name.
+        NotYetNamed: the digest of its LoRA adapter is not known yet, because a thread is reading the files.
+        Unnameable: the content of the request is not certain.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)

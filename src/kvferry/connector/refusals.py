@@ -1,4 +1,4 @@
-"""Requests that a source refuses: an event for each, few log lines."""
+"""Reports of requests that a source cannot serve: an event for each, and a limited number of log lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _REASON_CHARACTERS = 500
 
 
 class Refusals:
-    """Emits an event per refusal; logs each source and reason once a minute, at most 20 lines a minute."""
+    """Emits an event per refusal. Logs each source and reason once a minute, at most 20 lines a minute."""
 
     def __init__(self, events: EventStream | None = None) -> None:
         self._events = events or EventStream()
         self._log = LimitedLog(logger)
 
     def say(self, request_id: str, source: str, reason: str) -> None:
-        """Emit, and perhaps log, that `source` does not serve a request."""
+        """Emit an event, and perhaps a log line, that `source` does not serve a request."""
         source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
         self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))
         text = f"request {shown(request_id)} is not served by {source}: {reason}"

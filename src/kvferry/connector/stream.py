@@ -1,4 +1,4 @@
-"""The stream of events: code that decides something emits an event, listeners receive it."""
+"""The stream of events. Code that makes a decision emits an event, and all listeners receive it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.terminal import shown
 logger = logging.getLogger(__name__)
 _SHOWN = 1000
 MAX_ID_CHARACTERS = 256
-"""Longest request id in an event; the middle of a longer one is left out."""
+"""Maximum length of a request id in an event. The middle of a longer id is left out."""
 
 _P = ParamSpec("_P")
 
@@ -22,9 +22,9 @@ Listener: TypeAlias = Callable[[Event], None]
 
 
 def log_errors(emit: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorate a function that emits events: it logs its first exception, and never raises one.
+    """Wrap a function that emits events so that it never raises; the first exception is logged.
 
-    Nothing that observes a request may change what becomes of it.
+    An error in the code that observes a request must not affect the request.
     """
     logged = False
 
@@ -42,7 +42,7 @@ def log_errors(emit: Callable[_P, None]) -> Callable[_P, None]:
 
 
 class EventStream:
-    """Pass the events of one engine to its listeners, in the thread that emits them. Not thread-safe."""
+    """Passes the events of one engine to its listeners, in the thread that emits them. Not thread-safe."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = list(listeners)
@@ -52,9 +52,9 @@ class EventStream:
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
-        """Call every listener with the event, its request id cut to `MAX_ID_CHARACTERS`.
+        """Call every listener with the event. Its request id is shortened to `MAX_ID_CHARACTERS`.
 
-        Removes and logs a listener that raises.
+        A listener that raises is removed, and the exception is logged.
         """
         event = _with_short_id(event)
         for listener in tuple(self._listeners):

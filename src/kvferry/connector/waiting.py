@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Waiting:
-    """Adds up the times between telling a request to wait and its next admission.
+    """A stopwatch for the time that one request waits for a source or for room.
 
-    Time that it waits for the engine itself does not count.
+    Each wait lasts from `begin` to the next admission. Time spent waiting for the engine does not count.
 
     Attributes:
-        seconds: the sum so far.
+        seconds: sum of all finished waits, in seconds.
     """
 
     seconds: float = 0.0
     _since: float | None = None
 
     def until(self, now: float) -> float:
-        """End the wait that was begun, if any; return all seconds of waiting."""
+        """End the current wait, if any, at `now` (monotonic seconds); return the total seconds of waiting."""
         if self._since is not None:
             self.seconds += now - self._since
             self._since = None
         return self.seconds
 
     def begin(self, now: float) -> None:
-        """Begin a wait, which ends with the next `until`."""
+        """Begin a wait at `now` (monotonic seconds). The next call of `until` ends it."""
         self._since = now
