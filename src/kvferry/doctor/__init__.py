@@ -1,9 +1,9 @@
 """`kvferry doctor`: checks of this machine, a configuration and running engines, with advice.
 
-- `finding`: the result of a check; `report`: how results are printed.
-- `limits`: deadlines for checks; `probes`: code that runs in processes of its own, so that it can be killed.
-- `machine`, `software`, `nixl`, `reads`, `costs`: this machine.
-- `settings`, `listening`, `storage`, `mounts`: what a configuration needs from this machine.
-- `engines`, `http_engine`, `identity`, `pairs`: running engines, one by one and in pairs.
-- `examine`: all checks in order.
+- `finding`: the result of a check; `report`: output of the results.
+- `limits`: deadlines for checks; `probes`: checks in separate processes, which can be killed.
+- `machine`, `software`, `nixl`, `reads`, `costs`: checks of this machine.
+- `settings`, `listening`, `storage`, `mounts`: checks of a configuration, and whether this machine fits it.
+- `engines`, `http_engine`, `identity`, `pairs`, `ports`: checks of running engines, one by one and in pairs.
+- `examine`: runs all checks in order.
 """

@@ -1,4 +1,4 @@
-"""Check whether the planner's costs fit this machine."""
+"""Check whether the costs that the transfer planner assumes fit this machine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvferry.transport.costs_file import CostsFile, find_default_costs, load_cos
 from kvferry.user_cache import expanded
 
 _FAR_OFF = 3.0
-"""Tolerated factor between measured and expected READ times; on busy machines the factor is smaller."""
+"""Largest tolerated factor between measured and expected READ times. Load on a machine alone causes less."""
 _STALE_DAYS = 180
 _CALIBRATE = "kvferry bench calibrate, while nothing else runs"
 
 
 def check(path: str | None, found: ReadTimings | None, now: datetime | None = None) -> Finding:
-    """Compare the planner's costs with this machine.
+    """Compare the planner's costs with measurements on this machine.
 
     Args:
-        path: costs file of the configuration; None for the user's default file.
+        path: path of the configuration's costs file; None for the user's default file.
         found: timed READs on this machine; None if there are none.
-        now: current time, for the age of the file.
+        now: current time, from which the age of the file is computed; None for the clock's time.
     """
     subject = "costs"
     try:
@@ -56,7 +56,7 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
 
 
 def _off(used: Costs, found: ReadTimings) -> float:
-    """Return the largest factor between measured and expected READ times."""
+    """Return the ratio of measured to expected READ time that is farthest from 1."""
     times = [
         seconds / (count * used.read_descriptor_seconds + moved * used.read_byte_seconds)
         for count, moved, seconds in found.timed

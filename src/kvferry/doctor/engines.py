@@ -1,4 +1,4 @@
-"""Find running engines from addresses, connect to them, and describe them."""
+"""Connect to running engines at given addresses, check them, and describe them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Target:
     """An engine or router to examine.
 
     Attributes:
-        name: address as given.
-        role: role of the engine, as far as it is known.
-        url: base URL of an HTTP endpoint; None for a control channel.
-        control: address of a control channel; None for a URL.
+        name: address as the user or a router gave it.
+        role: role of the engine; BOTH if it is unknown.
+        url: base URL of the HTTP endpoint; None if only the control channel is given.
+        control: host and port of the control channel; None if a URL is given.
     """
 
     name: str
@@ -49,13 +49,14 @@ class Target:
 
 @dataclass(slots=True)
 class ExaminedEngine:
-    """An engine and the findings about it. Mutable while it is examined.
+    """An engine and the findings about it. Mutable while the engine is examined.
 
     Attributes:
-        name: address as given.
-        role: role of the engine.
-        findings: findings in order.
-        identity: its identity from its control channel; None if it could not be reached.
+        name: address as the user or a router gave it.
+        role: role of the engine; BOTH if it is unknown.
+        findings: findings in the order of the checks.
+        identity: description that the engine's control channel sent; None if the channel could not be
+            reached.
     """
 
     name: str
@@ -65,7 +66,7 @@ class ExaminedEngine:
 
 
 def parse_target(text: str, role: Role = Role.BOTH) -> Target:
-    """Return the target that an argument names.
+    """Parse the address of an engine or router.
 
     >>> parse_target("http://127.0.0.1:8100/v1").url, parse_target("kvferry://10.0.0.7:5600").control
     ('http://127.0.0.1:8100', ('10.0.0.7', 5600))
@@ -77,7 +78,7 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
     """
     if (url := http_address(text)) is not None:
         netloc = urlsplit(text).netloc
-        shown = text.replace(netloc, netloc.rpartition("@")[2])  # credentials are nobody's to see
+        shown = text.replace(netloc, netloc.rpartition("@")[2])  # hide credentials
         return Target(shown, role, url=url)
     try:
         parts = urlsplit(text if "://" in text else f"{_SCHEME}://{text}")
@@ -95,10 +96,14 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
 def examine_engines(
     targets: Sequence[Target], keys: Keys | None
 ) -> tuple[list[ReportSection], list[ExaminedEngine]]:
-    """Examine all targets concurrently, then the engines behind those that are routers.
+    """Examine all targets concurrently, then the engines of those targets that are routers.
+
+    Args:
+        targets: engines and routers to examine.
+        keys: keys of the control channels; None if there are none on this machine.
 
     Returns:
-        A section per target, and the engines.
+        A section of the report per target, and the examined engines.
     """
     found, seen = list[ReportSection](), list[ExaminedEngine]()
     known: set[tuple[str, str]] = set()
@@ -144,7 +149,7 @@ def _section(one: Target, findings: Sequence[Finding]) -> ReportSection:
 
 
 def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[str, Role], ...]]:
-    """Examine an engine, or list the engines behind a router."""
+    """Examine a target. Return its findings and, if it is a router, the URLs and roles of its engines."""
     seen = ExaminedEngine(one.name, one.role)
     control, offered = one.control, None
     other_ranks: tuple[OfferedKv | None, ...] = ()
@@ -168,10 +173,15 @@ def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[s
 
 
 def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
-    """Connect to an engine, and release the blocks that it offered.
+    """Connect to an engine's control channel, and release the blocks that the engine offered.
+
+    Args:
+        control: host and port of the control channel.
+        keys: keys of the control channel; None if there are none.
+        offered: KV that the engine offered; None if it was not asked for any.
 
     Raises:
-        IdentifyError: no engine, or another engine, answers at the address.
+        IdentifyError: no engine, or a different engine, answers at the address.
     """
     identity = identify(control, keys, _CONTROL_SECONDS)
     if offered is None or keys is None:
@@ -192,7 +202,14 @@ def _ranks(
     identity: EngineIdentity | None,
     keys: Keys | None,
 ) -> list[Finding]:
-    """Compare the other data-parallel ranks of an engine with the first."""
+    """Compare the other data-parallel ranks of an engine with the first one.
+
+    Args:
+        first: KV that the first rank offered.
+        other_ranks: KV that each other rank offered; None for a rank that offered none.
+        identity: description of the first rank; None if its control channel could not be reached.
+        keys: keys of the control channels.
+    """
     found, known = list[Finding](), {first.engine_id}
     for number, offered in enumerate(other_ranks, 1):
         rank = f"data-parallel rank {number}"
@@ -222,7 +239,7 @@ def _ranks(
 
 
 def _different(one: EngineIdentity, other: EngineIdentity) -> str:
-    """Return the differences between two ranks that must be equal; empty if there are none."""
+    """Return a text with the differences between two data-parallel ranks; empty if they are alike."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
         [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in identity.ranks]
@@ -236,7 +253,7 @@ def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
 
 
 def _told(url: str, control: Address) -> list[Finding]:
-    """Return a note if the engine advertises an address that only its own machine can reach."""
+    """Return a note if the engine advertises a control channel that only its own machine can reach."""
     host = urlsplit(url).hostname or ""
     if not is_loopback(control[0]) or is_loopback(host):
         return []
@@ -250,7 +267,7 @@ def _told(url: str, control: Address) -> list[Finding]:
 
 
 def _who(identity: EngineIdentity) -> list[Finding]:
-    """Describe an engine."""
+    """Return findings that describe an engine: control channel, software, ranks and model."""
     first = identity.ranks[0].geometry
     alike = Counter(f"{group.label} in blocks of {group.block_tokens}" for group in first.groups)
     groups = ", ".join(f"{count} x {label}" for label, count in alike.items())
@@ -269,7 +286,7 @@ def _who(identity: EngineIdentity) -> list[Finding]:
 
 
 def _ports(identity: EngineIdentity) -> list[Finding]:
-    """Check the open ports of an engine, if it runs on this machine as this user."""
+    """Check the listening ports of an engine, if it runs on this machine as this user."""
     host, port = identity.address
     if not is_local_address(host):
         return []

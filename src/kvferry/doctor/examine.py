@@ -1,4 +1,4 @@
-"""Run all checks in order: this machine, a configuration, engines, pairs of engines."""
+"""Run all checks in order: of this machine, a configuration, engines, and pairs of engines."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LONG_SECONDS = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The things to check.
+    """The scope of a run of `kvferry doctor`.
 
     Attributes:
-        targets: engines and routers.
-        config: path of a configuration.
-        secret_file: secret of the engines; by default the configuration's, or this machine's key.
-        machine: check this machine too.
+        targets: engines and routers to check.
+        config: path of a configuration file to check; None for none.
+        secret_file: path of the engines' secret; None for that of the configuration, or this machine's key.
+        machine: True to check this machine too.
     """
 
     targets: tuple[Target, ...] = ()
@@ -43,14 +43,16 @@ class Examination:
 
 
 def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSection]:
-    """Run the checks one after the other, because timed checks must not share cores with others.
+    """Run all checks, and return the sections of the report.
+
+    The groups of checks run one after the other, because other work would disturb the timed checks.
 
     Args:
-        job: the things to check.
-        progress: called with a short text before each slow step.
+        job: scope of the run.
+        progress: function that is called with a short text before each slow step.
 
     Raises:
-        ConfigError: an argument cannot be used.
+        ConfigError: there is nothing to check, or a file cannot be used.
     """
     keys = existing_keys(job.secret_file) if job.secret_file else None
     if not (job.machine or job.config or job.targets):
@@ -95,7 +97,7 @@ def _this_machine(
 
 
 def _timed(timed: list[ReadTimings]) -> list[Finding]:
-    """Return the findings about READs, and append the timings to `timed`."""
+    """Return the findings about READs, and append the measured times to `timed`."""
     findings = []
     for one in reads.check():
         if isinstance(one, Finding):
@@ -106,7 +108,7 @@ def _timed(timed: list[ReadTimings]) -> list[Finding]:
 
 
 def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> list[Finding]:
-    """Check what the configurations need from this machine."""
+    """Check whether this machine provides what the configurations need: address, costs file, tiers."""
     found: list[Finding] = []
     for config in configs:
         found += run_check("listening", _QUICK_SECONDS, partial(listening.check, config))
@@ -118,7 +120,10 @@ def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> l
 
 
 def _keys_of(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
-    """Return the first key that configurations name, else this machine's; errors were reported before."""
+    """Return the first existing key of the configurations, else this machine's key; None if there is none.
+
+    Errors are ignored here, because another check reports them.
+    """
     for path in (*(config.secret_file for config in configs if config.secret_file), None):
         with suppress(ConfigError):
             if keys := existing_keys(path):

@@ -1,4 +1,4 @@
-"""Result of a check."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """State of a finding: fine, worth knowing, or to be fixed."""
+    """The state of a finding: OK is fine, NOTE is worth knowing, and BAD must be fixed."""
 
     OK = "ok"
     NOTE = "note"
@@ -17,13 +17,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding of a check.
+    """The result of a check.
 
     Attributes:
-        subject: what was checked, in a few words.
-        state: the result.
-        found: what was found, a sentence without its full stop.
-        advice: what to do; never empty for BAD.
+        subject: name of the checked thing, in a few words.
+        state: state of the checked thing.
+        found: description of the result, without a full stop.
+        advice: advice to the user; empty for none. BAD findings always have one.
     """
 
     subject: str
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """Findings under one heading, in reading order."""
+    """The findings under one heading of the report, in the order of the output."""
 
     title: str
     findings: tuple[Finding, ...]
@@ -60,7 +60,7 @@ def bad(subject: str, found: str, advice: str) -> Finding:
 
 
 def from_error(subject: str, error: Exception, advice: str = "correct it") -> Finding:
-    """Return a finding for a kvferry error; its text after the last semicolon becomes the advice.
+    """Return a BAD finding for an error. The text after the last semicolon of its message becomes the advice.
 
     >>> from_error("port", ValueError("port is 70000; it must be 0 to 65535")).advice
     'it must be 0 to 65535'
@@ -70,5 +70,5 @@ def from_error(subject: str, error: Exception, advice: str = "correct it") -> Fi
 
 
 def is_well(sections: Iterable[ReportSection]) -> bool:
-    """Return whether there is nothing to fix."""
+    """Return whether no finding is BAD."""
     return not any(finding.state is State.BAD for section in sections for finding in section.findings)

@@ -1,4 +1,4 @@
-"""Examine an engine or a router at its HTTP endpoint."""
+"""Examine an engine or a router through its HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -21,34 +21,43 @@ from kvferry.transport.handshake import Address
 
 
 class _Ask(Protocol):
-    """A function that requests a path of one address."""
+    """A function that sends a request to a path of the examined server."""
 
     async def __call__(
         self, path: str, post: bytes | None = None, chosen: Mapping[str, str] | None = None
     ) -> HttpReply:
-        """Return the answer; `chosen` are extra headers."""
+        """Send a request and return the answer.
+
+        Args:
+            path: path of the URL.
+            post: JSON body of a POST request; None for a GET request.
+            chosen: headers to add; None for none.
+        """
 
 
 _PROMPT = [11, 12, 13, 14]
-"""Token ids that exist in any vocabulary."""
+"""Prompt of the test request: token ids that exist in any vocabulary."""
 PROBE_TOKENS = _PROMPT[:-1]
-"""Token ids that an engine offers: the consumer computes the last one."""
+"""Token ids whose KV an engine offers for the test request. The reading engine computes the last one."""
 _RANK = "X-data-parallel-rank"
-"""vLLM's header that chooses a data-parallel rank."""
+"""Name of vLLM's header that chooses a data-parallel rank."""
 _TICKET = re.compile(r"[0-9a-f]{32}")
-"""A ticket, in the key where vLLM's NixlConnector has a request id."""
+"""Pattern of a ticket, the random id that claims the lease on offered blocks.
+
+kvferry sends it in the key where vLLM's NixlConnector has a request id.
+"""
 _ENGINE = re.compile(r'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedKv:
-    """The address of the KV that an engine has just computed.
+    """The KV of the test prompt, as the engine that computed it offers it to other engines.
 
     Attributes:
-        address: control channel of the engine.
+        address: host and port of the engine's control channel.
         engine_id: id of the engine.
-        ticket: name of the lease on the blocks.
+        ticket: random id of 16 bytes that claims the lease on the blocks.
     """
 
     address: Address
@@ -58,13 +67,13 @@ class OfferedKv:
 
 @dataclass(slots=True)
 class UrlFindings:
-    """Result of examining a URL. Mutable while it is examined.
+    """The result of examining the server at a URL. Mutable while the server is examined.
 
     Attributes:
-        findings: findings in order.
-        backends: URLs and roles of the engines behind a router.
-        offered: KV offered by the engine, or by its first data-parallel rank; None if it offers none.
-        other_ranks: the same for its other ranks.
+        findings: findings in the order of the checks.
+        backends: URL and role of each engine of a router; empty for an engine.
+        offered: KV that the engine's first data-parallel rank offers; None if it offers none.
+        other_ranks: KV that each other data-parallel rank offers; None for a rank that offers none.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -74,12 +83,12 @@ class UrlFindings:
 
 
 def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> UrlFindings:
-    """Examine the server at `url`. An engine computes a prompt of four tokens for a remote decode.
+    """Examine the server at `url`. If it is an engine, it computes a prompt of four tokens and offers the KV.
 
     Args:
-        url: base URL without a path.
-        seconds: deadline of each answer.
-        environment: environment variables; ``VLLM_API_KEY`` is sent if it is set.
+        url: base URL without a trailing slash.
+        seconds: longest time for each answer.
+        environment: environment variables. The value of ``VLLM_API_KEY`` is sent as the API key if it is set.
     """
     key = environment.get("VLLM_API_KEY")
     return anyio.run(_look, url, seconds, {"Authorization": f"Bearer {key}"} if key else {})
@@ -112,7 +121,7 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFind
 
 
 def _router(health: HttpReply) -> dict[str, Any] | None:
-    """Return the engines in a router's answer; None if the answer is not from a router."""
+    """Return the JSON object of a router's `/health`; None if the answer is not from a router."""
     said = health.json
     return said if isinstance(said, dict) and {"prefill", "decode"} <= said.keys() else None
 
@@ -144,7 +153,7 @@ def _behind(said: dict[str, Any]) -> UrlFindings:
 
 
 def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
-    """Return whether the answer is from vLLM."""
+    """Return whether the answer to `/version` is from vLLM, and add a finding about the version to `seen`."""
     said = answer.json
     version = said.get("version") if isinstance(said, dict) else None
     if not isinstance(version, str):
@@ -163,12 +172,12 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
 
 
 def _connector(answer: HttpReply, seen: UrlFindings) -> int:
-    """Find from its metrics which connector runs.
+    """Add a finding to `seen` about the connectors whose metrics are in the answer.
 
-    Several API servers omit counters that were never incremented.
+    If an engine has several API servers, `/metrics` lacks counters that were never incremented.
 
     Returns:
-        Number of data-parallel ranks with metrics; 1 if unknown.
+        Number of data-parallel ranks with metrics; 1 if it is unknown.
     """
     shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.fine else []
     if not answer.fine:
@@ -184,7 +193,13 @@ def _connector(answer: HttpReply, seen: UrlFindings) -> int:
 
 
 async def _ask_for_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
-    """Compute a short prompt on every rank. The answers carry the addresses of the control channels."""
+    """Have every data-parallel rank compute a short prompt, and add the KV that they offer to `seen`.
+
+    Args:
+        ask: function that sends a request to the engine.
+        seen: result to add to. Mutated.
+        engines: number of data-parallel ranks.
+    """
     listed = await ask("/v1/models")
     try:
         model = listed.json["data"][0]["id"]

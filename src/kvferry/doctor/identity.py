@@ -1,12 +1,12 @@
-"""Ask an engine for its identity over its control channel. No KV is read.
+"""Ask an engine over its control channel for a description of itself. No KV is read.
 
     Hello(no facts)     ──────▶
-                        ◀──────   Accepted(facts)      timed several times; the producer keeps no state
+                        ◀──────   Accepted(facts)      timed several times; the engine keeps no state
     AskRanks(no facts)  ──────▶
                         ◀──────   Ranks
 
-A fact that only one side has does not cause a refusal, so a client without facts gets the engine's
-description even if it is not a compatible engine.
+Facts are the properties of an engine that must agree with those of its peers. An engine refuses a peer only
+if a fact of both differs. This client sends no facts, so every engine describes itself to it.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _GIVE_KEY = (
 )
 _MECHANISM = slice(12, 32)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
-"""Signature and version of ZMTP 3.0 (rfc.zeromq.org/spec/23), to which a server answers with its mechanism.
-With another mechanism in the greeting, it would close the connection instead."""
+"""First bytes of a ZMTP 3.0 greeting (rfc.zeromq.org/spec/23): signature and version, without a mechanism.
+A server answers with its own security mechanism. To a different mechanism it would close the connection."""
 
 
 class IdentifyError(KVFerryError):
     """Raised if no engine answers as expected.
 
     Attributes:
-        advice: what to do.
+        advice: advice to the user.
     """
 
     def __init__(self, found: str, advice: str) -> None:
@@ -71,9 +71,9 @@ class EngineIdentity:
     """An engine's description of itself.
 
     Attributes:
-        address: its control channel.
-        facts: its identity, software and settings.
-        ranks: its workers.
+        address: host and port of the engine's control channel.
+        facts: id, software and settings of the engine.
+        ranks: descriptions of the engine's workers.
         round_trip_seconds: median round-trip time of a message.
     """
 
@@ -84,15 +84,15 @@ class EngineIdentity:
 
 
 def identify(address: Address, keys: security.Keys | None, seconds: float) -> EngineIdentity:
-    """Ask the engine at `address` for its identity.
+    """Ask the engine at `address` for a description of itself.
 
     Args:
-        address: host and port of a control channel.
+        address: host and port of the engine's control channel.
         keys: CURVE keys; None if this machine has none.
-        seconds: deadline.
+        seconds: longest time for all answers.
 
     Raises:
-        IdentifyError: there is no engine, or it has another key.
+        IdentifyError: no engine answers at the address, or the engine has a different key.
     """
     until = time.monotonic() + seconds
     if (mechanism := _mechanism(address, seconds)) != "CURVE":
@@ -116,13 +116,13 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
 
 
 def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
-    """Redeem a ticket and release its lease, so that the engine frees the blocks.
+    """Claim the lease on offered blocks with a ticket and release it, so that the engine frees the blocks.
 
     Args:
-        address: host and port of a control channel.
+        address: host and port of the engine's control channel.
         keys: CURVE keys.
-        ticket: ticket of a prompt without images, adapter and cache salt.
-        tokens: token ids of the blocks.
+        ticket: random id that claims the lease. The prompt must have no images, LoRA adapter or cache salt.
+        tokens: token ids whose KV the blocks hold.
     """
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
     with _connected(address, keys, _LINGER_MILLISECONDS) as channel:
@@ -134,7 +134,12 @@ def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens:
 def _connected(
     address: Address, keys: security.Keys, linger_milliseconds: int = 0
 ) -> Iterator[ControlSocket]:
-    """Yield a connection to the control channel at `address`.
+    """Yield a connection to the control channel at `address`, and close it when the block is left.
+
+    Args:
+        address: host and port of the control channel.
+        keys: CURVE keys.
+        linger_milliseconds: time to wait at the end for messages that are not sent yet.
 
     Raises:
         IdentifyError: the address is malformed, or the socket fails.
@@ -153,10 +158,16 @@ def _connected(
 
 
 def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: float) -> Any:
-    """Return the answer to a message, which is of class `kind`.
+    """Send a message, and return the answer.
+
+    Args:
+        channel: connection to the engine.
+        message: message to send.
+        kind: expected class of the answer.
+        deadline: deadline of the answer, in monotonic seconds.
 
     Raises:
-        IdentifyError: no answer arrived by the deadline, or an unexpected one.
+        IdentifyError: no answer arrives in time, the engine refuses, or the answer is not of class `kind`.
     """
     try:
         reply = channel.ask(message, deadline)
@@ -180,10 +191,10 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
 
 
 def _mechanism(address: Address, seconds: float) -> str:
-    """Return the security mechanism of a ZeroMQ socket from its greeting: ``NULL`` or ``CURVE``.
+    """Return the security mechanism in the greeting of a ZeroMQ socket, such as ``NULL`` or ``CURVE``.
 
     Raises:
-        IdentifyError: no process listens, or it is not a ZeroMQ socket.
+        IdentifyError: no process listens at the address, or the socket is not a ZeroMQ socket.
     """
     until = time.monotonic() + seconds
     heard = b""

@@ -1,8 +1,8 @@
-"""Deadlines for checks.
+"""Run checks with deadlines.
 
 A check that only waits for sockets runs in a thread, which is abandoned at its deadline. A check that may
-crash, or hang where no signal arrives (a dead mount, a driver), runs in a process, which is killed with its
-children.
+crash, or hang in the kernel (a dead mount, a driver), runs in a process. At the deadline the process and its
+children are killed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 class CheckTimeout(KVFerryError):
-    """Raised if a check does not end in time."""
+    """Raised if a check does not end by its deadline."""
 
 
 def run_within(seconds: float, call: Callable[[], T]) -> T:
-    """Return what `call` returns.
+    """Run `call` in a thread, and return its result.
 
     Raises:
         CheckTimeout: the call did not end in time.
-        Exception: whatever `call` raises.
+        Exception: the call raised this exception.
     """
     (answer,) = run_all_within(seconds, [call])
     if isinstance(answer, BaseException):
@@ -46,13 +46,17 @@ def run_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """Run all calls concurrently. Return results or exceptions in order; CheckTimeout for late calls."""
+    """Run all calls concurrently in threads, and return their results in the order of the calls.
+
+    The result of a call that raises is the exception. That of a call that does not end in time is a
+    CheckTimeout.
+    """
     answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
 
     def run(number: int, call: Callable[[], T]) -> None:
         try:
             answers.put((number, call()))
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits
+        except BaseException as error:  # noqa: BLE001 - returned to the caller
             answers.put((number, error))
 
     for number, call in enumerate(calls):
@@ -70,22 +74,28 @@ def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T |
 
 
 def run_check(subject: str, seconds: float, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Run a check. A timeout or an exception becomes a finding."""
+    """Run a check in a thread and return its findings. A timeout or an exception becomes a finding.
+
+    Args:
+        subject: subject of that finding.
+        seconds: longest time for the check.
+        check: function that returns the findings.
+    """
     try:
         return run_within(seconds, lambda: list(check()))
     except CheckTimeout as error:
         return [bad(subject, f"no answer: {error}", "find out what blocks there")]
-    except Exception as error:  # noqa: BLE001 - one check that breaks must not hide what others find
+    except Exception as error:  # noqa: BLE001 - a broken check must not hide the findings of others
         return [bad(subject, f"this check broke: {type(error).__name__}: {error}", "please report it")]
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessResult:
-    """Result of a process.
+    """The result of a process.
 
     Attributes:
-        code: exit code, negative for a signal; None if it was killed at its deadline.
-        out, err: its standard output and standard error.
+        code: exit code, or -n if signal n ended the process; None if it was killed at its deadline.
+        out, err: standard output and standard error.
     """
 
     code: int | None
@@ -94,14 +104,14 @@ class ProcessResult:
 
     @property
     def how(self) -> str:
-        """Return a sentence that describes how it ended."""
+        """Return a sentence that describes how the process ended."""
         if self.code is None:
             return "it did not finish in time"
         return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"
 
     @property
     def last_words(self) -> str:
-        """Return the last line of its standard error, or how it ended."""
+        """Return the last line of standard error; if there is none or the process was killed, `how`."""
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         return lines[-1][:_MOST_SAID] if lines and self.code is not None else self.how
 
@@ -109,12 +119,12 @@ class ProcessResult:
 def run_python(
     arguments: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> ProcessResult:
-    """Run this Python interpreter with arguments, and kill it at its deadline.
+    """Run this Python interpreter in a process, and kill the process and its children at the deadline.
 
     Args:
-        arguments: as ``["-m", module, ...]``.
-        seconds: time until it is killed, with its children.
-        environment: variables on top of this process's own.
+        arguments: arguments of the interpreter, such as ``["-m", module]``.
+        seconds: longest time for the process.
+        environment: environment variables, added to those of this process.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -140,7 +150,7 @@ def run_python(
 
 
 def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Kill a process and its session, and return its output. Leave one that the kernel does not end."""
+    """Kill a process and its process group, and return its output. Wait at most two seconds for its end."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:

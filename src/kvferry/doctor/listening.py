@@ -1,4 +1,4 @@
-"""Check the address that an engine would listen on, who could reach it, and its key."""
+"""Check the address that an engine would listen on, the machines that could reach it, and its key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
 
 
 def node_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address that ``host: node`` means: ``VLLM_HOST_IP``, or that of the default route."""
+    """Return the address for the setting ``host: node``: ``VLLM_HOST_IP``, or that of the default route."""
     if given := environment.get("VLLM_HOST_IP"):
         return given
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -30,7 +30,7 @@ def node_address(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def check(config: ConnectorConfig) -> list[Finding]:
-    """Run all checks of listening; an engine without transfer does not listen."""
+    """Check key, access, advertised address and port of an engine with these settings."""
     if not config.transfers:
         return [ok("listening", "no KV is exchanged, so nothing listens")]
     host = node_address() if config.host == NODE else config.host
@@ -43,7 +43,11 @@ def check(config: ConnectorConfig) -> list[Finding]:
 
 
 def key(secret_file: str | None) -> Finding:
-    """Check the key that an engine of this user would use."""
+    """Check the key that an engine of this user would use.
+
+    Args:
+        secret_file: path of the key file in the settings; None for this machine's default key.
+    """
     subject = "key"
     try:
         place, keys = key_location(secret_file), existing_keys(secret_file)
@@ -59,7 +63,7 @@ def key(secret_file: str | None) -> Finding:
 
 
 def access(config: ConnectorConfig, host: str) -> Finding:
-    """Report who could exchange KV with the engine."""
+    """Report which engines could exchange KV with an engine that listens on `host`."""
     subject = "host"
     advertised_host = config.advertise_host or host
     if is_loopback(host):
@@ -75,7 +79,11 @@ def access(config: ConnectorConfig, host: str) -> Finding:
 
 
 def advertised(advertised_host: str | None) -> list[Finding]:
-    """Return a note if the advertised address is a name: peers resolve only names that they list."""
+    """Return a note if the advertised address is a host name: peers resolve only names that they list.
+
+    Args:
+        advertised_host: value of the setting ``advertise_host``; None if it is not set.
+    """
     if advertised_host is None or advertised_host == "localhost" or parse_ip(advertised_host) is not None:
         return []
     return [
@@ -88,7 +96,7 @@ def advertised(advertised_host: str | None) -> list[Finding]:
 
 
 def address(host: str, port: int) -> list[Finding]:
-    """Check whether the control channel could listen at the address now."""
+    """Check whether the control channel could listen on this host and port now."""
     subject = "port"
     try:
         family, kind, number, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

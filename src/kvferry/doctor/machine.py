@@ -1,4 +1,4 @@
-"""Check what the operating system provides: lockable memory, files, threads, shared memory, huge pages."""
+"""Check the limits of the operating system: lockable memory, files, threads, shared memory, huge pages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvferry.transport.nixl_requirements import LEAST_BYTES
 from kvferry.units import format_bytes
 
 _ENOUGH_FILES = 65_535
-"""vLLM raises its own limit to this number if allowed."""
+"""Number of open files to which vLLM raises its own limit, if that is allowed."""
 _FEW_FILES = 1024
 _ENGINES_THREADS = 256
-"""Threads to allow for an engine; one of one rank with its helpers had 115 on two cores."""
+"""Number of threads to allow for an engine. An engine with one rank had 115 threads on two cores."""
 _LITTLE_SHM = 1 << 30
 _COLLAPSES_SINCE = (6, 1)
 
 
 def devices(folder: str = "/sys/class/infiniband") -> list[str]:
-    """Return the names of RDMA devices: InfiniBand, RoCE, EFA."""
+    """Return the names of this machine's RDMA devices (InfiniBand, RoCE, EFA)."""
     try:
         return sorted(entry.name for entry in Path(folder).iterdir())
     except OSError:
@@ -35,11 +35,11 @@ def devices(folder: str = "/sys/class/infiniband") -> list[str]:
 
 
 def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Finding:
-    """Check whether memory can be registered with RDMA devices, which lock it.
+    """Check whether enough memory can be locked, which registration with RDMA devices requires.
 
     Args:
-        limit: lockable bytes, negative for unlimited; by default this process's limit.
-        rdma: names of devices; by default this machine's.
+        limit: number of lockable bytes, negative for unlimited; None for this process's limit.
+        rdma: names of RDMA devices; None for this machine's devices.
     """
     subject = "locked memory"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
@@ -57,7 +57,12 @@ def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Fi
 
 
 def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
-    """Check whether enough sockets and files can be open for many requests."""
+    """Check whether a process can open enough sockets and files for many requests.
+
+    Args:
+        soft: soft limit of open files; None for this process's limits.
+        hard: hard limit of open files, negative for unlimited; None for this process's limits.
+    """
     subject = "open files"
     if soft is None or hard is None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -81,9 +86,9 @@ def threads(limit: int | None = None, used: int | None = None, user: int | None 
     """Check whether this user may start enough threads for engines.
 
     Args:
-        limit: number of threads, negative for unlimited; by default this process's limit.
-        used: number of the user's threads; by default counted.
-        user: user id, by default this process's. Root (0) has no limit.
+        limit: maximum number of threads, negative for unlimited; None for this process's limit.
+        used: number of threads that the user has; None to count them.
+        user: user id; None for that of this process. Root (0) has no limit.
     """
     subject = "threads"
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
@@ -109,7 +114,12 @@ def _threads_of(user: int) -> int:
 
 
 def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_result] = os.statvfs) -> Finding:  # noqa: S108
-    """Check the room for the queues of vLLM and UCX. The host tier does not use it."""
+    """Check whether shared memory has room for the queues of vLLM and UCX. The host tier does not use it.
+
+    Args:
+        path: path of the file system for shared memory.
+        stat: function that returns the state of a file system.
+    """
     subject = path
     try:
         found = stat(path)
@@ -139,10 +149,10 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
 
 
 def file_size(limit: int | None = None) -> Finding:
-    """Check whether files may be as large as host memory and UCX's queues, which count as files.
+    """Check whether the size of files is unlimited. The limit also applies to host memory and UCX's queues.
 
     Args:
-        limit: bytes per file, negative for unlimited; by default this process's limit.
+        limit: maximum number of bytes per file, negative for unlimited; None for this process's limit.
     """
     subject = "size of a file"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] if limit is None else limit
@@ -157,7 +167,7 @@ def file_size(limit: int | None = None) -> Finding:
 
 
 def memory_files() -> Finding:
-    """Check whether ranks can share memory through sealed memory files."""
+    """Check whether memory files can be created and sealed, through which ranks share the host tier."""
     subject = "memory files"
     try:
         os.close(sealed_file("kvferry-doctor", 4096))
@@ -167,7 +177,12 @@ def memory_files() -> Finding:
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
-    """Check whether transferred memory can use huge pages of 2 MiB (`memory.huge_pages`)."""
+    """Check whether transferred memory can use huge pages of 2 MiB (`memory.huge_pages`).
+
+    Args:
+        read: function that returns the content of a file; None if it cannot be read.
+        release: version of the kernel; None for the running kernel.
+    """
     subject = "large pages"
     enabled = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     version = release or os.uname().release
@@ -195,7 +210,7 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
 
 
 def check() -> list[Finding]:
-    """Run all checks of the machine."""
+    """Run all checks of the operating system."""
     return [
         locked_memory(),
         open_files(),

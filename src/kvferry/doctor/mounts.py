@@ -32,7 +32,7 @@ class Mount:
     Attributes:
         point: path of the mount point.
         kind: type of the file system, as the kernel names it.
-        source: device or server.
+        source: device or server that holds the files.
     """
 
     point: str
@@ -41,27 +41,30 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """Return whether its files are in memory, and lost at a restart."""
+        """Return whether the files are in memory, so they are lost when the machine restarts."""
         return self.kind in _MEMORY
 
     @property
     def is_layer(self) -> bool:
-        """Return whether it is a container's own layer, which is deleted with the container."""
+        """Return whether this is a container's own layer, which is deleted with the container."""
         return self.kind in _LAYERS
 
     @property
     def is_network(self) -> bool:
-        """Return whether its files are on another machine or behind a user-space process."""
+        """Return whether the files are on another machine or served by a user-space process (FUSE)."""
         return self.kind in _NETWORK or self.kind.startswith("fuse")
 
 
 def list_mounts() -> list[Mount]:
-    """Return all mounts that this process sees."""
+    """Return all mounted file systems that this process can see."""
     return [Mount(one.mountpoint, one.fstype, one.device) for one in psutil.disk_partitions(all=True)]
 
 
 def mount_of(path: str, among: Iterable[Mount]) -> Mount | None:
-    """Return the mount of an absolute path: the longest matching mount point, and of equals the last.
+    """Return the mounted file system that holds an absolute path; None if there is none.
+
+    This is the one with the longest mount point. Of several at the same mount point, it is the last in
+    `among`.
 
     >>> among = [Mount("/", "ext4", ""), Mount("/mnt", "nfs", ""), Mount("/mn", "xfs", "")]
     >>> mount_of("/mnt/kv/x", among).kind

@@ -21,7 +21,7 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
 
     Args:
         version: installed version of NIXL; None if it is not installed.
-        probe: starts plugins one after the other in another process.
+        probe: function that starts the plugins one after the other in another process.
     """
     if version is None:
         absent = "is not installed here: engines of this machine can keep KV in tiers, but exchange none"
@@ -48,7 +48,12 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
 
 
 def _end(ended: ProcessResult, libraries: bool) -> Finding:
-    """Check how the process that used NIXL ended (`transport.rdma_libraries`)."""
+    """Check how the process that used NIXL ended. Some RDMA libraries crash it (`transport.rdma_libraries`).
+
+    Args:
+        ended: result of the process.
+        libraries: True if the system's libefa was loaded first.
+    """
     beside = "the system's libefa is loaded first" if libraries else "no libefa here"
     if ended.code:
         return bad(

@@ -1,4 +1,4 @@
-"""Check whether one engine can read another's KV, with the functions of the handshake itself."""
+"""Check whether one engine can read another's KV, with the same functions as the engines' handshake."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _ADVICE = {
     "multimodal processor": "give both the same preprocessor_config.json and --mm-processor-kwargs",
     "engine settings": "give both the same value of the engine argument that is named",
 }
-"""Advice by name of the differing fact, as in `engines.vllm.identity`."""
+"""Advice to the user, by the name of the differing fact (`engines.vllm.identity`)."""
 _OTHERWISE = "start both with the same model, dtypes, attention backend and cache manager"
 
 
 def differences(there: EngineIdentity, here: EngineIdentity) -> list[str]:
-    """Return why `here` cannot read from `there`, one sentence per difference; empty if it can."""
+    """Return the reasons why engine `here` cannot read from engine `there`; empty if it can."""
     found = dict.fromkeys(compare_facts(there.facts.must_agree, here.facts.must_agree))
     peer = [card.geometry for card in there.ranks]
     for card in here.ranks:
@@ -54,12 +54,14 @@ def differences(there: EngineIdentity, here: EngineIdentity) -> list[str]:
 
 
 def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> list[ReportSection]:
-    """Return a section per pair of a prefill and a decode engine, in the direction that KV moves.
+    """Check every pair of engines that could exchange KV, and return a section of the report per pair.
+
+    If a pair could exchange KV in both directions with the same findings, it has one section.
 
     Args:
-        engines: all examined engines; an engine without a role is taken for both.
-        costs: the planner's costs here.
-        local: speed of READs between two processes of this machine; empty if unknown.
+        engines: all examined engines. An engine whose role is unknown may do prefill and decode.
+        costs: costs that the transfer planner assumes.
+        local: description of the speed of READs between two processes of this machine; empty if unknown.
     """
     identity = [(seen, seen.identity) for seen in engines if seen.identity is not None]
     found: dict[tuple[str, str], tuple[Finding, ...]] = {}
@@ -80,7 +82,7 @@ def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> l
 
 
 def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
-    """Return the findings of a pair without the direction.
+    """Return the findings of a pair in a form that is the same for both directions of the pair.
 
     >>> one, other = "dtype: a there, b here", "dtype: b there, a here"
     >>> _either_way([note("x", one)]) == _either_way([note("x", other)])
@@ -123,7 +125,7 @@ def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str)
 
 
 def _fact_of(difference: str) -> str:
-    """Return the name of the fact that a difference is about.
+    """Return the name of the fact in the description of a difference.
 
     >>> _fact_of("built model, RotaryEmbedding.base: 10000 there, 500 here")
     'built model'
@@ -132,7 +134,7 @@ def _fact_of(difference: str) -> str:
 
 
 def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
-    """Report how bytes would travel, as far as it was measured."""
+    """Report how bytes would travel between two engines, with measured speeds if there are any."""
     took = " and ".join(
         map(format_seconds, sorted(identity.round_trip_seconds for identity in (there, here)))
     )
@@ -145,7 +147,7 @@ def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
 
 
 def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
-    """Describe a transfer between the two: ranks, strategies and runs."""
+    """Return a text about transfers from `there` to `here`: ranks, strategies, sizes of contiguous runs."""
     ranks = f"{len(there.ranks)} rank(s) there, {len(here.ranks)} here"
     peer = [card.geometry for card in there.ranks]
     templates = [t for card in here.ranks for t in build_templates(peer, card.geometry)]
@@ -158,13 +160,13 @@ def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
 
 
 def _between(runs: Sequence[int]) -> str:
-    """Return the smallest and the largest run as text."""
+    """Return the sizes of the smallest and the largest contiguous run as text."""
     ends = dict.fromkeys((format_bytes(min(runs)), format_bytes(max(runs))))
     return " to ".join(ends)
 
 
 def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
-    """Return the strategies that the planner would choose for a request of some blocks."""
+    """Return the names of the strategies that the planner would choose for a typical request."""
     found = set()
     for template in templates:
         for route in template.routes:
@@ -174,7 +176,7 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 
 
 def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Return a note on layers of a draft model that the peer lacks: they are cleared instead of loaded."""
+    """Return a note if `there` lacks layers of `here`'s draft model. They are cleared instead of loaded."""
     peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
     if not (names := absent_layer_names(peer, ours)):
         return []
@@ -189,7 +191,10 @@ def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
 
 
 def _windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Return a note if a load may fill only part of a window's first block (`engines.vllm.part_blocks`)."""
+    """Return a note if a load may fill only part of a sliding window's first block.
+
+    `engines.vllm.part_blocks` describes such blocks.
+    """
     kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
     theirs, ours = (
         max(

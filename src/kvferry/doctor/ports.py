@@ -1,4 +1,4 @@
-"""Find the ports of an engine's processes on this machine, their purpose, and their protection."""
+"""Find the listening ports of an engine's processes on this machine, their purpose, and their protection."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Port:
     """A listening socket.
 
     Attributes:
-        process: id of a process that holds it.
-        address: bound address; ``0.0.0.0`` or ``::`` for all.
+        process: id of a process that has the socket open.
+        address: bound address; ``0.0.0.0`` or ``::`` for all addresses.
         number: port number.
     """
 
@@ -37,14 +37,14 @@ class Port:
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether only this machine can reach it."""
+        """Return whether only this machine can reach the port."""
         address = ipaddress.ip_address(self.address)
         mapped = getattr(address, "ipv4_mapped", None)
         return (mapped or address).is_loopback
 
 
 def listening_ports(process: int) -> list[Port]:
-    """Return the TCP ports of a process; none if it is gone or another user's."""
+    """Return the listening TCP ports of a process; empty if it has ended or belongs to another user."""
     held = set()
     with suppress(OSError):
         for entry in os.scandir(_PROC / str(process) / "fd"):
@@ -58,8 +58,11 @@ def listening_ports(process: int) -> list[Port]:
 
 
 def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
-    """Yield (address, port, inode) of the listening sockets in a process's network namespace; see proc(5)."""
-    # psutil reads this process's own namespace only, so it finds no port of an engine in a container.
+    """Yield (address, port, inode) of every listening socket in a process's network namespace.
+
+    proc(5) describes the format of the tables.
+    """
+    # psutil reads only this process's network namespace, so it finds no ports of engines in containers.
     for table, family in _TABLES:
         with suppress(OSError):
             for line in (_PROC / str(process) / "net" / table).read_text().splitlines()[1:]:
@@ -71,7 +74,7 @@ def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
 
 
 def engine_of(port: int) -> dict[int, str]:
-    """Return the command lines, by process id, of the engine that has a port; empty if unknown."""
+    """Return the command lines, by process id, of the engine that listens on a port; empty without one."""
     having = (
         process
         for process in psutil.process_iter()
@@ -87,7 +90,7 @@ def engine_of(port: int) -> dict[int, str]:
 
 
 def _command(process: psutil.Process) -> str:
-    """Return the command line of a process; empty if it is gone or hidden."""
+    """Return the command line of a process; empty if the process has ended or belongs to another user."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -95,11 +98,11 @@ def _command(process: psutil.Process) -> str:
 
 
 def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Finding]:
-    """Return a finding per port: its purpose, and who may use it.
+    """Return a finding per listening port: its purpose, and who can use it.
 
     Args:
-        processes: command lines by process id.
-        known: purpose by port, for ports that require the key.
+        processes: command lines of the engine's processes, by process id.
+        known: purposes of the ports that only accept holders of the key, by port number.
     """
     seen: dict[tuple[str, int], Port] = {}
     for process in processes:

@@ -1,10 +1,10 @@
-"""Checks that run in a process of their own: `python -m kvferry.doctor.probes WHAT [ARGUMENT]`.
+"""Checks that run in a separate process: `python -m kvferry.doctor.probes WHAT [ARGUMENTS]`.
 
-Each prints JSON lines, which `parse_output` can read even if the process crashed after some of them.
+Each check prints JSON lines. `parse_output` can read those that were printed before a crash.
 
 - ``nixl``: list and start NIXL's plugins; ``reads``: time READs between two processes;
 - ``connector``: load the connector in vLLM; ``path``: test a directory;
-  ``twins``: find paths that are the same directory.
+- ``twins``: find paths that are the same directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROUNDS = 7
 
 
 def parse_output(out: str) -> list[dict[str, Any]]:
-    """Return the JSON lines of a probe, ignoring what libraries print."""
+    """Return the JSON objects that a check printed. Other output, such as that of libraries, is ignored."""
     found = []
     for line in out.splitlines():
         _, mark, told = line.partition(_MARK)  # libraries leave unfinished lines before it
@@ -43,11 +43,11 @@ def parse_output(out: str) -> list[dict[str, Any]]:
 
 
 def _say(**what: Any) -> None:
-    print(f"{_MARK}{json.dumps(what)}", flush=True)  # noqa: T201 - this is how it is told
+    print(f"{_MARK}{json.dumps(what)}", flush=True)  # noqa: T201 - the parent reads it
 
 
 def nixl() -> None:
-    """Print NIXL's version, its plugins, and why a plugin does not start."""
+    """Print NIXL's version and its plugins, each with the reason if it does not start."""
     from importlib.metadata import version  # noqa: PLC0415
 
     from kvferry.transport.nixl_agent import make_nixl_agent  # noqa: PLC0415 - loads NIXL
@@ -60,13 +60,13 @@ def nixl() -> None:
         try:
             agent = make_nixl_agent(f"doctor-{plugin}", [plugin], progress=False)
             why = "" if plugin in agent.backends else "it does not start"
-        except Exception as error:  # noqa: BLE001 - whatever a plugin raises, it does not start
+        except Exception as error:  # noqa: BLE001 - after any exception the plugin does not start
             why = str(error) or type(error).__name__
         _say(plugin=plugin, why=why)
 
 
 def reads() -> None:
-    """Time READs of small and large descriptors, as `kvferry bench calibrate` does."""
+    """Time READs with small and with large descriptors, and print the times."""
     import numpy as np  # noqa: PLC0415
 
     from kvferry.measuring.machine import machine_facts  # noqa: PLC0415
@@ -89,8 +89,8 @@ def reads() -> None:
 
 
 def connector() -> None:
-    """Import the connector as an engine would."""
-    import vllm  # noqa: PLC0415 - heavy, and what is to be tried
+    """Import the connector as an engine would, and print whether vLLM supports it here."""
+    import vllm  # noqa: PLC0415 - slow, and its import is checked here
 
     _say(version=vllm.__version__)
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -106,7 +106,7 @@ def connector() -> None:
 
 
 def path(where: str) -> None:
-    """Test a directory of the file tier: owner, free space, and whether a file can be written and locked."""
+    """Print a directory's owner and free space, and whether a file there can be written and locked."""
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
     from kvferry.tiers.files.opening import check_directory  # noqa: PLC0415
 
@@ -128,7 +128,7 @@ def path(where: str) -> None:
 
 
 def twins(*paths: str) -> None:
-    """For each path, print the earlier path that is the same directory."""
+    """Print for each path the earlier path that is the same directory, or null if there is none."""
     from kvferry.tiers.paths import find_same_directory  # noqa: PLC0415
 
     for number, path in enumerate(paths):
@@ -136,7 +136,7 @@ def twins(*paths: str) -> None:
 
 
 def _write(name: str) -> None:
-    """Write, lock and remove a file of one page."""
+    """Create, lock, write and remove a file of one page. Print the failure, or whether direct I/O worked."""
     from kvferry.tiers.files.direct_io import set_direct, whole_pages  # noqa: PLC0415
 
     page = whole_pages(4096)

@@ -1,7 +1,7 @@
-"""Time READs between two processes of this machine, and find the transport they use.
+"""Time READs between two processes of this machine, and find the transports that UCX uses for them.
 
-With ``UCX_TLS=^sm`` the processes read from each other through their network devices, as if on two machines.
-The network between machines is not measured.
+With ``UCX_TLS=^sm`` the processes use the network devices, as if they were on two machines. The network
+between machines is not measured.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TABLE = "remote memory read by ucp_get"
 
 @dataclass(frozen=True, slots=True)
 class ReadTimings:
-    """Timed READs.
+    """Measured times of READs.
 
     Attributes:
-        transports: names of the transports in UCX, for example ``cma/memory``.
-        timed: (descriptors, bytes, seconds) of each size.
+        transports: UCX's names of the transports, for example ``cma/memory``.
+        timed: (descriptors, bytes, seconds) per size of descriptor, the smallest size first.
         machine: description of the machine, as in `kvferry bench`.
     """
 
@@ -37,13 +37,13 @@ class ReadTimings:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Return the rate with the largest descriptors."""
+        """Return the rate of READs with the largest descriptors, in GB/s."""
         _, moved, seconds = self.timed[-1]
         return moved / seconds / 1e9
 
     @property
     def words(self) -> str:
-        """Return transports and rates as text."""
+        """Return the transports and the rates as text."""
         parts = [
             f"{moved / seconds / 1e9:.2g} GB/s in pieces of {format_bytes(moved / count)}"
             for count, moved, seconds in self.timed
@@ -52,7 +52,7 @@ class ReadTimings:
 
 
 def transport_of(out: Iterable[str]) -> tuple[str, ...]:
-    """Return the transports of READs from UCX's output with ``UCX_PROTO_INFO`` set."""
+    """Return the transports of READs, found in the lines that UCX prints if ``UCX_PROTO_INFO`` is set."""
     found: dict[str, None] = {}
     inside = False
     for line in out:
@@ -66,7 +66,11 @@ def transport_of(out: Iterable[str]) -> tuple[str, ...]:
 
 
 def start_reads(transports: str | None) -> ProcessResult:
-    """Have two processes read from each other with this ``UCX_TLS``; None leaves the variable as it is."""
+    """Run the check that times READs between two processes.
+
+    Args:
+        transports: value of ``UCX_TLS``; None to leave the variable as it is.
+    """
     variables = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     return run_python(
         ["-m", MODULE, "reads"],
@@ -76,7 +80,11 @@ def start_reads(transports: str | None) -> ProcessResult:
 
 
 def time_reads(ended: ProcessResult) -> ReadTimings | str:
-    """Return a probe's measurements, or the reason why there are none."""
+    """Return the times that a check has printed, or the reason why there are none.
+
+    Args:
+        ended: result of the check's process.
+    """
     lines = parse_output(ended.out)
     timed = tuple((n["descriptors"], n["bytes"], n["seconds"]) for n in lines if "descriptors" in n)
     if len(timed) < 2:
@@ -88,7 +96,15 @@ def time_reads(ended: ProcessResult) -> ReadTimings | str:
 def check(
     environment: Mapping[str, str] = os.environ, start: Callable[[str | None], ProcessResult] = start_reads
 ) -> Iterator[Finding | ReadTimings]:
-    """Check READs between two processes, first with all transports, then without shared memory."""
+    """Check READs between two processes, first with all transports, then without shared memory.
+
+    Args:
+        environment: environment variables. If ``UCX_TLS`` is set, only the first check runs.
+        start: function that times READs with a value of ``UCX_TLS``.
+
+    Yields:
+        Findings, and the times of READs with all transports.
+    """
     given = environment.get("UCX_TLS")
     here = time_reads(start(None))
     if isinstance(here, str):

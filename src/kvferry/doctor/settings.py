@@ -1,4 +1,4 @@
-"""Check the file of ``--config`` in the way the connector reads it."""
+"""Check the configuration file of ``--config`` in the way that the connector reads it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A configuration file.
+    """The content of a configuration file.
 
     Attributes:
-        configs: valid settings of each `KVFerryConnector` in the file.
+        configs: settings of each `KVFerryConnector` in the file whose settings are valid.
         findings: findings about the file.
     """
 
@@ -38,10 +38,10 @@ class ConfigFile:
 
 
 def read_file(path: str) -> ConfigFile:
-    """Read and check a file: the object of ``--kv-transfer-config``, or its ``kv_connector_extra_config``.
+    """Read and check a file with the value of ``--kv-transfer-config`` or ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: it cannot be read, or is not a JSON object.
+        ConfigError: the file cannot be read, or is not a JSON object.
     """
     given = _json(path)
     if "kv_connector" in given:
@@ -76,11 +76,11 @@ def _json(path: str) -> dict[str, Any]:
 
 
 def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
-    """Check a value of ``--kv-transfer-config``; of several connectors, only kvferry's.
+    """Check a value of ``--kv-transfer-config``. If it has several connectors, check only kvferry's.
 
     Args:
-        given: the value.
-        alone: False if the value is for one of several connectors, which share one role.
+        given: value to check, with the key ``kv_connector``.
+        alone: False if the value is an entry of a `FerryMultiConnector`; then its role is not checked.
     """
     name = given["kv_connector"]
     if not isinstance(name, str):
@@ -120,7 +120,12 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
 
 
 def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Finding]:
-    """Check a `FerryMultiConnector` without its children."""
+    """Check the settings of a `FerryMultiConnector`, without those of its connectors.
+
+    Args:
+        given: value of ``--kv-transfer-config``.
+        extra: value of its ``kv_connector_extra_config``.
+    """
     try:
         settings = parse_multi(extra)
     except ConfigError as error:
@@ -130,7 +135,7 @@ def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Findin
 
 
 def _around(given: Mapping[str, Any]) -> list[Finding]:
-    """Check the keys beside ``kv_connector_extra_config``, such as the role."""
+    """Check the keys next to ``kv_connector_extra_config``: module path, failure policy and role."""
     found = []
     name = given["kv_connector"]
     expected, module = CONNECTORS[name], given.get("kv_connector_module_path")
@@ -156,7 +161,7 @@ def _around(given: Mapping[str, Any]) -> list[Finding]:
 
 
 def _known_by_name() -> bool:
-    """Return whether the installed vLLM loads kvferry's plugin, which registers the connectors by name."""
+    """Return whether vLLM loads kvferry's plugin, so that it finds the connectors by name."""
     allowed = os.environ.get("VLLM_PLUGINS")
     ours = [one.name for one in entry_points(group=_PLUGINS) if one.module == plugin.__name__]
     return any(allowed is None or name in allowed.split(",") for name in ours)
@@ -175,7 +180,7 @@ def _extra(
 
 
 def summary(config: ConnectorConfig) -> str:
-    """Return a short description of what an engine with these settings does."""
+    """Return a short text about what an engine with these settings does."""
     does = ["exchanges KV with other engines"] if config.transfers else []
     if config.tiers:
         kinds = "host, file" if config.tiers == "default" else ", ".join(one["type"] for one in config.tiers)

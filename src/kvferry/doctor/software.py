@@ -1,4 +1,4 @@
-"""Check the installed software and its settings."""
+"""Check the installed software: kvferry, vLLM and the connector."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def python() -> Finding:
 
 
 def vllm(version: str | None) -> Finding:
-    """Check whether vLLM is installed in a tested version."""
+    """Check whether vLLM is installed in a version with which kvferry is tested.
+
+    Args:
+        version: installed version of vLLM; None if it is not installed.
+    """
     if version is None:
         return note("vLLM", "is not installed here: no engine can be started on this machine", _INSTALL)
     if not is_tested(version):
@@ -41,7 +45,11 @@ def _import_connector() -> ProcessResult:
 
 
 def connector(probe: Probe = _import_connector) -> list[Finding]:
-    """Check whether vLLM loads the connector, and keeps the hybrid KV cache manager on."""
+    """Check whether vLLM loads the connector and keeps the hybrid KV cache manager enabled.
+
+    Args:
+        probe: function that loads the connector in another process.
+    """
     subject = "connector"
     ended = probe()
     told = {name: value for line in parse_output(ended.out) for name, value in line.items()}
@@ -64,7 +72,7 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Report that PYTHONHASHSEED does not matter."""
+    """Report how chunks are named, and that ``PYTHONHASHSEED`` has no influence on that."""
     seed = environment.get("PYTHONHASHSEED")
     return ok(
         "keys",
@@ -74,11 +82,11 @@ def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
 
 
 def weights_cache(path: Path | None, digests: int) -> Finding:
-    """Check whether digests of weights can be remembered between starts.
+    """Check whether digests of model weights can be kept between starts of engines.
 
     Args:
-        path: where digests are remembered; None for a user without a home.
-        digests: number of remembered digests.
+        path: file for the digests; None for a user without a home directory.
+        digests: number of digests in the file.
     """
     subject = "weights"
     if path is None:
@@ -100,7 +108,7 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
 
 
 def check() -> list[Finding]:
-    """Run all checks of software. Loads vLLM in another process if it is installed."""
+    """Run all checks of the software. If vLLM is installed, another process loads it."""
     version = vllm_version()
     found = [python(), vllm(version)]
     if version is not None:

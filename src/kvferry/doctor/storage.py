@@ -1,4 +1,4 @@
-"""Check a configuration's tiers on this machine: memory, directories, object stores."""
+"""Check whether a configuration's tiers work on this machine: host memory, directories, object stores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Probe = Callable[[str], ProcessResult]
 
 
 def check(tiers: Tiers) -> Iterator[Finding]:
-    """Check all tiers, the fastest first."""
+    """Check all tiers, host memory first, then the slower tiers in their order."""
     yield host(tiers.host)
     for number, one in enumerate(tiers.slow):
         subject = f"tier {number + 1}, {one.kind}"
@@ -52,7 +52,12 @@ def check(tiers: Tiers) -> Iterator[Finding]:
 
 
 def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = available_memory) -> Finding:
-    """Check whether enough memory is available."""
+    """Check whether enough memory is available for the host tier.
+
+    Args:
+        settings: settings of the host tier.
+        room: function that returns the available bytes with a description; None if they are unknown.
+    """
     subject = "host memory"
     found = room()
     if found is None:
@@ -81,9 +86,16 @@ def file(
     probe: Probe = _probe,
     among: Callable[[], list[Mount]] = list_mounts,
 ) -> Iterator[Finding]:
-    """Check whether the directory can be used, its file system, and its capacity."""
+    """Check the directory of a file tier: access, capacity and file system.
+
+    Args:
+        subject: subject of the findings.
+        settings: settings of the file tier.
+        probe: function that tests a directory in another process.
+        among: function that returns all mounted file systems.
+    """
     try:
-        wanted = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - as the tier has it
+        wanted = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - same as in the tier
     except ConfigError as error:
         yield from_error(subject, error)
         return
@@ -129,7 +141,7 @@ def file(
 
 
 def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
-    """Report paths of several tiers that are the same directory, by link or mount."""
+    """Report paths of several file tiers that are the same directory, by link or mount."""
     try:
         paths = {
             number: one.path or default_directory()
@@ -137,7 +149,7 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
             if isinstance(one, FileSettings)
         }
     except ConfigError:
-        return  # `file` says so
+        return  # `file` reports it
     if len(paths) < 2:
         return
     ended = run_python(["-m", MODULE, "twins", *paths.values()], _PATH_SECONDS)
@@ -152,7 +164,7 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
 
 
 def _made(default: str) -> str:
-    """Return the default directory, or its nearest existing parent: the engine creates the rest."""
+    """Return the default directory, or its nearest existing parent, in which the engine creates it."""
     path = Path(default)
     return default if path.exists() else str(next(above for above in path.parents if above.exists()))
 
@@ -201,7 +213,7 @@ def _remedy(number: int) -> str:
 
 
 def trial(subject: str, settings: StorageSettings) -> list[Finding]:
-    """Check that something can be written to the storage and removed."""
+    """Check whether data can be written to the storage and removed again."""
     try:
         result = settings.try_out()
     except ConfigError as error:
@@ -210,4 +222,4 @@ def trial(subject: str, settings: StorageSettings) -> list[Finding]:
 
 
 OWN_CHECKS: Mapping[type[StorageSettings], Callable[[str, Any], Iterable[Finding]]] = {FileSettings: file}
-"""Checks of kinds of storage about which more can be said than whether a trial succeeds."""
+"""Special checks by class of storage settings. Other kinds of storage are checked with `trial`."""

@@ -1,5 +1,5 @@
-"""Listeners that turn the connector's events into metrics, traces and spans.
+"""Turn the connector's events into metrics, request traces and OpenTelemetry spans.
 
-They are `metrics_listener`, `traces` and `spans`. `explaining` answers questions about the latest requests.
-This package does not depend on an engine.
+The listeners are `metrics_listener`, `traces` and `spans`. `explaining` keeps the events of the latest
+requests for `kvferry explain`. This package does not depend on any inference engine.
 """

@@ -1,4 +1,4 @@
-"""An engine's memory of its latest requests, and the socket over which `kvferry explain` reads it."""
+"""Keep the events of an engine's latest requests, and serve them to `kvferry explain` over a Unix socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.observe.wire import EngineInfo
 
 
 class RequestExplainer:
-    """Remembers the latest requests and answers questions about them; does nothing if `requests` is 0."""
+    """Remembers the events of the latest requests and serves them to `kvferry explain`."""
 
     def __init__(
         self,
@@ -24,15 +24,15 @@ class RequestExplainer:
         role: str,
         connector: str = "",
     ) -> None:
-        """Subscribe to the events.
+        """Subscribe to the connector's events.
 
         Args:
-            events: the events to remember.
-            requests: number of requests to remember.
+            events: stream of the events to remember.
+            requests: number of requests to remember; 0 to remember none and to serve nothing.
             engine_id: name of the engine.
-            model: name of its model.
+            model: name of the engine's model.
             role: ``prefill``, ``decode`` or ``both``.
-            connector: name of the connector, if the engine has several.
+            connector: name of the connector if the engine has several; empty otherwise.
         """
         self._traces = TraceBuffer(requests) if requests else None
         self._most = requests
@@ -49,12 +49,12 @@ class RequestExplainer:
             events.subscribe(self._traces)
 
     def start(self) -> None:
-        """Start to answer questions."""
+        """Start the thread that answers `kvferry explain`."""
         if self._traces is not None:
             self._server = TraceServer(self._traces, self._engine, self._most)
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering and remove the socket."""
         if self._server is not None:
             self._server.close()
             self._server = None

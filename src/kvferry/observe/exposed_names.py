@@ -1,4 +1,4 @@
-"""Names on an engine's `/metrics`: kvferry's, and those of vLLM that `kvferry top` shows."""
+"""Names of metrics on an engine's `/metrics`: all of kvferry's, and those of vLLM that kvferry shows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import MappingProxyType
 from kvferry.observe.metrics import METRICS, MULTI, PREFIX, Metric, MetricKind
 
 COMMON = ("model_name", "engine")
-"""Labels that vLLM gives every metric, its own and a connector's."""
+"""Labels that vLLM adds to every metric, both its own and those of connectors."""
 CONNECTOR = "connector"
-"""An additional label of kvferry's metrics if an engine has several connectors."""
+"""Label that kvferry's metrics have in addition if an engine has several connectors."""
 
 VLLM_PREFIX = "vllm:"
 
@@ -34,12 +34,16 @@ EXPOSED: Mapping[str, Metric] = MappingProxyType(
     {exposed_name(metric): metric for metric in (*METRICS.values(), *MULTI.values())}
     | {exposed_name(metric, VLLM_PREFIX): metric for metric in _VLLM}
 )
-"""All metrics by their name on `/metrics`."""
+"""All metrics, by their name on `/metrics`."""
 
 SUFFIXES = ("_bucket", "_sum", "_count")
-"""Suffixes of a histogram's series."""
+"""Suffixes of the series of a histogram."""
 
 
 def series_names(name: str) -> tuple[str, ...]:
-    """Return the names of all series of a metric in `EXPOSED`."""
+    """Return the names of all series of a metric: one name, or three for a histogram.
+
+    Args:
+        name: name of a metric in `EXPOSED`.
+    """
     return tuple(name + each for each in SUFFIXES) if EXPOSED[name].kind is MetricKind.HISTOGRAM else (name,)

@@ -1,6 +1,6 @@
 """HTTP requests to engines and routers, for the commands that inspect them.
 
-An address may belong to any server. So each answer has a limit in bytes and one deadline.
+A user may give the address of any server by mistake. So each answer has a maximum size and a deadline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from kvferry.errors import ProtocolError
 
 MAX_BYTES = 64 << 20
-"""Maximum size of an answer. A page of metrics has about 100 KB per engine."""
+"""Maximum size of an answer, in bytes. A page of metrics has about 100 KB per engine."""
 _CONNECT_SECONDS = 5.0
 
 
@@ -27,7 +27,7 @@ class HttpReply(NamedTuple):
 
     Attributes:
         status: HTTP status.
-        body: the complete body.
+        body: complete body.
     """
 
     status: int
@@ -35,7 +35,7 @@ class HttpReply(NamedTuple):
 
     @property
     def fine(self) -> bool:
-        """Return whether the status is 200."""
+        """Return whether the status is from 200 to 299, which means success."""
         return 200 <= self.status < 300
 
     @property
@@ -45,7 +45,7 @@ class HttpReply(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """Return the decoded JSON of the body; None if it is not JSON."""
+        """Return the body decoded as JSON; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -53,10 +53,10 @@ class HttpReply(NamedTuple):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The `/health` of a kvferry router: its engines by role."""
+    """The answer of a kvferry router to `/health`: the router's engines by role."""
 
     class Engine(msgspec.Struct, frozen=True):
-        """An engine behind a router."""
+        """The state of one of the router's engines, with the reason if it is down."""
 
         url: str
         up: bool = False
@@ -67,7 +67,10 @@ class Health(msgspec.Struct, frozen=True):
 
 
 HEALTH = msgspec.json.Decoder(Health)
-"""Decoder of `Health`. Created here, because msgspec crashes if several threads decode a new type first."""
+"""Decoder of `Health`.
+
+It is created at import, because msgspec crashes if several threads decode a type for the first time at once.
+"""
 
 
 def http_address(text: str) -> str | None:
@@ -87,7 +90,11 @@ def http_address(text: str) -> str | None:
 
 
 def client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
-    """Return an HTTP client that uses each connection once, because idle engines close connections."""
+    """Return an HTTP client that uses each connection once, because engines close idle connections.
+
+    Args:
+        headers: headers of every request.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
     return httpx.AsyncClient(
@@ -102,17 +109,17 @@ async def fetch(
     post: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> HttpReply:
-    """Request a path, and return the answer whatever its status.
+    """Send an HTTP request, and return the answer, whatever its status.
 
     Args:
-        http: client of this event loop.
-        url: URL with its path.
-        seconds: deadline for the complete answer.
-        post: JSON to send; None for a GET.
-        headers: headers of this request.
+        http: HTTP client of this event loop.
+        url: URL to request.
+        seconds: longest time until the answer is complete.
+        post: JSON body of a POST request; None for a GET request.
+        headers: headers to add to the client's.
 
     Raises:
-        ProtocolError: there is no answer. The message is the reason.
+        ProtocolError: there is no complete answer in time, or it is too large. The message is the reason.
     """
     method, kind = ("GET", {}) if post is None else ("POST", {"content-type": "application/json"})
     body = bytearray()
@@ -134,8 +141,8 @@ async def fetch(
 
 
 def _why(error: BaseException) -> str:
-    """Return the message of the root cause; empty if it has none."""
-    if isinstance(error, BaseExceptionGroup):  # of a name with several addresses
+    """Return the message of an error's root cause, with a colon before it; empty if there is none."""
+    if isinstance(error, BaseExceptionGroup):  # a host name with several addresses
         return _why(error.exceptions[0])
     if cause := error.__cause__ or error.__context__:
         return _why(cause)

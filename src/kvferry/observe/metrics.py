@@ -16,7 +16,7 @@ SECONDS = (
 
 
 class MetricKind(StrEnum):
-    """Kind of a Prometheus metric."""
+    """The kind of a Prometheus metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -25,13 +25,13 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Definition of a metric.
+    """The definition of a metric.
 
     Attributes:
-        name: name without `PREFIX`, and for counters without ``_total``.
+        name: name without `PREFIX` and, for counters, without ``_total``.
         kind: counter, gauge or histogram.
-        what: the help text.
-        labels: names of its own labels, in the order in which values are given.
+        what: help text.
+        labels: names of the metric's own labels. Label values are given in this order.
     """
 
     name: str
@@ -93,6 +93,6 @@ _MULTI = (
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
-"""Metrics of a connector, by name."""
+"""Metrics of one connector, by name."""
 MULTI: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _MULTI})
 """Metrics of the choice between several connectors, by name. `docs/multi.md` explains them."""

@@ -1,4 +1,4 @@
-"""Metric values collected since the last step, to be sent from an engine to its `/metrics`."""
+"""Changes of metrics since the engine's last step, which the engine sends to the process with `/metrics`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Series: TypeAlias = tuple[str, tuple[str, ...]]
-"""Name of a metric (`metrics.METRICS`), and the values of its labels."""
+"""Key of a series: name of a metric in `metrics.METRICS`, and the values of its labels."""
 
 
 @dataclass(slots=True)
 class MetricsDelta:
-    """Increments and values of metrics, keyed by series. Mutable.
+    """Changes of metrics, by series. Mutable.
 
     Attributes:
-        counters: increments.
-        gauges: current values.
-        samples: observations of histograms.
+        counters: increments of the counters.
+        gauges: current values of the gauges.
+        samples: new observations of the histograms.
     """
 
     counters: Counter[Series] = field(default_factory=Counter)
@@ -26,32 +26,32 @@ class MetricsDelta:
     samples: defaultdict[Series, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def __bool__(self) -> bool:
-        """Return whether it holds any value."""
+        """Return whether any metric has changed."""
         return bool(self.counters or self.gauges or self.samples)
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
-        """Add `by` to a counter."""
+        """Add `by` to the counter called `name` with these label values."""
         if by:
             self.counters[name, labels] += by
 
     def set(self, name: str, *labels: str, to: float) -> None:
-        """Set a gauge."""
+        """Set the gauge called `name` with these label values to `to`."""
         self.gauges[name, labels] = to
 
     def sample(self, name: str, *labels: str, of: Iterable[float]) -> None:
-        """Add observations to a histogram."""
+        """Add the observations `of` to the histogram called `name` with these label values."""
         if seen := list(of):
             self.samples[name, labels] += seen
 
     def add(self, other: MetricsDelta) -> None:
-        """Add a later delta: sum counters, overwrite gauges, append samples."""
+        """Merge a later delta into this one: sum counters, overwrite gauges, append samples."""
         self.counters.update(other.counters)
         self.gauges.update(other.gauges)
         for series, seen in other.samples.items():
             self.samples[series] += seen
 
     def plain(self) -> dict[str, Any]:
-        """Return lists of (name, labels, value) by kind, which any encoding can carry."""
+        """Return the delta as values that any format can encode: lists of [name, labels, value] by kind."""
         return {
             "counters": [[name, list(labels), n] for (name, labels), n in self.counters.items()],
             "gauges": [[name, list(labels), n] for (name, labels), n in self.gauges.items()],
@@ -60,7 +60,7 @@ class MetricsDelta:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
-        """Return the delta that `plain` described."""
+        """Return the delta whose plain values, as returned by `plain`, are given."""
         found = cls()
         for name, labels, n in plain["counters"]:
             found.count(name, *labels, by=n)

@@ -1,7 +1,8 @@
-"""Count events as metrics.
+"""Count the connector's events as metrics.
 
-A *query* of a source is counted once per request, with its result, when the engine schedules the request. So
-hits and misses always add up to queries.
+A source is a provider of KV, such as a peer or the tiers. A *query* of a source is counted once per request,
+together with its hit or miss, when the engine first schedules the request. So queries always equal hits plus
+misses.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ from kvferry.tiers.names import HOST
 
 @dataclass(slots=True)
 class _RequestCounts:
-    """State of a request between its arrival and its end. Mutable.
+    """The state of a request between its arrival and its end. Mutable.
+
+    An attempt is the set of loads that together serve a request. After a failure there may be another
+    attempt.
 
     Attributes:
-        sources: sources that may serve it.
-        asked: last event of its admission; None before the first.
-        failed: sources whose last load failed, with the kind of failure.
-        until: end token of all loads of an attempt, by attempt.
-        lost: the same for failed attempts since the request was last scheduled, by source.
-        brought: loads that succeeded.
+        sources: names of the sources that may serve the request.
+        asked: last `SourcesAsked` event of the request; None before the first.
+        failed: miss reason of each source whose last load failed, by source.
+        until: token position where an attempt's loads end, by attempt.
+        lost: token position where failed attempts since the last scheduling would have ended, by the source
+            that failed.
+        brought: `LoadBegan` events of the loads that succeeded.
         broken: attempts with a failed load. Their other loads are not used.
-        settled: the request was scheduled at least once.
+        settled: True once the request was scheduled.
     """
 
     sources: tuple[str, ...]
@@ -45,7 +50,7 @@ class _RequestCounts:
     settled: bool = False
 
     def source_miss(self, source: str) -> SourceMiss:
-        """Return why a source served nothing."""
+        """Return the reason why a source loaded nothing for the request."""
         if source in self.failed:
             return SourceMiss(source, self.failed[source])
         asked = self.asked
@@ -67,7 +72,7 @@ _NOT_TAKEN = {DecisionReason.NO_ROOM: MissReason.NO_ROOM, DecisionReason.ATTEMPT
 
 
 class MetricsListener:
-    """Count every event it is called with; `take` returns the counts. Not thread-safe."""
+    """Counts the events that it is called with as metrics, which `take` returns. Not thread-safe."""
 
     def __init__(self) -> None:
         self._counted = MetricsDelta()
@@ -99,7 +104,7 @@ class MetricsListener:
             count(event)
 
     def take(self) -> MetricsDelta:
-        """Return the counts since the last call, and reset them."""
+        """Return the changes of metrics since the last call, and clear them."""
         taken = self._counted
         if taken:
             self._counted = MetricsDelta()
@@ -228,7 +233,7 @@ class MetricsListener:
 
 
 def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
-    """Yield parts with `tokens` tokens in total, because a load may take less than was bid."""
+    """Yield the parts, shortened to `tokens` tokens in total. A load may read less than was offered."""
     for part in parts:
         taken = min(part.tokens, tokens)
         if taken > 0:

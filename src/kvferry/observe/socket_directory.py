@@ -1,7 +1,6 @@
-"""Directories with the sockets of a user's engines, and the sockets in them.
+"""Create, find and connect to the Unix sockets of a user's engines.
 
-A socket gets its final name only once it listens. So a socket that refuses connections belongs to an engine
-that is gone.
+A socket gets its final name only once it listens. So if it refuses connections, its engine has ended.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from kvferry.errors import ConfigError
 
 _SUFFIX, _UNFINISHED = ".sock", ".new"
 _UNFINISHED_SECONDS = 60.0
-"""Age at which an unfinished socket belongs to a killed process."""
+"""Age, in seconds, from which an unfinished socket is taken to belong to a killed process."""
 _AGAIN_SECONDS = 0.02
 
 
 def socket_directories() -> list[Path]:
-    """Return the directories in the order of preference; they need not exist.
+    """Return the directories where engines' sockets may be, in the order of preference. They may not exist.
 
-    The first is in `$XDG_RUNTIME_DIR`, if that exists, and the last in `/tmp`. An engine uses the first.
-    Clients read all of them, because a client may have a session when the engine has none.
+    The first is in `$XDG_RUNTIME_DIR`, if that exists, and the last is in `/tmp`. An engine uses the first.
+    Clients look in all of them, because `$XDG_RUNTIME_DIR` may be set for the client and not for the engine.
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
-    shared = Path(f"/tmp/kvferry-{os.getuid()}")  # noqa: S108 - checked by whoever uses it
+    shared = Path(f"/tmp/kvferry-{os.getuid()}")  # noqa: S108 - users check it
     return [runtime / "kvferry", shared] if os.path.isdir(runtime) else [shared]  # noqa: PTH112 - never raises
 
 
 def make_directory() -> Path:
-    """Create the preferred directory if needed, and return it.
+    """Return the preferred directory for sockets, and create it if it does not exist.
 
     Raises:
-        ConfigError: it cannot be created, or others may enter it.
+        ConfigError: the directory cannot be created, or other users may enter it.
     """
     directory = socket_directories()[0]
     try:
@@ -54,8 +53,8 @@ def check_directory(directory: Path) -> None:
     """Check that a directory belongs to this user and that nobody else may enter it.
 
     Raises:
-        ConfigError: it is another user's, others may enter it, or it is no directory.
-        OSError: its status cannot be read.
+        ConfigError: it belongs to another user, other users may enter it, or it is not a directory.
+        OSError: the directory's status cannot be read.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
@@ -73,10 +72,14 @@ def check_directory(directory: Path) -> None:
 
 
 def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
-    """Return a listening socket in a checked directory, and its path.
+    """Create a listening socket in a directory, and return it with its path.
+
+    Args:
+        directory: directory that `check_directory` has accepted.
+        name: name of the socket without its suffix.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: the socket cannot be created.
     """
     path, before = directory / f"{name}{_SUFFIX}", directory / f"{name}{_UNFINISHED}"
     listening = None
@@ -98,10 +101,10 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 
 
 def engine_sockets(directory: Path) -> list[Path]:
-    """Return the paths of the engines' sockets. Remove unfinished sockets of killed processes.
+    """Return the paths of the engines' sockets, and remove unfinished sockets of killed processes.
 
     Raises:
-        ConfigError: others may enter the directory, or it cannot be read.
+        ConfigError: other users may enter the directory, or it cannot be read.
     """
     try:
         check_directory(directory)
@@ -118,11 +121,12 @@ def engine_sockets(directory: Path) -> list[Path]:
 
 
 def connect(path: Path, until: float) -> socket.socket | None:
-    """Connect to an engine. Return None, and remove its socket, if the engine is gone.
+    """Connect to an engine's socket. If the engine has ended, remove the socket and return None.
 
     Args:
-        path: one of `engine_sockets`.
-        until: monotonic seconds; a full queue of questions is retried until then.
+        path: path of the socket, as returned by `engine_sockets`.
+        until: deadline in monotonic seconds. If the engine's queue of connections is full, `connect` retries
+            until then.
 
     Raises:
         OSError: the queue is still full, or the socket cannot be used.
@@ -149,7 +153,7 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the sockets of engines that are gone."""
+    """Remove the sockets of engines that have ended."""
     for path in engine_sockets(directory):
         with suppress(OSError):
             if (connection := connect(path, 0.0)) is not None:

@@ -1,7 +1,8 @@
-"""Turn events into spans of the trace that a request belongs to.
+"""Turn the connector's events into OpenTelemetry spans of the trace that a request belongs to.
 
-There is one span per load, store and lease, and one for each wait for a source. Attributes have
-OpenTelemetry's names where it defines one; ``gen_ai.request.id`` is the same as in the engine's own span.
+There is one span per load, store and lease, and one for each time that a request waits for a source's answer.
+Attributes have the names that OpenTelemetry defines, if there are any. ``gen_ai.request.id`` has the same
+value as in the engine's own span.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 Attributes: TypeAlias = dict[str, str | int | float | bool]
 
 MAX_REQUESTS = 16_384
-"""Maximum number of requests whose trace is remembered, because stores and leases may end after a request."""
+"""Maximum number of requests whose parent trace is remembered.
+
+Traces are kept after the request has ended, because its stores and leases may end later.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """A finished operation.
+    """A span of a finished operation.
 
     Attributes:
-        name: kind of operation.
-        request_id: id in the engine.
-        parent: W3C headers of the parent trace; empty without one.
-        begin, end: monotonic seconds.
-        attributes: attributes by name.
-        failure: reason of a failure; empty if it succeeded.
+        name: kind of operation, for example ``kvferry.load``.
+        request_id: id of the request in the engine.
+        parent: W3C trace headers of the parent span; empty if the request has none.
+        begin, end: times of the beginning and the end, in monotonic seconds.
+        attributes: attributes of the span, by name.
+        failure: reason of the failure; empty if the operation succeeded.
     """
 
     name: str
@@ -47,10 +51,14 @@ class TraceSpan:
 
 
 class SpanListener:
-    """Call `emit` with a span whenever an operation ends. Not thread-safe."""
+    """Event listener that creates a span whenever an operation ends. Not thread-safe."""
 
     def __init__(self, emit: Callable[[TraceSpan], None]) -> None:
-        """Args: emit: receives every finished span."""
+        """Store the function that receives the spans.
+
+        Args:
+            emit: function that is called with every finished span.
+        """
         self._emit = emit
         self._parents: OrderedDict[str, Headers] = OrderedDict()
         self._looking: dict[str, events.SourcesAsked] = {}
@@ -71,7 +79,7 @@ class SpanListener:
         }
 
     def __call__(self, event: Event) -> None:
-        """Record the beginning of an operation, or emit its span at its end."""
+        """Record the beginning of an operation, or emit its span if it has ended."""
         if (note := self._of.get(type(event))) is not None:
             note(event)
 

@@ -1,7 +1,7 @@
 """Serve the traces of recent requests over a Unix socket that only the engine's user can reach.
 
-A thread of its own answers one question at a time, each with a deadline. It shares the interpreter lock with
-the engine, so it works in pieces of about 20 µs and yields after each.
+A separate thread answers one client at a time, each within a deadline. The thread shares Python's interpreter
+lock with the engine, so it yields after each piece of work of about 20 µs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvferry.observe.traces import TraceBuffer
 from kvferry.observe.wire import MAX_QUESTION_BYTES, EngineInfo, encode_trace, read_question
 
 _HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
-"""Prefix that vLLM adds to an id: number of the answer, and kind of request."""
+"""Pattern of the prefix that vLLM adds to a request id: number of the choice, and kind of request."""
 
 
 def matches_id(request_id: str, said: str) -> bool:
-    """Return whether an engine's request id equals or begins with `said`, with or without vLLM's prefixes.
+    """Return whether an engine's request id begins with `said`, with or without the prefix that vLLM adds.
 
     >>> matches_id("cmpl-5f3a-0-1b2c3d4e", "cmpl-5f3a")  # id of the answer
     True
@@ -44,26 +44,26 @@ def matches_id(request_id: str, said: str) -> bool:
 logger = logging.getLogger(__name__)
 
 _SECONDS = 3.0
-"""Time for a question and its answer."""
+"""Longest time to read a question and send its answer, in seconds."""
 _CREDENTIALS = struct.Struct("iII")
 _ROOT = 0
 
 
 class TraceServer:
-    """Answer questions about traces until `close` is called or the process ends. Thread-safe.
+    """Server that sends traces to clients until `close` is called or the process ends. Thread-safe.
 
     Attributes:
-        error: reason why the socket does not listen; None if it does.
+        error: error that prevented the server from listening; None if it listens.
     """
 
     def __init__(self, traces: TraceBuffer, engine: EngineInfo, most: int, seconds: float = _SECONDS) -> None:
-        """Start the thread. Log a failure instead of raising it: the engine serves requests without traces.
+        """Open the socket and start the thread. A failure is logged, because the engine can run without it.
 
         Args:
-            traces: memory to answer from.
-            engine: description of the engine; its clocks and counts are filled in per answer.
-            most: capacity of `traces` in requests.
-            seconds: time for a question and its answer.
+            traces: traces to serve.
+            engine: description of the engine. The server sets its clocks and counts in each answer.
+            most: maximum number of requests in `traces`.
+            seconds: longest time to read a question and send its answer.
         """
         self.error: Exception | None = None
         self._traces, self._engine, self._most, self._seconds = traces, engine, most, seconds
@@ -101,7 +101,7 @@ class TraceServer:
         try:
             self._serve(asking)
         except OSError:
-            pass  # it is gone, or too slow
+            pass  # the client has disconnected or is too slow
         except Exception:
             logger.exception("a question of kvferry explain was not answered; tell kvferry's authors")
 
@@ -139,7 +139,7 @@ class TraceServer:
 
 
 def _check_user(asking: socket.socket) -> None:
-    """Raise ProtocolError unless the connection comes from this user or root."""
+    """Raise ProtocolError if the client's user is neither this process's user nor root."""
     found = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     if user not in (_ROOT, os.getuid()):
@@ -149,9 +149,13 @@ def _check_user(asking: socket.socket) -> None:
 def _line(asking: socket.socket, until: float) -> bytes:
     """Return the first line that a client sends.
 
+    Args:
+        asking: connection to the client.
+        until: deadline in monotonic seconds.
+
     Raises:
-        ProtocolError: the line exceeds the limit of a question.
-        OSError: it did not arrive by `until` (monotonic seconds).
+        ProtocolError: the line is longer than a question may be.
+        OSError: the line did not arrive in time.
     """
     said = bytearray()
     while b"\n" not in said:

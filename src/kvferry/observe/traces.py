@@ -1,9 +1,10 @@
-"""Memory of the events of the latest requests, for `kvferry explain`.
+"""Keep the events of the latest requests in memory, for `kvferry explain`.
 
-The engine's thread writes and any thread may read. Nobody waits: a reader copies with single calls of the
-interpreter, which are atomic under its lock. Frequent events (chunks stored, heartbeats) are summed up. Of
-the other events of a request at most `FIRST_EVENTS` + `LAST_EVENTS` are kept, and on average
-`EVENTS_PER_REQUEST`. Long texts are cut.
+The engine's thread writes, and any thread may read. No thread waits: a reader copies with single calls that
+are atomic under Python's interpreter lock. Memory is bounded. Frequent events (stored chunks, heartbeats) are
+only counted. Of the other events, the first `FIRST_EVENTS` and the last `LAST_EVENTS` of a request are kept.
+The oldest requests are dropped if there are more than `EVENTS_PER_REQUEST` events per request on average.
+Long texts are cut.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ from kvferry.connector.decisions import SourceMiss
 from kvferry.connector.events import Event, RequestEvent
 
 EVENTS_PER_REQUEST = 16
-"""Average number of events per request that the memory has room for."""
+"""Maximum average number of events per remembered request."""
 FIRST_EVENTS, LAST_EVENTS = 32, 32
-"""Maximum number of events kept from the beginning and from the end of a request."""
+"""Maximum numbers of events that are kept from the beginning and from the end of a request."""
 MAX_TEXT = 500
-"""Maximum characters of a text."""
+"""Maximum number of characters of a text in an event."""
 
 _OF_REQUEST = get_args(RequestEvent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunks:
-    """Chunks of one request and KV cache group that were ordered to be copied to host memory.
+    """The stores to host memory for one request and one KV cache group, summed up.
+
+    A chunk holds a fixed number of tokens of a group's KV.
 
     Attributes:
-        group: number and kind of the group.
-        ordered, done, failed: number of chunks.
-        size: bytes of the chunks that are done.
-        first, last: monotonic seconds of the first order and of the last result.
-        failure: reason of the last failure.
+        group: number and kind of the KV cache group.
+        ordered, done, failed: number of chunks whose copy was started, succeeded and failed.
+        size: number of bytes in the chunks that were copied.
+        first: time when the first copy was started, in monotonic seconds.
+        last: time when the last copy ended, in monotonic seconds; 0 if none has ended.
+        failure: reason of the last failure; empty without one.
     """
 
     group: str
@@ -54,11 +58,11 @@ class RequestTrace:
     """The events of one request so far.
 
     Attributes:
-        request_id: id in the engine.
-        events: events in order, without those counted below.
-        left_out: number of events missing after the first `FIRST_EVENTS`.
-        stored: stores by group.
-        heartbeats: number of heartbeats of the consumer of its lease.
+        request_id: id of the request in the engine.
+        events: events in the order of time, without stores and heartbeats.
+        left_out: number of events that were dropped after the first `FIRST_EVENTS`.
+        stored: stores to host memory, one entry per KV cache group.
+        heartbeats: number of heartbeats by which the reading engine extended the lease on the blocks.
     """
 
     request_id: str
@@ -70,7 +74,7 @@ class RequestTrace:
 
 @dataclass(slots=True)
 class _GrowingTrace:
-    """A trace that the engine's thread adds to."""
+    """A request's trace to which the engine's thread adds events. Mutable."""
 
     request_id: str
     events: list[RequestEvent] = field(default_factory=list)
@@ -79,16 +83,23 @@ class _GrowingTrace:
     heartbeats: int = 0
 
     def copy(self) -> RequestTrace:
-        """Return a copy. Any thread may call it."""
+        """Return an immutable copy. Any thread may call this."""
         told, stored = tuple(self.events), tuple(self.stored.copy().values())
         return RequestTrace(self.request_id, told, self.left_out, stored, self.heartbeats)
 
 
 class TraceBuffer:
-    """Remember every event it is called with. The engine's thread writes; any thread may call `last`."""
+    """Event listener that remembers the events of the latest requests.
+
+    Only the engine's thread may call it with events. Any thread may call `last`.
+    """
 
     def __init__(self, requests: int) -> None:
-        """Args: requests: number of requests to remember, the latest ones."""
+        """Create an empty buffer.
+
+        Args:
+            requests: number of latest requests to remember.
+        """
         self._most = requests
         self._kept: OrderedDict[str, _GrowingTrace] = OrderedDict()
         self._events = 0
@@ -99,7 +110,7 @@ class TraceBuffer:
         return len(self._kept)
 
     def __call__(self, event: Event) -> None:
-        """Remember one event of a request."""
+        """Remember an event of a request. Events that belong to no request are ignored."""
         if isinstance(event, events.Arrived):
             self._begin(event)
         elif not isinstance(event, _OF_REQUEST):
@@ -110,7 +121,7 @@ class TraceBuffer:
             self._stores.pop(event.store, None)
 
     def last(self) -> Iterator[RequestTrace]:
-        """Yield copies of the traces, the latest request first. Any thread may call it."""
+        """Return an iterator over copies of the traces, the latest first. Any thread may call this."""
         return (kept.copy() for kept in reversed(list(self._kept.values())))
 
     def _begin(self, event: events.Arrived) -> None:
@@ -152,7 +163,7 @@ def _ended(stored: StoredChunks, chunks: int, event: events.StoreEnded) -> Store
 
 
 def _cut(event: RequestEvent) -> RequestEvent:
-    """Return the event with its texts shortened, because a peer may have written them."""
+    """Return the event with long texts shortened, because a peer may have written them."""
     if all(len(text) <= MAX_TEXT for text in _texts(event)):
         return event
     if isinstance(event, events.SourceRefused):
@@ -169,7 +180,7 @@ def _cut(event: RequestEvent) -> RequestEvent:
 
 
 def _texts(event: RequestEvent) -> list[str]:
-    """Return the texts of an event that others may have written."""
+    """Return the texts of an event that a client or a peer may have written."""
     if isinstance(event, events.SourcesAsked):
         return [*(one.excluded for one in event.bids), *(one.detail for one in event.misses)]
     if isinstance(event, events.Arrived):

@@ -1,4 +1,4 @@
-"""Write one JSON line to a file for every load from a peer, for people and scripts."""
+"""Append one JSON line to a file for every KV load from a peer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class TransferLog:
-    """Log loads from peers, unless they were dropped. A full disk stops the log, not the engine.
+    """Event listener that logs finished loads from peers, except dropped ones. Not thread-safe.
 
-    A listener of events; not thread-safe.
+    If a line cannot be written, for example because the disk is full, logging stops and the engine continues.
     """
 
     def __init__(self, path: str, ranks: Sequence[RankGeometry]) -> None:
         """Open the file.
 
         Args:
-            path: the file; lines are appended.
-            ranks: the engine's ranks.
+            path: path of the file, to which lines are appended.
+            ranks: geometry of every rank of the engine.
 
         Raises:
             ConfigError: the file cannot be opened for appending.
@@ -47,7 +47,7 @@ class TransferLog:
             ) from error
 
     def __call__(self, event: Event) -> None:
-        """Note the beginning of a load, or log its end."""
+        """Record that a load has begun, or log it if it has ended."""
         if isinstance(event, LoadBegan) and event.source == PEER:
             self._began[event.load] = event
         elif isinstance(event, LoadEnded):
@@ -56,7 +56,7 @@ class TransferLog:
                 self._write(began, event)
 
     def close(self) -> None:
-        """Close the file; no more lines are written."""
+        """Close the file. Later loads are not logged."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -90,12 +90,16 @@ class TransferLog:
             self.close()
 
     def _blocks(self, load: LoadBegan) -> int:
-        """Return the number of blocks that hold the loaded tokens, the last one whole."""
+        """Return the number of full-attention blocks with loaded tokens, including a partial last block."""
         return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
 
 
 def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
-    """Return (tokens, bytes) of a block if all layers had the widest attention of the model."""
+    """Return the tokens and bytes of a hypothetical block for a model with full attention in every layer.
+
+    Every layer, including those with recurrent state, is assumed to store as many bytes per token as the
+    largest attention layer. The bytes are the sum over all layers and ranks.
+    """
     per_layer = [
         (layer.page.content_bytes / layer.page.block_tokens, layer.page.block_tokens)
         for rank in ranks

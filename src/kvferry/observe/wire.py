@@ -1,7 +1,7 @@
-"""Encoding of questions about traces and of their answers, as lines of JSON.
+"""Encode the messages between `kvferry explain` and an engine as lines of JSON.
 
-A connection carries one question and its answer: a line with `EngineInfo`, then one line per trace
-(`encode_trace`), the latest first.
+A connection carries one `Question` and its answer. The answer is a line with `EngineInfo`, then one line per
+trace (`encode_trace`), the latest request first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.observe.traces import RequestTrace, StoredChunks
 MAX_QUESTION_BYTES = 4096
 MAX_ANSWER_BYTES = 16 << 20
 MAX_TRACES = 1000
-"""Largest number of traces in an answer."""
+"""Maximum number of traces in an answer."""
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions that decoding an invalid line can raise."""
 _EVENTS = {one.__name__: one for one in get_args(RequestEvent)}
@@ -27,8 +27,8 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """A request for traces.
 
     Attributes:
-        find: beginning of a request id, as for `matches_id`; empty for all requests.
-        most: largest number of traces.
+        find: beginning of a request id, with or without vLLM's prefix; empty for all requests.
+        most: maximum number of traces in the answer.
     """
 
     find: str = ""
@@ -36,15 +36,18 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine that answers.
+    """A description of the engine that answers.
 
     Attributes:
         kvferry: version of kvferry.
-        engine_id, model, pid: identity of the engine.
+        engine_id: name of the engine.
+        model: name of the engine's model.
+        pid: process id of the engine.
         role: ``prefill``, ``decode`` or ``both``.
-        wall, monotonic: both clocks now, in seconds.
-        remembered, most: number of remembered requests, and the limit.
-        connector: name of the connector among several; empty for the only one.
+        wall, monotonic: current time by both clocks, in seconds.
+        remembered: number of requests that the engine remembers.
+        most: maximum number of requests that the engine remembers.
+        connector: name of the connector if the engine has several; empty otherwise.
     """
 
     kvferry: str
@@ -73,7 +76,7 @@ def encode_trace(trace: RequestTrace) -> bytes:
 
 
 def trace_to_dict(trace: RequestTrace) -> dict[str, Any]:
-    """Return a trace as plain values."""
+    """Return a trace as plain values that can be written as JSON."""
     plain: dict[str, Any] = msgspec.to_builtins(_named(trace))
     return plain
 
@@ -89,7 +92,7 @@ def _named(trace: RequestTrace) -> dict[str, Any]:
 
 
 def decode_trace(line: bytes) -> RequestTrace:
-    """Return the trace that `encode_trace` wrote.
+    """Return the trace in a line that `encode_trace` wrote.
 
     Raises:
         ProtocolError: the line is not a trace.
@@ -103,7 +106,7 @@ def decode_trace(line: bytes) -> RequestTrace:
 
 
 def read_question(line: bytes) -> Question:
-    """Return the question of a line.
+    """Return the question in a line of JSON.
 
     Raises:
         ProtocolError: the line is not a question, or asks for too many traces.

@@ -1,4 +1,4 @@
-"""Prometheus alerts: when to fire, and what to do."""
+"""Prometheus alerts: when they fire, and what the operator should do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Alert:
 
     Attributes:
         name: name of the alert.
-        expression: PromQL that is true for each affected engine, source or tier.
-        lasts: time that it must be true before the alert fires.
-        summary: the problem, with labels.
-        action: what to do.
-        severity: ``warning``: look at it today; ``info``: something could be better.
+        expression: PromQL condition, with one result for each affected engine, source or tier.
+        lasts: time for which the condition must be true before the alert fires, such as ``10m``.
+        summary: description of the problem; a Prometheus template that refers to labels.
+        action: advice to the operator.
+        severity: ``warning`` for a problem to look at today, ``info`` for a possible improvement.
     """
 
     name: str
@@ -50,7 +50,7 @@ _FAILED = _rate("kvferry_loads_total", _SOURCE, outcome="failed")
 _LOADED = _rate("kvferry_loads_total", _SOURCE)
 _RECOMPUTED = _rate("kvferry_recomputed_tokens_total", ENGINE)
 _PROMPTS = _rate("vllm:prompt_tokens_total", ENGINE)
-# Host memory is meant to be full, and drops what a slower tier did not give.
+# Exclude host memory: it is normally full, and counts chunks that a slower tier failed to provide as dropped.
 _SLOW = "!host"
 _USED = total(series("kvferry_tier_used_bytes", tier=_SLOW), *_TIER)
 _CAPACITY = total(series("kvferry_tier_capacity_bytes", tier=_SLOW), *_TIER)
@@ -135,7 +135,7 @@ ALERTS = (
 
 
 def rules() -> str:
-    """Return the alerts as YAML."""
+    """Return a Prometheus rule file with all alerts, as YAML."""
     return "\n".join(["groups:", "  - name: kvferry", "    rules:", *_lines()]) + "\n"
 
 
@@ -145,7 +145,7 @@ def _lines() -> Iterator[str]:
 
 
 def _rule(alert: Alert) -> Iterator[str]:
-    # What JSON quotes, YAML reads alike.
+    # A string quoted as JSON is also valid YAML.
     yield f"      - alert: {alert.name}"
     yield f"        expr: {json.dumps(alert.expression)}"
     yield f"        for: {alert.lasts}"

@@ -1,4 +1,4 @@
-"""Panels that show which of several connectors in one engine serves requests."""
+"""Dashboard panels that show which of several connectors in one engine serves requests."""
 
 from __future__ import annotations
 

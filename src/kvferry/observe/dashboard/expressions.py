@@ -1,4 +1,4 @@
-"""Functions that build PromQL. Unknown metric names and labels are refused."""
+"""Build PromQL expressions. Unknown metric names and labels raise an error."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED, SUFFIXES
 from kvferry.observe.metrics import PREFIX, MetricKind
 
 INSTANCE = "instance"
-"""The label that Prometheus adds to scraped series: the engine's address."""
+"""Label that Prometheus adds to scraped series: the engine's address."""
 ENGINE = (INSTANCE, *COMMON)
 """Labels that together identify one engine."""
 
 
 def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> str:
-    """Return a selector of a series.
+    """Return a PromQL selector of a metric's series, restricted by its labels.
 
     Args:
-        name: a name in `EXPOSED`; for a histogram, with one of its suffixes.
-        scope: patterns of the labels that all metrics have.
-        where: patterns of the metric's own labels; a pattern that begins with ``!`` must not match.
+        name: name of a metric in `EXPOSED`; for a histogram, with one of `SUFFIXES`.
+        scope: regular expressions for labels that all metrics have, by label; None for no restriction.
+        where: regular expressions for labels of the metric. A value that begins with ``!`` excludes matches.
 
     Raises:
-        ValueError: the metric is unknown, or it has no such label.
+        ValueError: the metric is unknown, or it does not have one of the labels.
 
     >>> series("kvferry_loads_total", outcome="failed|expired")
     'kvferry_loads_total{outcome=~"failed|expired"}'
@@ -39,7 +39,7 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
 
 
 def labels_of(name: str) -> frozenset[str]:
-    """Return the labels of a series, as Prometheus stores them.
+    """Return the names of all labels of a series, including those that vLLM and Prometheus add.
 
     Raises:
         ValueError: the metric is unknown.
@@ -55,7 +55,7 @@ def labels_of(name: str) -> frozenset[str]:
 
 
 def total(what: str, *by: str) -> str:
-    """Return a sum by labels.
+    """Return the PromQL sum of an expression by labels, or over all series if no label is given.
 
     >>> total(per_second(series("kvferry_hits_total"), "5m"), "source")
     'sum by (source) (rate(kvferry_hits_total[5m]))'
@@ -64,20 +64,27 @@ def total(what: str, *by: str) -> str:
 
 
 def per_second(selector: str, over: str) -> str:
-    """Return the rate of a counter."""
+    """Return the PromQL rate per second of a counter over a time range such as ``5m``."""
     return f"rate({selector}[{over}])"
 
 
 def gained(selector: str, over: str) -> str:
-    """Return the increase of a counter over a time range."""
+    """Return the PromQL increase of a counter over a time range such as ``30m``."""
     return f"increase({selector}[{over}])"
 
 
 def quantile(q: float, selector: str, over: str, *by: str) -> str:
-    """Return a quantile of a histogram."""
+    """Return the PromQL quantile `q` of a histogram, by labels.
+
+    Args:
+        q: quantile, from 0 to 1.
+        selector: selector of the histogram's ``_bucket`` series.
+        over: time range, such as ``5m``.
+        by: labels to keep.
+    """
     return f"histogram_quantile({q:g}, {total(per_second(selector, over), *by, 'le')})"
 
 
 def less(what: str, part: str) -> str:
-    """Return `what` minus `part`, which may have no series."""
+    """Return the PromQL difference `what` minus `part`. A missing series of `part` counts as 0."""
     return f"({what} - ({part} or 0 * {what}))"

@@ -15,11 +15,11 @@ _ROWS = (ENGINES, HITS, LOADS, TIERS, FAILURES, CONNECTORS)
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 _ALWAYS = "vllm:num_requests_running"
-"""A series that every engine exports from its start."""
+"""Name of a series that every engine exports from its start."""
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard as JSON values."""
+    """Return the dashboard as values that can be written as JSON."""
     panels: list[dict[str, Any]] = []
     number, y = 1, 0
     for each in _ROWS:
@@ -49,7 +49,13 @@ def dashboard() -> dict[str, Any]:
 
 
 def _row(row: PanelRow, number: int, y: int) -> list[dict[str, Any]]:
-    """Return a row heading and the panels below it."""
+    """Return a row's heading and its panels, as Grafana's JSON objects.
+
+    Args:
+        row: row to render.
+        number: panel id of the heading; the panels have the ids after it.
+        y: vertical position of the heading.
+    """
     places = [
         {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}
         for place in range(len(row.panels))

@@ -1,4 +1,4 @@
-"""Panels about loads: their bytes, durations and failures."""
+"""Dashboard panels about KV loads: bytes, durations, failures and leases."""
 
 from __future__ import annotations
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from kvferry.observe.dashboard.expressions import per_second, quantile, series, total
 
 SCOPE = {"instance": "$instance", "model_name": "$model", "engine": "$engine"}
-"""The dashboard's variables."""
+"""Label patterns with the dashboard's variables, which restrict each query to the selected engines."""
 _RATE = "$__rate_interval"
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression with the legend of its lines.
+    """A PromQL query and the legend of its lines in a chart.
 
     Attributes:
-        expression: PromQL.
-        legend: legend with labels in double braces.
+        expression: PromQL expression.
+        legend: text of the legend, with names of labels in double braces.
     """
 
     expression: str
@@ -26,14 +26,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart.
+    """A chart of the dashboard.
 
     Attributes:
         title: title of the panel.
-        about: explanation of the panel.
-        unit: Grafana's name of the unit.
-        queries: PromQL queries.
-        stacked: whether to stack the values, if their sum is meaningful.
+        about: explanation that the panel shows.
+        unit: name of the values' unit in Grafana.
+        queries: PromQL queries whose results are drawn.
+        stacked: True to stack the values, which is useful if their sum is meaningful.
     """
 
     title: str
@@ -45,12 +45,12 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class PanelRow:
-    """Panels under one heading.
+    """A row of the dashboard: a heading with panels below it.
 
     Attributes:
-        title: the heading.
-        panels: panels below it.
-        folded: whether the row is collapsed at first, because many engines have no data for it.
+        title: text of the heading.
+        panels: panels below the heading.
+        folded: True if the row is collapsed at first, because many engines have no data for it.
     """
 
     title: str
@@ -59,17 +59,22 @@ class PanelRow:
 
 
 def level(name: str, *by: str, **where: str) -> str:
-    """Return the sum of a gauge by labels."""
+    """Return the PromQL sum of a gauge by labels, over the selected engines."""
     return total(series(name, SCOPE, **where), *by)
 
 
 def rate(name: str, *by: str, **where: str) -> str:
-    """Return the rate per second of a counter, summed by labels."""
+    """Return the PromQL rate per second of a counter, summed by labels, over the selected engines."""
     return total(per_second(series(name, SCOPE, **where), _RATE), *by)
 
 
 def quantiles(name: str, by: str = "") -> tuple[Query, ...]:
-    """Return median and 99th percentile of a histogram by a label."""
+    """Return queries for the median and the 99th percentile of a histogram, over the selected engines.
+
+    Args:
+        name: name of the histogram.
+        by: label for whose values separate lines are drawn; empty for one line.
+    """
     labels, legend = ((by,), f"{{{{{by}}}}} ") if by else ((), "")
     buckets = series(f"{name}_bucket", SCOPE)
     return tuple(

@@ -1,4 +1,4 @@
-"""Panels about requests: where their tokens come from, hits, and misses with their reasons."""
+"""Dashboard panels about requests: sources of prompt tokens, hits, and misses with their reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Panels about tiers: contents, stores, fetches and losses."""
+"""Dashboard panels about tiers: fullness, stores, fetches, evictions and dropped chunks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from kvferry.observe.dashboard.panels import Panel, PanelRow, Query, level, quan
 from kvferry.observe.exposed_names import CONNECTOR
 
 _EACH = ("instance", "engine", CONNECTOR, "tier")
-"""Labels of usage gauges.
+"""Labels by which usage gauges are shown.
 
-Every engine reports the usage of the whole tier, so the values must not be summed.
+Every engine that shares a tier reports the usage of the whole tier, so its values must not be summed over
+engines.
 """
 _WHOSE = "{{instance}} {{connector}} {{tier}}"
 
