@@ -1,6 +1,6 @@
-"""Table of vLLM's engine arguments: whether each decides what the KV cache holds.
+"""Classification of vLLM's engine arguments: whether each decides the content of the KV cache.
 
-A test compares this table with the installed vLLM. An argument that a later vLLM adds fails the test until
+A test compares these tables with the installed vLLM. An argument that a later vLLM adds fails the test until
 somebody has classified it here.
 """
 
@@ -28,22 +28,22 @@ DECIDES: Mapping[str, tuple[str, ...]] = {
         "mm_encoder_fp8_scale_path", "mm_device_do_normalize", "video_pruning_rate", "video_pruning_method",
         "diffusion_config",
     ),
-    # What is compared of every rank's memory: groups, element types, how a state's bytes are arranged, and
-    # which draft a layer belongs to.
+    # Facts compared for every rank's memory: groups, element types, the order of a state's bytes, and
+    # the draft model that a layer belongs to.
     "geometry": (
         "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "kv_cache_dtype_skip_layers", "attention_backend", "disable_hybrid_kv_cache_manager",
         "mamba_cache_mode", "use_replayssm", "replayssm_buffer_len",
     ),
-    # What is compared with every request, and is in the names of its chunks.
+    # Facts compared for every request. They are also part of the names of its chunks.
     "request": (
         "default_mm_loras", "lora_dtype", "lora_target_modules", "enable_tower_connector_lora",
         "media_io_kwargs", "mm_processor_device", "tokenizer", "tokenizer_revision", "tokenizer_mode",
-        "enable_prompt_embeds",  # prompts that are no token ids have no names
+        "enable_prompt_embeds",  # prompts without token ids have no names
         "interleave_mm_strings",
     ),
 }  # fmt: skip
-"""Arguments that decide content, by the fact in which two engines that differ in them differ."""
+"""Arguments that decide KV content, by the fact in which engines with different values differ."""
 
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "the connector refuses to start: the positions of a block are spread over ranks": (
@@ -54,7 +54,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         "enable_sleep_mode",
     ),
 }  # fmt: skip
-"""Arguments with which an engine has no connector, by the reason."""
+"""Arguments that cannot be used in an engine with kvferry's connector, by the reason."""
 
 DOES_NOT: Mapping[str, tuple[str, ...]] = {
     "only what is done with the answer": (
@@ -135,4 +135,4 @@ DOES_NOT: Mapping[str, tuple[str, ...]] = {
     "connectors and transports themselves": ("kv_transfer_config", "kv_events_config", "ec_transfer_config"),
     "code of the operator's own, which nothing can compare": ("worker_cls", "worker_extension_cls"),
 }  # fmt: skip
-"""Arguments that do not decide content, by the reason."""
+"""Arguments that do not decide KV content, by the reason."""

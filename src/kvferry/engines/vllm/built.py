@@ -1,17 +1,17 @@
-"""Facts of the model as a worker has built it: everything but the weights that decides KV content.
+"""Facts about the model that a worker has built: everything that decides KV content, except the weights.
 
-Some settings act only while the model is built: `max_model_len` chooses the factors of LongRoPE, and changes
+Some settings only act while the model is built: `max_model_len` chooses the factors of LongRoPE, and changes
 the configuration of Llama 4. So every rank reads the facts from the built model:
 
 - the configuration as the model left it, by key;
 - plain attributes of rotary embeddings (base, factors, the table in use);
-- numbers with a fraction that modules of the model's own code keep (scalings, epsilons);
-- buffers without an axis (normalisers), and the first positions of rotary tables.
+- float attributes of the modules that the model's own code defines (scalings, epsilons);
+- scalar buffers (normalisers), and a few early rows of rotary tables.
 
-None of them depends on the parallel size, the block size or `max_model_len` alone. Sizes and switches of
-other modules do (heads of a rank, choices of kernels), so they are left out. The configuration and the
-geometry of the cache cover those that matter. Tables are sampled at few positions and rounded, because
-devices differ in the last bits. The attributes from which tables are computed are exact.
+None of them depends on the parallel size or the block size, nor on `max_model_len` alone. Sizes and switches
+of other modules do (heads of a rank, choices of kernels), so they are left out. The configuration and the
+geometry of the cache cover those that matter. Only a few rows of each table are compared, and they are
+rounded, because devices differ in the last bits. The attributes from which tables are computed are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.engines.vllm.compat.models import SHARED_LAYERS, built_models
 from kvferry.keys.settings_text import settings_of, text_of
 
 _POSITIONS = (1, 2, 63)
-"""Sampled rows of a rotary table; 0 says little, and small ones have the least error of rounding."""
+"""Compared rows of a rotary table. Row 0 says little, and early rows have the smallest rounding errors."""
 
 _NOT_CONTENT = frozenset(
     {
@@ -44,28 +44,30 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Facts of the model of one rank, or of all ranks together.
+    """Facts about the model of one rank, or of all ranks together.
 
     Attributes:
-        config: its configuration, by key.
-        modules: values of a fact by its name, over all modules that have it.
+        config: values of each key of the model's configuration, over all ranks.
+        modules: values of each fact about the model's modules, over all modules that state it.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def with_other(self, other: Built) -> Built:
-        """Return the facts of two ranks together; layers of another stage may have other values."""
+        """Return the facts of two ranks together. Ranks of other pipeline stages may have other values."""
         return Built(_joined(self.config, other.config), _joined(self.modules, other.modules))
 
     def facts(self) -> dict[str, str | dict[str, str]]:
-        """Return the facts in the form that two engines compare."""
+        """Return the facts as texts, in the form in which two engines compare them."""
         config = {"model configuration": _said(self.config)} if self.config else {}
         return {**config, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Return the facts of this worker's model, without those of a draft model; `drafts` tells drafts apart.
+    """Return the facts about this worker's model, without its draft model.
+
+    `drafts` identifies draft models.
 
     Raises:
         ConfigError: the model is not in this process.
@@ -111,7 +113,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
-    """Yield a buffer that is one number, or the sampled rows of a rotary table."""
+    """Yield (name, value) of a scalar buffer, or of the compared rows of a rotary table; else nothing."""
     if not buffer.is_floating_point() or buffer.is_meta:
         return
     if buffer.ndim == 0 and not name.rpartition(".")[2].startswith("_"):
@@ -125,7 +127,7 @@ def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]
 
 
 def _rounded(value: float) -> str:
-    """Format a number below 10 with three decimals, a larger one with five digits."""
+    """Format a number: three decimals if it is below 10, else five significant digits."""
     text = f"{value:.3f}" if abs(value) < 10 else f"{value:.5g}"
     return "0.000" if text == "-0.000" else text
 

@@ -1,4 +1,4 @@
-"""Weights of an engine's models: a digest of the checkpoint, or words if there is no digest."""
+"""Identity of a model's weights: a digest of the checkpoint, or a description if there is no digest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvferry.cache.weights import weights_of
 logger = logging.getLogger(__name__)
 
 _UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
-"""First words for weights without a digest."""
+"""First words of a description of weights without a digest."""
 
 
 def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
-    """Return a model's weights as engines compare them.
+    """Return the identity of a model's weights, as engines compare it.
 
     Args:
         vllm_config: the engine's configuration.
@@ -39,12 +39,12 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
 
 
 def uncertain(found: str) -> bool:
-    """Return True if `weights` found no digest, so equal words may stand for different weights."""
+    """Return True if `weights` found no digest. Equal descriptions may then stand for different weights."""
     return found.startswith(_UNCERTAIN)
 
 
 def _checkpoint(name: str, revision: str | None) -> Path | None:
-    """Return a model's directory on this machine's disk, None if it has none there."""
+    """Return the folder of a model's checkpoint on this machine's disk; None if it is not there."""
     if Path(name).exists():
         return Path(name)
     try:

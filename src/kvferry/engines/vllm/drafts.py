@@ -1,8 +1,9 @@
 """Layers of a draft model, and a digest that tells one draft from another.
 
-A draft's KV depends on its own weights. Two engines that serve one model may have different drafts, or
-one of them none: then the model's layers move, and the draft's do not. So each layer of a draft carries a
-digest of the draft, which tells it from another draft's layer of the same name in peers and in stored chunks.
+A draft's KV depends on the draft's own weights. Two engines that serve one model may have different drafts,
+or only one of them may have a draft. Then the model's layers move between them, and the draft's layers do
+not. So each layer of a draft carries a digest of the draft. Peers and stored chunks may have a layer of the
+same name from another draft, and the digest tells the two apart.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ _THE_MODELS_OWN = "the model's own"
 
 
 def draft_layers(vllm_config: Any) -> dict[str, str]:
-    """Map each layer that a draft model keeps in the cache to the draft's digest. Call it in a worker."""
+    """Return the draft model's digest for each layer that it keeps in the cache, by the layer's name.
+
+    Call it in a worker. The result is empty without such a draft.
+    """
     names = draft_layer_names(vllm_config)
     return dict.fromkeys(names, _digest(vllm_config)) if names else {}
 
 
 def draft_weights(vllm_config: Any) -> str:
-    """Return the draft model's weights as engines compare them; empty if no draft keeps layers in the cache.
+    """Return the identity of the draft model's weights, as engines compare it.
 
-    Layers of multi-token prediction are part of the model's checkpoint, which is compared anyway.
+    Empty if no draft keeps layers in the cache. Layers of multi-token prediction are part of the model's
+    checkpoint, which is compared anyway.
     """
     if not keeps_draft_layers(vllm_config):
         return ""

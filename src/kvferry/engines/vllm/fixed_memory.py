@@ -1,4 +1,4 @@
-"""Check that refuses engines that may give up or move the memory of their KV cache."""
+"""Check that an engine never releases or moves the memory of its KV cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvferry.errors import ConfigError
 def check_fixed_memory(
     vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Check that the KV cache keeps the memory that it is given at start.
+    """Check that the KV cache keeps the memory that is allocated at start.
 
     Args:
         vllm_config: the engine's configuration.
-        transfers: True if the cache is registered with NIXL, for peers that read it.
-        environment: variables of the process.
+        transfers: True if peers read the cache, so its memory is registered with NIXL.
+        environment: environment variables of the process.
 
     Raises:
-        ConfigError: the engine may sleep, or torch may put other memory behind the same addresses.
+        ConfigError: the engine may sleep, or torch may map other memory to the same addresses.
     """
     if sleeps(vllm_config):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Description of a worker's KV cache as vLLM hands it over."""
+"""Description of a worker's KV cache, from the tensors and configurations that vLLM hands over."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvferry.geometry import Group, GroupKind, Layer, PageFormat, RankGeometry, 
 def describe_cache(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int, pp_rank: int
 ) -> RankGeometry:
-    """Describe the cache of this worker.
+    """Describe the KV cache of this worker.
 
     Args:
         vllm_config, kv_cache_config: vLLM's configurations.
-        caches: layer name to its tensor: attention (kernel blocks, heads, tokens, content), state (blocks,
-            1, 1, bytes).
-        tp_rank, pp_rank: ranks of the worker.
+        caches: cache tensor of each layer, by the layer's name. The shape is (kernel blocks, heads, tokens,
+            content) for attention layers, and (blocks, 1, 1, bytes) for state layers.
+        tp_rank, pp_rank: tensor-parallel and pipeline-parallel rank of the worker.
 
     Raises:
-        ConfigError: the cache holds something that cannot be moved; says what.
+        ConfigError: kvferry cannot move a part of the cache. The message says which.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -88,10 +88,10 @@ def describe_cache(
 
 
 def kind_of_group(group: Any) -> GroupKind:
-    """Return the kind of a group, which states the needs of a continuation.
+    """Return the kind of a KV cache group, which decides the earlier tokens that a continuation needs.
 
     Raises:
-        ConfigError: kvferry cannot move it; names a layer.
+        ConfigError: kvferry cannot move the group. The message names one of its layers.
     """
     try:
         return kind_of(group.kv_cache_spec)
@@ -102,7 +102,7 @@ def kind_of_group(group: Any) -> GroupKind:
 def _pages(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
 ) -> dict[str, PageFormat]:
-    """Return the page format of each layer in the groups that vLLM lets transfer, by the layer's name."""
+    """Return the page format of each layer by name, for the groups in which vLLM enables KV transfer."""
     blocks = kv_cache_config.num_blocks
     size = int(vllm_config.parallel_config.tensor_parallel_size)
     states = Rank(tp_rank, size, conv_channels_first())
@@ -138,7 +138,7 @@ def _pages(
 
 
 def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torch.Tensor:
-    """Return a layer's tensor, (kernel blocks, heads, tokens, content)."""
+    """Check that vLLM has handed over a layer's cache with a known shape, and return the tensor."""
     if name not in caches:
         raise ConfigError(f"vLLM handed over no cache for layer {name}")
     tensor = caches[name]
@@ -157,7 +157,7 @@ def _layer(
 
 
 def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:
-    """Yield every allocation behind the tensors once: layers and groups may share one."""
+    """Yield each memory allocation behind the tensors once. Layers and groups may share an allocation."""
     seen = set()
     for tensor in caches.values():
         storage = tensor.untyped_storage()

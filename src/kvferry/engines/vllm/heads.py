@@ -1,9 +1,10 @@
 """KV heads of a layer that a tensor-parallel rank holds.
 
-Layers of one model may differ in their number of KV heads: Gemma 4 has fewer in layers that see everything.
-So the model's own number says nothing about a layer. With fewer heads than ranks, vLLM gives several ranks
-copies of one head, and a rank's count, 1, does not tell how many there are. The layer's QKV projection knows:
-its weight loader takes the rows of head ``rank // copies``.
+Layers of one model may differ in their number of KV heads: Gemma 4 has fewer in its layers with full
+attention. So the number in the model's configuration says nothing about a single layer. If there are fewer
+heads than ranks, vLLM gives copies of one head to several ranks. Each rank then counts 1 head, and the count
+does not tell how many heads there are. The layer's QKV projection does: its weight loader takes the rows of
+head ``rank // copies``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ _COPIES = "num_kv_head_replicas"
 
 
 def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]:
-    """Find the QKV projection beside each attention layer, by the layer's `id`; no entry without one.
+    """Return the QKV projection beside each attention layer, by the `id` of the layer.
+
+    A layer without a projection has no entry.
 
     Args:
-        modules: all modules of the models that have the layers.
+        modules: all modules of the models that contain the layers.
         layers: attention layers.
     """
     wanted = {id(layer) for layer in layers}
     found = {}
     for module in modules:
         children = list(module.children())
-        # An adapter (LoRA) wraps the projection.
+        # With LoRA, an adapter wraps the projection.
         beside = [one for child in children if hasattr(one := getattr(child, "base_layer", child), _COPIES)]
         if len(beside) == 1:
             found.update({id(child): beside[0] for child in children if id(child) in wanted})
@@ -37,7 +40,7 @@ def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]
 
 
 def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -> Shard:
-    """Return the heads that a rank holds, with a total of 0 if that is not certain.
+    """Return the KV heads of one layer that a rank holds. The total is 0 if they are uncertain.
 
     >>> shard_of(2, 1, 4, None, 8), shard_of(1, 3, 4, None, 2)
     (Shard(rank=1, ranks=4, start=2, total=8), Shard(rank=3, ranks=4, start=1, total=2))
@@ -45,10 +48,10 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
     Shard(rank=3, ranks=4, start=0, total=0)
 
     Args:
-        held: heads on this rank.
-        rank, ranks: tensor-parallel rank, and the number of ranks.
+        held: number of KV heads on this rank.
+        rank, ranks: tensor-parallel rank, and number of ranks.
         projection: the layer's `QKVParallelLinear`, or None if it has none.
-        of_model: KV heads that the model's configuration names.
+        of_model: number of KV heads in the model's configuration.
     """
     if projection is not None and int(projection.num_kv_heads) == held:
         copies = int(projection.num_kv_head_replicas)
@@ -62,11 +65,11 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
 
 
 def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -> dict[str, Shard]:
-    """Return the heads of each layer that this rank holds, by the layer's name.
+    """Return the KV heads that this rank holds of each attention layer, by the layer's name.
 
     Args:
-        vllm_config: vLLM's configuration.
-        layers: the engine's attention layers and their KV cache specs, by name.
+        vllm_config: the engine's configuration.
+        layers: attention layer and its KV cache spec, by the layer's name.
         rank: this worker's tensor-parallel rank.
     """
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)

@@ -1,8 +1,9 @@
-"""Host memory that stands in for a device's cache where the device cannot be registered with the transport.
+"""Host memory that mirrors a device's KV cache, for devices that the transport cannot register.
 
-The buffer mirrors the cache block by block, so everything else sees a cache like any other. The producer
-copies a finished prompt's blocks out in the step that completes it, before anyone can know of them; the
-consumer copies blocks in when they have landed. The copying is done by the operation that vLLM hands over.
+The buffer mirrors the cache block by block, so the rest of kvferry uses it like any other cache. A producer
+copies a finished prompt's blocks to the buffer in the step that completes the prompt, before it offers them
+to peers. A consumer copies blocks to the device when they have arrived in the buffer. vLLM hands over the
+operation that does the copying.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ CopyBlocks: TypeAlias = Callable[
 
 
 class HostBuffer:
-    """A mirror of a device's cache in host memory.
+    """Mirror of a device's KV cache in host memory.
 
     Attributes:
-        caches: layer name to its mirror, of the same shape.
+        caches: host tensor of each layer by name, with the shape and dtype of the layer's cache on the
+            device.
     """
 
     def __init__(self, device: Mapping[str, torch.Tensor], num_blocks: int, copy: CopyBlocks | None) -> None:
         """Allocate the mirror.
 
         Args:
-            device: layer name to its cache on the device.
-            num_blocks: manager blocks in it.
-            copy: the engine's copy operation.
+            device: cache tensor of each layer on the device, by the layer's name.
+            num_blocks: number of manager blocks in the cache.
+            copy: the engine's copy operation; None if vLLM has handed over none.
 
         Raises:
             ConfigError: the engine has no copy operation.
@@ -49,11 +51,16 @@ class HostBuffer:
         self.caches = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in device.items()}
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks, given per group, from the device."""
+        """Copy blocks from the device to the mirror.
+
+        Args:
+            groups: KV cache groups.
+            blocks: block ids of each group.
+        """
         self._each(groups, blocks, "d2h")
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks, given per group, to the device."""
+        """Copy blocks from the mirror to the device. Takes the same arguments as `save`."""
         self._each(groups, blocks, "h2d")
 
     def _each(self, groups: Sequence[Group], blocks: Sequence[Int64s], way: Literal["h2d", "d2h"]) -> None:

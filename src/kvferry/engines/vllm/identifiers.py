@@ -1,9 +1,10 @@
-"""Content of the identifiers under which vLLM keeps images, videos and audio.
+"""Detection of identifiers that stand for more than one image, video or piece of audio.
 
-vLLM keeps an item's encoder output, and the blocks of prompts with it, under the item's identifier. A client
-may choose the identifier (``uuid``), so two images can come with one. vLLM then computes one of them from
-the cached output of the other, and the KV is not that of the image in the request. From the second image on,
-neither has a certain name: its KV is not offered, not stored and not looked for.
+vLLM keeps an item's encoder output, and the blocks of prompts that contain the item, under the item's
+identifier. A client may choose the identifier (``uuid``), so two images can come under one identifier. vLLM
+then computes one prompt from the cached encoder output of the other image, and its KV is not that of the
+image in the request. As soon as a second image comes under an identifier, neither image has a reliable name.
+From then on, kvferry does not offer, store or look up KV of prompts with either of them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from kvferry.engines.vllm import items
 from kvferry.errors import Unnameable
 
 MOST: Final = 65_536
-"""Identifiers that are remembered, the last ones used; vLLM keeps encoder outputs and blocks of fewer."""
+"""Number of identifiers to remember, the most recently used ones. vLLM keeps outputs and blocks of fewer."""
 
 
 class Identifiers:
-    """Contents by identifier. Only the engine's thread calls it, with every new request."""
+    """The content behind each identifier. Only the engine's thread calls it, with every new request."""
 
     def __init__(self, most: int = MOST) -> None:
-        """Begin empty; remember up to `most` identifiers."""
+        """Create an empty table that remembers up to `most` identifiers."""
         self._most = most
         self._known: OrderedDict[bytes, items.Identified] = OrderedDict()
 
@@ -32,12 +33,12 @@ class Identifiers:
         return len(self._known)
 
     def note(self, request: Any) -> None:
-        """Note a new request's items, whose identifiers may stand for other content than before."""
+        """Record the items of a new request, and detect identifiers that stood for other content before."""
         for feature in request.mm_features or ():
             self._note(feature)
 
     def _note(self, feature: Any) -> None:
-        # Chosen by clients, so of any length.
+        # Clients choose identifiers, so they may have any length.
         key = blake2b(str(feature.identifier).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         try:
             name = items.name_of(feature)

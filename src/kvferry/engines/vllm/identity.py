@@ -1,9 +1,9 @@
-"""Facts on which two engines, and an engine and a stored chunk, must agree.
+"""Facts that two engines must share to exchange KV, and that an engine must share with a stored chunk.
 
-Weights are compared by content (`kvferry.cache.weights`): a model's name says nothing about them. All other
-facts that decide KV content are read from built objects: the model of every worker (`built`), the processor,
-and the resolved element types. `arguments` states, for each of vLLM's engine arguments, the fact that
-covers it.
+A chunk is a fixed number of tokens of a KV cache group, as stored in a tier. Weights are compared by content
+(`kvferry.cache.weights`), because a model's name says nothing about them. All other facts that decide KV
+content are read from built objects: the model of every worker (`built`), the processor, and the resolved
+element types. `arguments` names, for each of vLLM's engine arguments, the fact that covers it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _UNKNOWN = "of unknown version"
 
 
 def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int) -> Facts:
-    """Return the facts that this engine sends to peers.
+    """Return the facts that this engine sends to its peers.
 
     Args:
         vllm_config: the engine's configuration.
-        must_agree: facts that the function `must_agree` returns.
-        incarnation: incarnation of this engine.
+        must_agree: facts that the function `must_agree` has returned.
+        incarnation: number that identifies this run of the engine.
     """
     return Facts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
@@ -49,11 +49,11 @@ def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int)
 
 
 def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str, Fact]:
-    """Return all facts that another engine must share for its bytes to be right here.
+    """Return all facts that another engine must share for its KV to be valid here.
 
     Args:
         vllm_config, kv_cache_config: vLLM's configurations.
-        built: the models of all workers.
+        built: facts about the models of all workers, as `built_by_all` returns them.
     """
     model = vllm_config.model_config
     facts: dict[str, Fact] = {
@@ -71,12 +71,16 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
 
 
 def built_by_all(workers: Any) -> Built:
-    """Join the facts of all workers' models."""
+    """Merge the facts about the models of all workers.
+
+    Args:
+        workers: a `Built` from each worker.
+    """
     return reduce(Built.with_other, workers, Built())
 
 
 def engine_settings(vllm_config: Any) -> dict[str, str]:
-    """Return vLLM's settings that decide content and leave no trace in the built model."""
+    """Return the settings of vLLM that decide KV content and leave no trace in the built model."""
     model = vllm_config.model_config
     return settings_of(
         {
@@ -99,14 +103,20 @@ _MULTIMODAL = (
 
 
 def _plain(value: Any) -> Any:
-    """Return a configuration of vLLM's as plain data, or the digest of a platform's own object."""
+    """Convert a configuration object of vLLM to plain data.
+
+    An object of the platform's own is replaced by its digest. Other values are returned as they are.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return value.compute_hash() if hasattr(value, "compute_hash") else value
 
 
 def lora_settings(vllm_config: Any) -> str:
-    """Describe the settings that change what adapters compute; part of every adapter's name."""
+    """Return a text with the settings that change what LoRA adapters compute; empty without LoRA.
+
+    The text is part of every adapter's name, so chunks of engines with other settings have other names.
+    """
     lora = vllm_config.lora_config
     if lora is None:
         return ""
@@ -120,7 +130,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
     """Return the namespace of this engine's chunks in shared storage.
 
     Raises:
-        ConfigError: the weights are uncertain, or scales of the cache are computed at run time; says why.
+        ConfigError: the weights have no digest, or scales of the cache are computed at run time.
     """
     model = vllm_config.model_config
     whose = str(must_agree[WEIGHTS])
@@ -142,8 +152,8 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 def _processor(model: Any) -> dict[str, str] | None:
     """Return the effective configuration of the multimodal processor; None if there is none.
 
-    Items are named by the processor's output (`items`). This says in words why the names would differ, so a
-    processor that cannot be inspected costs the words only.
+    Items are named by the processor's output (`items`), so their names differ if the output does. These facts
+    only say in words why. If the processor cannot be inspected, they are left out.
     """
     try:
         parts = processor_settings(model)

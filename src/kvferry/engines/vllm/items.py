@@ -1,9 +1,9 @@
 """Names of images, videos and audio in prompts: digests of the processor's output.
 
-vLLM's own identifiers do not name content. They may be chosen by a client, or be a counter that restarts with
-the engine (without prefix caching and processor cache). vLLM's digest of the media leaves the processor out
-and includes the model's path. The KV depends on the model's input alone: resized and normalised pixels,
-grids, lengths. A name is certain only while vLLM has computed nothing else under the same identifier
+vLLM's own identifiers do not name content. A client may choose them. Without prefix caching and processor
+cache, they are a counter that restarts with the engine. vLLM's digest of the media leaves the processor out
+and includes the model's path. KV depends only on the model's input: resized and normalised pixels, grids,
+lengths. A name is reliable only as long as vLLM has computed nothing else under the same identifier
 (`identifiers`).
 """
 
@@ -26,22 +26,22 @@ _IDENTIFIED = "kvferry_identified"
 
 @dataclass(slots=True)
 class Identified:
-    """Record of an identifier of items, shared by all requests that came with it.
+    """Record of an item's identifier, shared by all requests that came with this identifier.
 
     Attributes:
-        name: name of its content; empty if the identifier has stood for several contents.
+        name: name of the content behind the identifier; empty if there have been several contents.
     """
 
     name: str
 
 
 def identify(feature: Any, identified: Identified) -> None:
-    """Attach the record of an item's identifier; mutates `feature.data`."""
+    """Attach the record of an item's identifier to the item; mutates `feature.data`."""
     setattr(feature.data, _IDENTIFIED, identified)
 
 
 def is_uncertain(feature: Any) -> bool:
-    """Return True if an item's identifier has stood for other content too."""
+    """Return True if an item's identifier has also stood for other content."""
     identified: Identified | None = getattr(feature.data, _IDENTIFIED, None)
     return identified is not None and not identified.name
 
@@ -49,13 +49,14 @@ def is_uncertain(feature: Any) -> bool:
 def name_of(feature: Any) -> str:
     """Return the name of an item of a prompt, 32 hex digits.
 
-    Remembers it in `feature.data`, which vLLM keeps for further requests.
+    Caches the name in `feature.data`, which vLLM keeps for later requests.
 
     Args:
-        feature: vLLM's MultiModalFeatureSpec.
+        feature: vLLM's MultiModalFeatureSpec of the item.
 
     Raises:
-        Unnameable: the scheduler does not have the processor's output, or its identifier is ambiguous.
+        Unnameable: the scheduler does not have the processor's output, no digest can be made of it, or the
+            item's identifier has also stood for other content.
     """
     if is_uncertain(feature):
         raise Unnameable(
@@ -84,7 +85,11 @@ def name_of(feature: Any) -> str:
 
 
 def _parts(value: Any, where: str) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a value in pieces; different values yield different bytes."""
+    """Yield the bytes of a value in pieces. Different values yield different bytes.
+
+    Raises:
+        Unnameable: a part of the value has a type of which no digest can be made.
+    """
     if isinstance(value, Mapping):
         yield b"mapping %d" % len(value)
         for key in sorted(value):

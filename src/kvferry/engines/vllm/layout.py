@@ -1,9 +1,9 @@
-"""Memory layout of an engine's cache: the layout to ask for, and the layout it got.
+"""Memory layout of an engine's KV cache: the layout to request, and the layout that the cache has.
 
-A layout orders the axes layer, block, head, token, content (`L B H N C`). The planner moves between any two
-layouts. But where blocks are outermost, a block of all layers is one stretch of memory, and a READ of it one
-descriptor instead of one per layer and field. So the connector asks the engine for such a layout where the
-attention backend declares that it supports it, and reads the actual layout back from the tensors.
+A layout is an order of the axes layer, block, head, token and content (`L B H N C`). The planner moves KV
+between any two layouts. But if blocks are outermost, a block of all layers is contiguous, and a READ of it
+takes one descriptor instead of one per layer and field. So the connector requests such a layout if the
+attention backend declares support for it. It then reads the actual layout back from the tensors.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from kvferry.errors import ConfigError
 from kvferry.geometry.pagemap import LAYOUTS, is_compact
 
 _HEADS_OUTSIDE, _PAGES_WHOLE = "BHLNC", "BLHNC"
-"""What suits models whose layers are all alike (any share of the heads is one stretch, too), and others.
+"""Preferred layouts: the first if all layers of the model are alike, else the second.
 
-The first scatters a page over its block, so it is asked for only where pages are expected to move by fields:
-of unknown content they would be many small stretches.
+The first also makes any range of heads contiguous. But it scatters a page over its block, so it is requested
+only if pages are expected to move by fields. Pages of unknown content would become many small copies.
 """
 
 
 def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
-    """Return the layout to ask the engine for; None for the engine's own choice.
+    """Return the layout to request from the engine; None to accept the engine's own choice.
 
-    The engine does not ask where the operator has set ``VLLM_KV_CACHE_LAYOUT``.
+    vLLM does not ask for it if the operator has set ``VLLM_KV_CACHE_LAYOUT``.
     """
     if config.layout == "engine" or vllm_config.model_config is None:
         return None
@@ -49,14 +49,14 @@ def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
 
 
 def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
-    """Return the layout of the engine's tensors.
+    """Return the layout of the engine's tensors; ``unknown`` if no layout fits.
 
-    If several layouts fit because axes have one element, return the one that the engine names if it is among
-    them, else all of them.
+    Several layouts may fit because some axes have a single element. The result is then the layout that the
+    engine names if that layout is among them, else all of them.
 
     Args:
-        kv_cache_config: vLLM's configuration.
-        caches: layer name to its tensor, (blocks, heads, tokens, content).
+        kv_cache_config: vLLM's cache configuration.
+        caches: cache tensor of each layer by name, (blocks, heads, tokens, content).
     """
     fitting = [name for name in LAYOUTS if all(_fits(name, t) for t in _tensors(kv_cache_config, caches))]
     named = str(kv_cache_config.kv_cache_layout)
@@ -64,7 +64,16 @@ def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
 
 
 def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
-    """Raise ConfigError if the settings force another layout than the engine's cache has."""
+    """Check that the cache has the layout that the settings require.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: the connector's settings.
+        found: actual layout of the cache.
+
+    Raises:
+        ConfigError: the settings require another layout.
+    """
     if config.layout in ("auto", "engine", found):
         return
     if operators := operators_layout():
@@ -74,7 +83,7 @@ def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
         )
     who, supported = "its attention backends", supported_layouts(vllm_config)
     if config.layout in supported:
-        # The engine drops what the backends could if pages of different shape could not share slots in it.
+        # vLLM drops a supported layout if pages of different shapes could not share slots in it.
         who, supported = "layers that are not all alike", [name for name in supported if is_compact(name)]
     raise ConfigError(
         f"layout is {config.layout!r}, but the engine's cache has {found}: {who} support "
@@ -83,11 +92,11 @@ def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
 
 
 Strided = Sequence[tuple[str, int, int]]
-"""(axis, extent, stride in bytes) of L, B, H, N and C."""
+"""(axis, extent, stride in bytes) of each axis: L, B, H, N and C."""
 
 
 def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
-    """Yield the strides of each vLLM allocation: layers at equal distances."""
+    """Yield the axes of each vLLM allocation, whose layers lie at equal distances."""
     for allocated in kv_cache_config.kv_cache_tensors:
         layers = [caches[name] for name in allocated.layers if name in caches]
         if not layers:
@@ -99,6 +108,6 @@ def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Stride
 
 
 def _fits(name: str, tensor: Strided) -> bool:
-    """Return True if the strides fall in the order of the layout's axes."""
+    """Return True if strides decrease in the order of the layout's axes. Axes of extent 1 are ignored."""
     stride = {axis: distance for axis, extent, distance in tensor if extent > 1}
     return all(stride[outer] > stride[inner] for outer, inner in pairwise(a for a in name if a in stride))

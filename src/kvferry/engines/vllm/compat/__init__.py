@@ -1,18 +1,21 @@
 """Code that depends on vLLM's version: every import and attribute that moves between releases.
 
-Written against one minor release (`engines.vllm.version`). A contract test introspects the installed one, and
-import-linter keeps the connector's other modules from importing vLLM. Callers import from the module that has
-the function.
+It is written for one minor release (`engines.vllm.version`). A contract test inspects the installed vLLM, and
+import-linter keeps the connector's other modules from importing vLLM. Callers import a function from the
+module that defines it.
 
 - `contract`: the classes of the connector interface
-- `connectors`: connectors by name, and configurations for connectors within one
-- `process`: the log, the cores, the device, the ranks and the address of an engine's process
-- `specs`: KV cache specs, and the needs of a continuation from a group
+- `connectors`: connector classes by name, and configurations for connectors that are children of another
+- `process`: logging, cores, device, ranks and address of the process that a connector runs in
+- `memory`: ways in which the memory of a KV cache could be released or moved
+- `specs`: KV cache specs, and the earlier tokens that a continuation needs from a group
 - `dtypes`: element types of the cache
-- `layouts`: memory layouts, and the attention backends that take them
+- `layouts`: memory layouts, and the attention backends that support them
 - `layers`: the engine's layer objects
 - `models`: the models that a worker has built
-- `drafts`: the settings of speculative decoding with a draft model
+- `weights`: hooks into calls that change a worker's weights
+- `drafts`: settings of speculative decoding with a draft model
+- `loras`: a hook into the loading of LoRA adapters
 - `multimodal`: images, video and audio, and their processor
 - `requests`, `request_ids`: a request in the scheduler, and its id
 - `frees`: deferred freeing of blocks

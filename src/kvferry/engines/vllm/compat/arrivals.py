@@ -1,4 +1,4 @@
-"""Requests as they enter vLLM's scheduler, with fields that clients control."""
+"""Protection of vLLM's scheduler against fields that clients control."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _FOR_CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def guard_arrivals() -> None:
-    """Patch vLLM's `Scheduler`, once, against requests that would end the engine.
+    """Patch vLLM's `Scheduler` once, so that no request can terminate the engine.
 
-    - A request that the API server has refused gets an id of its own. vLLM takes it from the client's body,
-      without the random digits that all other ids end with. With the id of a request whose blocks are kept,
-      or that is running, the engine would end with an assertion in `Scheduler.add_request`.
-    - Parameters for connectors are not sent to workers, which have no use for them. vLLM pickles them for
-      every worker. Objects nested 600 levels deep would end the engine, and large ones hold up a step.
+    - A request that the API server has refused gets a new id. vLLM takes its id from the client's body,
+      without the random digits that all other ids end with. If it equals the id of a running request, or of a
+      request whose blocks are kept, an assertion in `Scheduler.add_request` would terminate the engine.
+    - Parameters for connectors are removed from what vLLM sends to workers, which do not use them. vLLM
+      pickles them for every worker. Objects nested 600 levels deep would terminate the engine, and large ones
+      would delay a step.
     """
     add = Scheduler.add_request
     if getattr(add, _GUARDED, False):
@@ -38,10 +39,13 @@ def guard_arrivals() -> None:
 
 
 def _keep_from_workers(request: Any) -> None:
-    """Take parameters for connectors out of a request's sampling parameters; the request keeps them."""
+    """Remove parameters for connectors from a request's sampling parameters; mutates `request`.
+
+    The request itself keeps them.
+    """
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and not extra.keys().isdisjoint(_FOR_CONNECTORS):
-        # A copy: requests made of one list of prompts share their parameters.
+        # Copy first: requests made from one list of prompts share their sampling parameters.
         request.sampling_params = copy.copy(request.sampling_params)
         kept = {name: value for name, value in extra.items() if name not in _FOR_CONNECTORS}
         request.sampling_params.extra_args = kept or None

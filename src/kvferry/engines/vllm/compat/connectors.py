@@ -1,4 +1,4 @@
-"""Connector classes by name, and the configurations that vLLM makes them from."""
+"""Connector classes by name, and the configurations from which vLLM creates connectors."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
 def register_connector(name: str, module: str) -> None:
-    """Make a connector class known by name: vLLM's MultiConnector assigns stats to children by name alone."""
+    """Register a connector class with vLLM under a name.
+
+    vLLM's MultiConnector finds the class that handles a child's stats by this name alone.
+    """
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, name)
 
 
 def connector_class(vllm_config: VllmConfig) -> Any:
-    """Return the class of a configuration's connector.
+    """Return the connector class that a configuration names.
 
     Raises:
-        ValueError, ImportError, AttributeError: there is none of that name.
+        ValueError, ImportError, AttributeError: there is no class of that name.
     """
     return KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
 
 
 def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
-    """Return the class of the connector that the settings name.
+    """Return the connector class that a mapping of `KVTransferConfig` settings names.
 
     Raises:
-        ValueError, ImportError, AttributeError: there is none of that name.
+        ValueError, ImportError, AttributeError: there is no class of that name.
     """
     return KVConnectorFactory.get_connector_class(KVTransferConfig(**{"kv_role": "kv_both", **transfer}))
 
@@ -46,7 +49,11 @@ def supports_hybrid(vllm_config: VllmConfig) -> bool:
 
 
 def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> VllmConfig:
-    """Copy a configuration with another connector; the copies share all other parts.
+    """Return a copy of a configuration with other connector settings. The copy shares all other parts.
+
+    Args:
+        vllm_config: the engine's configuration; not changed.
+        transfer: settings of `KVTransferConfig`, by name.
 
     Raises:
         ValueError, TypeError: vLLM refuses the settings.
@@ -57,7 +64,7 @@ def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> Vllm
 
 
 def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
-    """Copy a configuration with more entries in the connector's extra config."""
+    """Return a copy of a configuration with more entries in the connector's extra config."""
     config = copy.copy(vllm_config)
     config.kv_transfer_config = copy.copy(config.kv_transfer_config)
     config.kv_transfer_config.kv_connector_extra_config = {
@@ -68,11 +75,11 @@ def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
 
 
 def current_config() -> Any:
-    """Return the configuration of the engine that is being set up; None outside of setup."""
+    """Return the configuration of the engine that vLLM is setting up; None at other times."""
     return get_current_vllm_config_or_none()
 
 
 def as_current_config(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
-    """Return a context in which this configuration is that of the engine being set up."""
+    """Return a context in which vLLM treats this configuration as that of the engine being set up."""
     context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
     return context

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def hit_source(medium: Medium) -> CacheHitSource:
-    """Return how vLLM's own counters label tokens that were loaded from a medium."""
+    """Return the label that vLLM's own counters use for tokens loaded from a medium."""
     match medium:
         case Medium.PEER:
             return CacheHitSource.P2P

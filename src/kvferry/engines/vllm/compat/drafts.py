@@ -1,4 +1,4 @@
-"""Draft models of speculative decoding: their layers in the cache, and their lookahead."""
+"""Settings of speculative decoding with a draft model: its layers in the cache, and its lookahead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 
 
 def keeps_draft_layers(vllm_config: VllmConfig) -> bool:
-    """Return True if the engine speculates with a model that keeps layers of its own in the cache."""
+    """Return True if the engine uses a draft model that keeps layers of its own in the cache."""
     config = vllm_config.speculative_config
     return config is not None and bool(config.uses_draft_kv_cache())
 
@@ -14,7 +14,7 @@ def keeps_draft_layers(vllm_config: VllmConfig) -> bool:
 def reads_ahead(vllm_config: VllmConfig) -> int:
     """Return the number of tokens beyond a position that a draft model reads to compute that position.
 
-    0: none, or there is no such draft. 1: it combines the model's output with the next token (EAGLE, MTP).
-    More: several MTP modules, each one token further.
+    0: there is no draft model, or it reads no later tokens. 1: it combines the model's output with the next
+    token (EAGLE, MTP). More: it has several MTP modules, and each reads one token further.
     """
     return int(vllm_config.num_prefill_lookahead_tokens)

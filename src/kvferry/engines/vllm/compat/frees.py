@@ -6,12 +6,13 @@ from vllm.config import VllmConfig
 
 
 def defer_frees(vllm_config: VllmConfig) -> None:
-    """Let vLLM free blocks only when no step in flight writes them; mutates the role in `vllm_config`.
+    """Make vLLM free blocks only after the steps that may write them; mutates the role in `vllm_config`.
 
-    With overlapping steps, a step in flight may still write the blocks of an aborted or preempted request,
-    unordered with a load into the same blocks. vLLM waits for that in engines whose role is to load, and
-    reads the role right after it has made the connector. A prefill engine of kvferry loads as well: from
-    tiers, and earlier turns from the engine that decoded them.
+    With overlapping steps, a step in flight may still write the blocks of an aborted or preempted request.
+    Nothing orders these writes with a load into the same blocks. vLLM waits for such steps only in engines
+    whose role is to load, and reads the role right after it has created the connector. But a prefill engine
+    with kvferry loads as well: from tiers, and earlier turns of a conversation from the engine that decoded
+    them.
     """
     transfer = vllm_config.kv_transfer_config
     if not transfer.is_kv_consumer:

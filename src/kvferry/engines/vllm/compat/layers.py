@@ -1,4 +1,4 @@
-"""The engine's layer objects: attention layers, sparse indexers, the order of convolution states."""
+"""The engine's layer objects: attention layers, sparse indexers, and the order of convolution states."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def conv_channels_first() -> bool:
 
 
 def is_indexer(layer: Any) -> bool:
-    """Return True if the layer only holds the fp8 keys of a sparse indexer: DeepSeek V3.2, GLM-5."""
+    """Return True if the layer only holds the fp8 keys of a sparse indexer, as in DeepSeek V3.2 and GLM-5."""
     return layer.get_attn_backend().get_name() == "DEEPSEEK_V32_INDEXER" and layer.dtype is torch.uint8
 
 
 def write_index_keys(
     layer: Any, keys: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, group: int
 ) -> None:
-    """Quantise an indexer's keys into its cache, as vLLM does for CUDA.
+    """Quantise keys of an indexer into its cache, with the operation that vLLM uses on CUDA.
 
     Args:
         layer: indexer layer (`is_indexer`).
-        keys: keys, (tokens, width); the width is a multiple of `group`.
-        cache: uint8 of shape (blocks, tokens, bytes).
-        slots: int64, one per token.
-        group: elements of a key per scale.
+        keys: keys to write, (tokens, width). The width is a multiple of `group`.
+        cache: cache of the layer, uint8 of shape (blocks, tokens, bytes).
+        slots: position in the cache of each token, int64 of shape (tokens,).
+        group: number of elements of a key that share a scale.
 
     Raises:
-        RuntimeError: this backend's keys are shuffled.
-        AttributeError: there is no such operation here.
+        RuntimeError: this backend shuffles its keys.
+        AttributeError: this build of vLLM lacks the operation.
     """
     if layer.uses_shuffled_layout:
         raise RuntimeError("its indexer's keys are shuffled")

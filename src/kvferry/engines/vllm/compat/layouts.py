@@ -1,4 +1,4 @@
-"""Memory layouts of the KV cache: those that attention backends take, and the facts that decide for one."""
+"""Memory layouts of the KV cache that attention backends support, and facts that decide between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 
 def operators_layout() -> str | None:
-    """Return the layout that the operator has set; vLLM then asks no connector."""
+    """Return the layout that the operator has set; None without one. If it is set, vLLM asks no connector."""
     named: str | None = envs.VLLM_KV_CACHE_LAYOUT
     return named
 
@@ -18,7 +18,8 @@ def operators_layout() -> str | None:
 def supported_layouts(vllm_config: VllmConfig) -> list[str]:
     """Return the layouts that every attention backend of the model declares; all if none declares any.
 
-    An engine core with several workers has no layers of its own; it gets the backend that they would choose.
+    An engine core with several workers has no layers of its own. It uses the backend that the workers would
+    choose.
     """
     backends = get_current_attn_backends(vllm_config)
     return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
@@ -27,8 +28,8 @@ def supported_layouts(vllm_config: VllmConfig) -> list[str]:
 def declared_layouts(vllm_config: VllmConfig) -> list[str]:
     """Return the layouts that every attention backend declares; empty if a declaration is not reliable.
 
-    None means "any" to vLLM, but MLA backends that declare None need not mean it: the one for CPUs fails in
-    its first step over blocks that are not side by side.
+    To vLLM, a declaration of None means any layout. But MLA backends that declare None do not always support
+    all: the one for CPUs fails in its first step if blocks do not lie side by side.
     """
     for backend in get_current_attn_backends(vllm_config):
         if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
@@ -42,7 +43,10 @@ def attention_backends(vllm_config: VllmConfig) -> list[str]:
 
 
 def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
-    """Return True if kernels take whole engine blocks: with blocks outermost vLLM does not split them."""
+    """Return True if all kernels can use whole engine blocks.
+
+    If blocks are outermost, vLLM does not split them into smaller kernel blocks.
+    """
     block = vllm_config.cache_config.block_size
     return all(
         any(
@@ -54,9 +58,9 @@ def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def layers_are_alike(vllm_config: VllmConfig) -> bool:
-    """Return True if all layers keep the same for a token.
+    """Return True if all layers of the model keep the same amount and kind of data for a token.
 
-    That is so with one kind of attention, no draft model and no indexer.
+    This requires a single kind of attention, no draft model and no indexer.
     """
     model = vllm_config.model_config
     text = model.hf_text_config

@@ -1,4 +1,4 @@
-"""A hook into the loading of LoRA adapters by the engine's API; vLLM tells no connector."""
+"""A hook into the loading of LoRA adapters, because vLLM does not tell connectors about it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from vllm.v1.executor import Executor
 
 
 class _Listener(Protocol):
-    """Receiver of a call for each adapter."""
+    """Receiver of a call before each load of an adapter."""
 
     def on_load(self, lora: LoRARequest) -> None:
-        """Note that the engine is about to load an adapter."""
+        """Handle that the engine is about to load an adapter."""
 
 
 _LISTENERS = WeakSet[_Listener]()
 
 
 def hook_adapter_loads(listener: _Listener) -> None:
-    """Call a listener, while it is alive, before each load that the API asks for.
+    """Call a listener, while it is alive, before each load of an adapter through the engine's API.
 
-    Runs in the scheduler's process; changes vLLM's `Executor`, once. If a process has several engines, each
-    load reaches the listeners of all engines: an adapter may lose its name, and its KV is not kept then.
+    Call this in the scheduler's process. It patches vLLM's `Executor` once. If a process has several engines,
+    each load reaches the listeners of all of them. Another engine's adapter may then lose its name without
+    need, and kvferry no longer keeps its KV.
     """
     _LISTENERS.add(listener)
     if hasattr(Executor.add_lora, "__wrapped__"):

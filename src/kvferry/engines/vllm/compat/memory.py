@@ -1,4 +1,4 @@
-"""Ways in which vLLM and torch may change the memory behind the addresses of a KV cache."""
+"""Ways in which vLLM and torch may release or move the memory of a KV cache."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from kvferry.engines.vllm.compat.models import worker_of
 from kvferry.errors import ConfigError
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""torch takes the first of them that is set."""
+"""Environment variables for torch's allocator. torch uses the first one that is set."""
 
 _GIVES_UP = ("sleep", "discard")
-"""A worker's methods behind ``/sleep``, ``/release_kv_cache_memory`` and the same calls in Python.
+"""Methods of a worker behind ``/sleep``, ``/release_kv_cache_memory`` and the same calls in Python.
 
-Neither asks for ``enable_sleep_mode``. With ``enable_cumem_allocator`` alone, or another
-``sleep_mode_backend``, they take the memory away from under the KV cache.
+They do not check ``enable_sleep_mode``. With only ``enable_cumem_allocator``, or with another
+``sleep_mode_backend``, they release the memory of the KV cache.
 """
 
 
 def sleeps(vllm_config: Any) -> bool:
-    """Return whether the engine may give up its device memory and take it again (``enable_sleep_mode``)."""
+    """Return True if the engine may release and reallocate its device memory (``enable_sleep_mode``)."""
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 
 def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the variable by which torch keeps the KV cache in expandable segments; None if it does not.
+    """Return the environment variable that puts the KV cache in expandable segments; None if none does.
 
-    vLLM's cumem allocator turns them off for the KV cache. CPU memory has none.
+    vLLM's cumem allocator turns expandable segments off for the KV cache. CPU memory has none.
     """
     if vllm_config.device_config.device_type == "cpu":
         return None
@@ -43,7 +43,7 @@ def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.en
 
 
 def keep_memory(vllm_config: Any) -> None:
-    """Make this worker refuse every call that would give up the memory of its KV cache.
+    """Make this worker refuse every call that would release the memory of its KV cache.
 
     Raises:
         ConfigError: the worker is not in this process.

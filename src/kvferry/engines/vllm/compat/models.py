@@ -1,4 +1,4 @@
-"""The models that a worker has built; vLLM hands a connector no reference to them."""
+"""The models that a worker has built. vLLM gives a connector no reference to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.engines.vllm.compat.drafts import keeps_draft_layers
 from kvferry.errors import ConfigError
 
 SHARED_LAYERS = ("vllm.model_executor.layers.", "vllm.v1.", "vllm.attention.", "torch.")
-"""Modules that all models are made of; what others keep is a model's own."""
+"""Prefixes of Python modules that all models use. Classes of other modules belong to one model's own code."""
 
 
 _FOUND = WeakSet[WorkerBase]()
@@ -26,8 +26,8 @@ class Models:
     """The models of one worker.
 
     Attributes:
-        target: the model that answers requests.
-        draft: the model that speculates, if it keeps layers of its own in the cache; else None.
+        target: model that answers requests.
+        draft: draft model, if it keeps layers of its own in the cache; else None.
     """
 
     target: torch.nn.Module
@@ -35,10 +35,10 @@ class Models:
 
 
 def built_models(vllm_config: VllmConfig) -> Models:
-    """Return the models of the worker in this process that serves this configuration.
+    """Return the models of the worker in this process that has this configuration.
 
-    Finds the worker among all objects, by its table of layers. Call this once before vLLM warms up, which
-    hides all objects from the garbage collector on a GPU; from then on the worker is remembered.
+    The worker is found among all Python objects, by its table of layers, and then remembered. Call this once
+    before vLLM warms up: on a GPU, the warm-up hides all objects from the garbage collector.
 
     Raises:
         ConfigError: there is no such worker.
@@ -48,7 +48,7 @@ def built_models(vllm_config: VllmConfig) -> Models:
 
 
 def worker_of(vllm_config: VllmConfig) -> WorkerBase:
-    """Return the worker in this process that serves this configuration, found as in `built_models`.
+    """Return the worker in this process that has this configuration, found as in `built_models`.
 
     Raises:
         ConfigError: there is no such worker.
@@ -65,10 +65,10 @@ def worker_of(vllm_config: VllmConfig) -> WorkerBase:
 
 
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
-    """Return the names of the layers that only the draft model has; call it in a worker.
+    """Return the names of the layers that only the draft model has. Call it in a worker.
 
-    Layer names and positions in a list of layers are not reliable, and KV cache groups mix draft layers with
-    the target's.
+    Names and positions of layers do not tell draft layers apart, and KV cache groups mix them with the
+    target's layers. So the layer objects of both models are compared.
 
     Raises:
         ConfigError: the models are not in this process.
@@ -89,9 +89,9 @@ def vocabulary_size(vllm_config: VllmConfig) -> int:
 
 
 def pools_every_token(vllm_config: VllmConfig) -> str:
-    """Return the pooling of a model whose answers need every prompt token computed; empty for other models.
+    """Return the pooling of a model that needs every prompt token computed; empty for other models.
 
-    vLLM caches no prefixes of such a model, but still asks a connector for them.
+    vLLM caches no prefixes for such a model, but still asks a connector for them.
     """
     model = vllm_config.model_config
     pooler = getattr(model, "pooler_config", None)

@@ -13,10 +13,11 @@ _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "
 def processor_settings(model: Any) -> dict[str, Any]:
     """Return the multimodal processor's effective configuration, by part; empty for a model without one.
 
-    Includes overrides (`mm_processor_kwargs`). vLLM's scheduler has made the processor by now.
+    The configuration includes overrides (`mm_processor_kwargs`). vLLM's scheduler has already created the
+    processor.
 
     Raises:
-        Exception: any error of a processor that cannot be made.
+        Exception: any error of a processor that cannot be created.
     """
     if model.multimodal_config is None or not model.is_multimodal_model:
         return {}
@@ -28,7 +29,7 @@ def processor_settings(model: Any) -> dict[str, Any]:
 def item_data(feature: Any) -> Mapping[str, Any] | None:
     """Return the processor's output for an image, a video or a piece of audio: model arguments by name.
 
-    None if the scheduler does not have it: it is in a worker's shared memory, or was not sent.
+    None if the scheduler does not have the output: it is in a worker's shared memory, or was not sent.
     """
     if feature.data is None or "address" in feature.data:
         return None

@@ -1,4 +1,4 @@
-"""The engine's process that a connector runs in: its log, cores, device, ranks and address."""
+"""The engine's process that a connector runs in: logging, cores, device, ranks and address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_SECONDS = 500e-6
 
 
 def share_logging() -> None:
-    """Send kvferry's log lines to vLLM's handlers, in the same form and from the same level on."""
+    """Send kvferry's log lines to vLLM's handlers, with vLLM's format and level."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvferry")
     if theirs.handlers and not ours.handlers:
         ours.handlers = list(theirs.handlers)
@@ -25,11 +25,11 @@ def share_logging() -> None:
 
 
 def leave_cores_to_others(vllm_config: VllmConfig) -> None:
-    """Make an engine on CPUs sleep between two looks at its queues, where vLLM spins over ``sched_yield``.
+    """Make an engine on CPUs sleep between two checks of its queues, where vLLM spins on ``sched_yield``.
 
-    An engine steps for as long as a lease or a load is open, and with several processes on few cores that
-    spinning held up messages of the control channel for 4 to 60 s (two ranks on two cores, Linux 6.18).
-    Sleeps of 20 us still did so in 4 of 10 runs with three ranks on two cores.
+    The engine runs steps as long as a lease or a load is open. With several processes on few cores, the
+    spinning delayed messages of the control channel by 4 to 60 s (two ranks on two cores, Linux 6.18). Sleeps
+    of 20 us still delayed messages in 4 of 10 runs with three ranks on two cores.
     """
     if vllm_config.device_config.device_type == "cpu":
         shm_broadcast.sched_yield = lambda: time.sleep(_LOOK_SECONDS)
@@ -51,5 +51,8 @@ def tensor_and_pipeline_rank() -> tuple[int, int]:
 
 
 def node_address() -> str:
-    """Return this machine's address among the engine's: ``VLLM_HOST_IP``, or that of the default route."""
+    """Return this machine's address in the engine's network.
+
+    It is ``VLLM_HOST_IP`` if that is set, else the address of the default route.
+    """
     return str(get_ip())

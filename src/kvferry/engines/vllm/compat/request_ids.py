@@ -1,4 +1,4 @@
-"""Request ids in the scheduler: vLLM adds to the ids that its callers gave."""
+"""Request ids in the scheduler. vLLM extends the ids that its callers gave."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 
 def external_id(request_id: str) -> str:
-    """Return a request's id as vLLM's callers know it: the scheduler's ends with eight random digits."""
+    """Return a request's id as vLLM's callers know it, without the eight random digits that vLLM appends."""
     return re.sub(r"-[0-9a-f]{8}$", "", request_id)
 
 
 def parent_of(request_id: str) -> str | None:
-    """Return the id that samples of one prompt (``n`` above 1) share; None for any other request.
+    """Return the id that all samples of one prompt share (``n`` above 1); None for any other request.
 
     vLLM puts a number before the shared id, which ends with eight random digits.
     """

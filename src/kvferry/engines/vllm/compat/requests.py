@@ -1,4 +1,4 @@
-"""A request in vLLM's scheduler: its state, the caches that it may read, the end of its prompt."""
+"""A request in vLLM's scheduler: its state, the caches that it may read, and the end of its prompt."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from vllm.v1.request import RequestStatus
 
 
 def finished_whole(request: Any) -> bool:
-    """Return True if the request ended by itself: everything it was to compute has been computed."""
+    """Return True if the request ended by itself, so everything that it needed has been computed."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 def waits_for_blocks(request: Any) -> bool:
-    """Return True if the request has no blocks yet, or none any more."""
+    """Return True if the request is queued and holds no blocks: not yet, or no longer after a preemption."""
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def was_rejected(request: Any) -> bool:
-    """Return True if the API server refused this request, or its client left before the engine had it.
+    """Return True if the API server refused the request, or its client left before the engine received it.
 
-    vLLM then sends a request of one made-up token, which ends at once.
+    vLLM then sends the engine a request of one made-up token, which ends at once.
     """
     return bool(request.abort_immediately)
 
 
 def own_hit(request: Any) -> int | None:
-    """Return the tokens that the engine's own prefix cache had of a request at its first admission.
+    """Return the number of tokens that the engine's prefix cache had when it first admitted a request.
 
-    None for a request that was preempted: vLLM states it for first admissions only.
+    None for a request that was preempted: vLLM reports the number for first admissions only.
     """
     stats = None if request.num_preemptions else request.prefill_stats
     return None if stats is None else int(stats.num_local_cached_tokens)
 
 
 def reads_no_cache(request: Any) -> str | None:
-    """Return the reason why a request may read no cache, neither vLLM's nor a connector's; None if it may."""
+    """Return the reason why a request may read neither vLLM's cache nor a connector's; None if it may."""
     if not request.skip_reading_prefix_cache:
         return None
     if _scores_prompt(request.sampling_params):
@@ -47,32 +47,33 @@ def reads_no_cache(request: Any) -> str | None:
 def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int = 0) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
-    The consumer always computes the last token itself, to sample from it, and recurrent state that has
-    seen it already could not be used.
+    The consumer always computes the last token itself, to sample from it. It could not use recurrent state
+    that already includes the last token.
 
     Returns:
-        False, and the request is unchanged, if there is only one token, if the prompt is not made of token
-        ids, if logprobs of the prompt are wanted (the answer has them for every token), or if the request
-        reads no cache: its consumer would load nothing.
+        True if the token was dropped. False, and the request is unchanged, in these cases: there is only one
+        token; the prompt is not made of token ids; the client wants logprobs of the prompt (the answer has
+        them for every token); or the request reads no cache, so its consumer would load nothing.
 
     Args:
         request: vLLM's request.
-        hash_block_tokens: tokens per hashed block; None or 0 without prefix caching.
-        sampled_below: exclusive upper bound of token ids; the engine samples the dropped token if its id is
-            below it (an id beyond the vocabulary would kill the engine). A draft model combines the model's
-            output for a token with the token after it; after the last one that is the sampled token.
+        hash_block_tokens: number of tokens per hashed block; None or 0 without prefix caching.
+        sampled_below: exclusive upper bound of token ids; 0 without a draft model. If the dropped token's id
+            is below it, the engine has to sample that token as its answer. (An id beyond the vocabulary would
+            terminate the engine.) A draft model combines the model's output for a token with the next token.
+            After the last prompt token, the next token is the sampled one.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False
     if _scores_prompt(request.sampling_params) or reads_no_cache(request) is not None:
         return False
     dropped = request.prompt_token_ids[-1]
-    # A grammar, if there is one, decides what is sampled.
+    # If there is a grammar, it decides which token is sampled.
     if dropped < sampled_below and request.sampling_params and request.structured_output_request is None:
-        # A copy: requests made of one list of prompts share their parameters.
+        # Copy first: requests made from one list of prompts share their sampling parameters.
         request.sampling_params = copy.copy(request.sampling_params)
         request.sampling_params.allowed_token_ids = [dropped]
-    # In an engine that shares its process with the API, samples of one prompt share this list.
+    # Make a new list: in an engine that shares its process with the API, samples of one prompt share it.
     request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1

@@ -1,4 +1,4 @@
-"""Tracing in vLLM, which kvferry's spans join."""
+"""Tracing in vLLM, to which kvferry adds its spans."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from vllm.config import VllmConfig
 from vllm.tracing import SpanAttributes, extract_trace_context, is_tracing_available
 
 REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
-"""What vLLM's own span of a request calls its id."""
+"""Name of the attribute for the request's id in vLLM's own spans."""
 
 
 def is_traced(vllm_config: VllmConfig) -> bool:
-    """Return True if the engine exports spans: vLLM has set up OpenTelemetry in the scheduler's process."""
+    """Return True if the engine exports spans. vLLM has then set up OpenTelemetry in the scheduler's process."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None and is_tracing_available()
 
 
 def trace_context(headers: Mapping[str, str]) -> Any:
-    """Return the context that a request's headers name; None if they name none."""
+    """Return the trace context in a request's headers; None if they contain none."""
     return extract_trace_context(headers)

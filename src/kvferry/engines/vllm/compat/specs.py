@@ -1,19 +1,20 @@
-"""Needs of a continuation from each KV cache group, by the class of vLLM's spec.
+"""KV cache specs: the earlier tokens that a continuation needs from each KV cache group.
 
-Specs are looked up by exact class: a subclass keeps something else, or keeps it elsewhere, and is refused
-until somebody has read it. A test compares `KINDS` and `REFUSED` with the specs of the installed vLLM.
+Specs are looked up by their exact class. A subclass keeps other data, or keeps it elsewhere, so kvferry
+refuses it until somebody has read it. A test compares `KINDS` and `REFUSED` with the specs of the installed
+vLLM.
 
-- `FullAttentionSpec`, `MLAAttentionSpec`: every token. With ``tokens_per_state`` above 1 (DeepSeek V4) a
-  state stands for several tokens: a block of `block_size` tokens holds so many fewer states, and the block
-  table still counts tokens.
-- `RSWASpec`: every token of a prompt. Generated tokens see less than they would as part of a prompt, so no
-  later prompt may find them (`names_prompts_only`).
-- `SlidingWindowSpec`, `SlidingWindowMLASpec`: the last window. DeepSeek V4's compressor keeps tokens that it
-  has not compressed yet in the latter.
-- `ChunkedLocalAttentionSpec`: the current chunk.
-- `MambaSpec`: one snapshot.
+- `FullAttentionSpec`, `MLAAttentionSpec`: every token. With ``tokens_per_state`` above 1 (DeepSeek V4), a
+  state stands for several tokens. A block of `block_size` tokens then holds that many times fewer states, and
+  the block table still counts tokens.
+- `RSWASpec`: every token of a prompt. Generated tokens attend to fewer tokens than they would as part of a
+  prompt, so no later prompt may reuse their KV (`names_prompts_only`).
+- `SlidingWindowSpec`, `SlidingWindowMLASpec`: the last window. DeepSeek V4's compressor uses the latter for
+  tokens that it has not compressed yet.
+- `ChunkedLocalAttentionSpec`: the current chunk of the attention mask.
+- `MambaSpec`: one snapshot, which is the recurrent state at one position.
 - `CircularBufferSpec`: one block per request, overwritten in place, with the raw keys of tokens that are not
-  compressed yet. It is right at one position only, as a snapshot is.
+  compressed yet. Like a snapshot, it is valid at one position only.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ KINDS: dict[type[KVCacheSpec], GroupKind] = {
     MambaSpec: GroupKind.STATE,
     CircularBufferSpec: GroupKind.STATE,
 }
-"""Specs that move, and the kind of a group of each."""
+"""Specs that kvferry can move, with the kind of their groups."""
 
 _HISPARSE = (
     "HiSparse keeps the cache in a pool of its own in host memory, which kvferry cannot read; serve without "
@@ -75,25 +76,25 @@ REFUSED: dict[type[KVCacheSpec], str] = {
     HiSparseHotSpec: _HISPARSE,
     HiSparseResidentSpec: _HISPARSE,
 }
-"""Specs that do not move, with the reason and the way out."""
+"""Specs that kvferry cannot move, with the reason and the way out."""
 
 
 def layer_specs(spec: KVCacheSpec) -> dict[str, Any]:
-    """Return a group's specs by layer name; if all layers share one spec, its key is ``""``."""
+    """Return the spec of each layer in a group, by the layer's name; by ``""`` if all layers share one."""
     return dict(spec.kv_cache_specs) if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
 
 
 def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
-    """Return the layer's own spec; a group's may wrap one per layer."""
+    """Return the spec of one layer. A group's spec may contain one spec per layer."""
     found = layer_specs(spec)
     return found.get("", None) or found[name]
 
 
 def kind_of(spec: KVCacheSpec) -> GroupKind:
-    """Return the kind of a group.
+    """Return the kind of a group, which decides the earlier tokens that a continuation needs.
 
     Raises:
-        ConfigError: kvferry cannot move it; says why, and what to do.
+        ConfigError: kvferry cannot move the group. The message says why and what to do.
     """
     kinds = {_kind_of_layer(one) for one in layer_specs(spec).values()}
     if kinds == {GroupKind.FULL, GroupKind.MLA}:
@@ -124,7 +125,7 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
 
 
 def attention_span_of(spec: KVCacheSpec) -> int:
-    """Return the window or chunk in tokens; 0 for other kinds."""
+    """Return a group's attention window or attention chunk, in tokens; 0 for other kinds."""
     return max(_attention_span_of_layer(one) for one in layer_specs(spec).values())
 
 
@@ -137,11 +138,12 @@ def _attention_span_of_layer(spec: Any) -> int:
 
 
 def state_block_tokens(spec: KVCacheSpec) -> int:
-    """Return the tokens per entry of a state group's block table; 0 if its first entry is the only state.
+    """Return the number of tokens per entry of a state group's block table.
 
-    Without prefix caching the table is one running state (and speculative scratch behind it). With prefix
-    caching, entries stand for positions, and the state after a token is kept in the block of that token. A
-    ring is the only block of its table. Return 0 for other kinds, too.
+    0 if the table's first entry is the only state, and for other kinds of groups. Without prefix caching, the
+    table has one running state (and scratch for speculative decoding after it). With prefix caching, entries
+    stand for positions, and the state after a token is kept in the block of that token. A ring (`is_ring`) is
+    the only block of its table.
     """
     first = next(iter(layer_specs(spec).values()))
     if not isinstance(first, MambaSpec) or first.mamba_cache_mode == "none":
@@ -150,10 +152,11 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 
 
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:
-    """Return the smallest distance between a state group's snapshots, in tokens.
+    """Return the smallest distance between two snapshots of a state group, in tokens.
 
-    0 if the group keeps no snapshots, None for other kinds. In `align` mode snapshots lie at ends of blocks,
-    where a step ended, and are announced step by step. Other modes announce none, and neither does a ring.
+    0 if the group announces no snapshots, None for other kinds of groups. A snapshot is the recurrent state
+    at one position. In `align` mode, snapshots lie at ends of blocks where a step ended, and vLLM announces
+    them step by step. In other modes it announces none. A ring has none either.
     """
     first = next(iter(layer_specs(spec).values()))
     if kind_of(spec) is not GroupKind.STATE:
@@ -169,25 +172,25 @@ def is_recurrent(spec: KVCacheSpec) -> bool:
 
 
 def is_replicated(spec: Any) -> bool:
-    """Return True if all tensor-parallel ranks hold the same of a layer.
+    """Return True if all tensor-parallel ranks hold the same data of a layer.
 
-    That is so for a latent, and for a layer whose spec has one shard.
+    This holds for a latent, and for a layer whose spec has one shard.
     """
     return isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)) or spec.max_tp_shards == 1
 
 
 def is_ring(spec: KVCacheSpec) -> bool:
-    """Return True if a layer's state is one block per request that it overwrites in place, not Mamba's."""
+    """Return True if a layer keeps a ring: one block per request, overwritten in place, without Mamba."""
     return isinstance(spec, CircularBufferSpec)
 
 
 def has_rings(kv_cache_config: Any) -> bool:
-    """Return True if some layers keep a ring per request."""
+    """Return True if a layer of the engine keeps a ring per request (`is_ring`)."""
     return _any_layer(kv_cache_config, CircularBufferSpec)
 
 
 def names_prompts_only(kv_cache_config: Any) -> bool:
-    """Return True if generated tokens have other content than they would have as part of a prompt."""
+    """Return True if generated tokens have other KV than the same tokens would have in a prompt."""
     return _any_layer(kv_cache_config, RSWASpec)
 
 

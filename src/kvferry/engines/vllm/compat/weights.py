@@ -1,4 +1,4 @@
-"""Hooks into the calls that change a worker's weights while its engine runs; vLLM tells no connector."""
+"""Hooks into calls that change a worker's weights at run time, because vLLM does not tell connectors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _OF_WORKER = (
 )  # fmt: skip
 _OF_RUNNER = ("reload_weights",)
 _OF_MODEL = ("load_weights",)
-"""vLLM's own ways of changing weights end in one of these calls; trainers call them in a worker."""
+"""Methods of the worker, the model runner and the models. All of vLLM's ways to change weights end in one of
+these, and trainers call them in a worker."""
 
 
 def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
     """Call `changed` before each call that changes weights, in the thread that runs the worker's steps.
 
-    Code that writes to parameters without any of these calls is not noticed. Mutates the worker's objects.
+    Code that writes to parameters without any of these calls is not detected. Mutates the worker's objects.
 
     Raises:
         ConfigError: the worker is not in this process.

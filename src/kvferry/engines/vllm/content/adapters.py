@@ -1,8 +1,8 @@
-"""Content adapters: the place of K, V, latents and the scales of quantised ones in each backend's pages.
+"""Content adapters: the positions of K, V, latents and scales in each backend's pages.
 
-An adapter names the fields of a page, their place, and the values that the cache-write operation leaves in
-them. `probe` compares it with the operation. An adapter returns nothing for pages of another shape. A backend
-may have several adapters; the first that is proved is used.
+An adapter names the fields of a page, their positions, and the values that the backend's cache-write
+operation leaves in them. `probe` compares these claims with the operation. An adapter returns nothing for
+pages of another shape. A backend may have several adapters, and the first one that is proved is used.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class Code(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One field and the values that the write operation leaves in it.
+    """One field, and the input values that the cache-write operation leaves in it.
 
     Attributes:
-        field: place of its elements.
-        source: input of the field, ``k`` (also for a latent) or ``v``.
-        first: index of its first element in that input.
-        code: encoding of its bytes.
-        scale: field of its elements' factors; each factor belongs to an equal share of them.
-        scaled: True if the layer's own scale multiplies its elements too when the cache is quantised.
+        field: position of the elements in the page.
+        source: input that is written to the field, ``k`` (also for a latent) or ``v``.
+        first: index in that input of the field's first element.
+        code: encoding of the elements' bytes.
+        scale: field with the scale factors of the elements, each for an equal share of them; None without
+            one.
+        scaled: True if the layer's own scale also multiplies the elements when the cache is quantised.
     """
 
     field: Field
@@ -46,14 +47,14 @@ class Written:
 
 
 INDEX_GROUP = 128
-"""Elements of an indexer's key to a scale."""
+"""Number of elements of a sparse indexer's key that share a scale."""
 
 Loops = tuple[tuple[int, int], ...]
 Adapter = Callable[[Strides, Shard], tuple[Written, ...]]
 
 
 def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
-    """Return all fields of a page, each followed by its scales."""
+    """Return all fields of a page, each followed by the field of its scales."""
     return tuple(field for one in written for field in (one.field, one.scale) if field is not None)
 
 
@@ -61,14 +62,20 @@ def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
 
 
 def packed_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """K then V per head and token, of equal or different widths: most GPU backends, DIFFKV included."""
+    """Describe pages with K, then V, per head and token. Most GPU backends use them, DIFFKV included.
+
+    K and V may have different widths.
+    """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
     return _in_cell(s, shard, [("k", 0, s.item, s.k), ("v", s.k * s.item, s.item, s.v)])
 
 
 def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """K, its float32 scale, V, its scale, per head and token: per-token-head quantisation."""
+    """Describe pages with K, its float32 scale, V and its scale, per head and token.
+
+    Quantisation per token and head uses them.
+    """
     if s.slots != s.heads or s.content * s.item != (s.k + s.v) * s.item + 8:
         return ()
     v = s.k * s.item + 4
@@ -92,7 +99,7 @@ def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def latent(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """One latent vector per token, the same on every rank: MLA."""
+    """Describe pages with one latent vector per token, the same on every rank, as MLA uses them."""
     del shard
     if s.content != s.k or s.v:
         return ()
@@ -100,7 +107,10 @@ def latent(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """The 656 bytes of ``fp8_ds_mla``: 512 fp8 codes, 4 float32 scales, 64 bfloat16 rope values."""
+    """Describe ``fp8_ds_mla`` pages, which have 656 bytes per token.
+
+    These are 512 fp8 codes, 4 float32 scales and 64 bfloat16 rope values.
+    """
     del shard
     if (s.content * s.item, s.k, s.v) != (656, 576, 0):
         return ()
@@ -112,9 +122,10 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Keys of all tokens of a kernel block, then their scales: the sparse indexer of DeepSeek V3.2.
+    """Describe pages of DeepSeek V3.2's sparse indexer, which keeps fp8 keys of tokens and their scales.
 
-    A float32 scale for every 128 fp8 elements, as `indexer_k_quant_and_cache` writes.
+    A kernel block has the keys of all its tokens first, then their scales. A float32 scale belongs to 128 fp8
+    elements, as `indexer_k_quant_and_cache` writes them.
     """
     del shard
     groups, rest = divmod(s.content, INDEX_GROUP + 4)
@@ -135,7 +146,10 @@ def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Per head a K plane ``[D][tokens]``, then a V plane ``[tokens][D]``: CPU_ATTN, vector code."""
+    """Describe pages of CPU_ATTN's vector code, which have a K plane and a V plane per head.
+
+    The K plane is ``[D][tokens]``, and the V plane after it is ``[tokens][D]``.
+    """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
     heads = Axis("head", ((s.heads, s.slot),), shard.start, shard.total)
@@ -150,7 +164,7 @@ def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Two head slots, K of all heads per token in the first and V in the second: B12X."""
+    """Describe pages of B12X, which have two head slots: K of all heads per token, then V of all heads."""
     if s.slots != 2 or s.content != s.heads * s.k or s.k != s.v:
         return ()
     heads = Axis("head", ((s.heads, s.k * s.item),), shard.start, shard.total)
@@ -159,10 +173,14 @@ def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
-    """K of all heads, then V; of each first the packed codes, then one e4m3 scale per 16 elements.
+    """Return an adapter for NVFP4 pages, which have K of all heads, then V of all heads.
 
-    Kernels for data-centre Blackwell swizzle the scales of 4 tokens: the scale of token ``t`` and group ``g``
-    of ``G`` stands in row ``t // 4 * 4 + g // (G / 4)``, column ``g % (G / 4) * 4 + t % 4``.
+    Each of the two has first the packed codes, then one e4m3 scale per 16 elements. Kernels for data-centre
+    Blackwell swizzle the scales of 4 tokens: the scale of token ``t`` and group ``g`` of ``G`` is in row ``t
+    // 4 * 4 + g // (G / 4)``, column ``g % (G / 4) * 4 + t % 4``.
+
+    Args:
+        k_swizzled, v_swizzled: True if the scales of K, or of V, are swizzled.
     """
 
     def adapter(s: Strides, shard: Shard) -> tuple[Written, ...]:
@@ -174,7 +192,7 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
             return ()
         if s.tokens % 4 or (s.kernel_blocks > 1 and s.kernel < page):
             return ()
-        # Data and scales of a side lie densely by themselves, heads or tokens outermost as in the tensor.
+        # The codes of K (or V) are dense, and so are the scales. Heads or tokens are outermost as in the tensor.
         rows = (s.tokens, 1) if s.slot > s.token else (1, s.heads)
         side = s.heads * s.tokens * s.content
         found = []
@@ -222,12 +240,18 @@ def _tokens(s: Strides) -> Axis:
 
 
 def _of_token(s: Strides, name: str, offset: int, item: int, count: int) -> Field:
-    """Describe a field that all heads share."""
+    """Describe a field that all heads share, from its bytes per element and its elements per token."""
     return Field(name, item, offset, (_tokens(s), Axis("content", ((count, item),))))
 
 
 def _in_cell(s: Strides, shard: Shard, parts: list[tuple[str, int, int, int]]) -> tuple[Written, ...]:
-    """Describe fields (name, offset, bytes of an element, elements) inside the bytes of a head and token."""
+    """Describe the fields inside the bytes of a head and token.
+
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
+        parts: name, byte offset, bytes per element and number of elements of each field.
+    """
     heads = Axis("head", ((s.heads, s.slot),), shard.start, shard.total)
     return tuple(
         Written(Field(name, item, offset, (heads, _tokens(s), Axis("content", ((count, item),)))), name)
@@ -244,7 +268,17 @@ def _field(
     tokens: Loops,
     content: Loops,
 ) -> Field:
-    """Describe a field of bytes from its loops inside a kernel block."""
+    """Describe a field of single bytes from its loops inside a kernel block.
+
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
+        name: name of the field.
+        offset: byte offset of the field in the page.
+        head: bytes from one head to the next.
+        tokens, content: (count, stride in bytes) of the loops over tokens, and over the bytes of a head and
+            token.
+    """
     heads = Axis("head", ((s.heads, head),), shard.start, shard.total)
     return Field(
         name,
@@ -290,9 +324,9 @@ ADAPTERS: dict[str, tuple[Adapter, ...]] = {
     "TRITON_MLA": _MLA,
     "XPU_MLA_SPARSE": _MLA,
 }
-"""Attention backend to its adapters; `cells` may prove pages of others."""
+"""Adapters of each attention backend. For other backends, `cells` may prove pages."""
 
 
 def is_known(backend: str) -> bool:
-    """Return whether a backend has an adapter, so that its pages should move by fields."""
+    """Return True if a backend has an adapter, so its pages are expected to move by fields."""
     return backend in ADAPTERS

@@ -1,9 +1,9 @@
-"""Pages without a description of their interior, but separated by head and token.
+"""Pages whose interior is unknown, except that every head and token has bytes of its own.
 
 Some formats mix the elements of a vector: rotations, packed codes with their scales and offsets. No adapter
-names their elements. It is enough that the operation keeps everything of a head and token in one stretch of
-bytes, a *cell*, with the same bytes at every place of the token: cells can then be dealt out to other blocks
-and ranks.
+names their elements. It is enough that the cache-write operation keeps everything of a head and token in one
+stretch of bytes, here called a *cell*, and that these bytes do not depend on the token's position. Cells can
+then be distributed to other blocks and ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.geometry import Axis, Field
 
 
 def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
-    """Describe pages as cells; return None if head slots are not heads."""
+    """Return the field of pages that consist of cells; None if head slots are not heads."""
     if s.slots != s.heads:
         return None
     axes = [
@@ -32,10 +32,17 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
 
 
 def disproof(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Return the reason why pages are not cells; empty if they are.
+    """Return the reason why pages do not consist of cells; empty if they do.
 
-    The proof has three parts: equal vectors leave equal cells at every token of a block; a change to some
-    tokens or heads changes all of their cells, and no others; nothing outside of cells is written.
+    The proof has three parts. Equal vectors must leave equal cells at every token of a block. A change to
+    some tokens or heads must change all of their cells, and no others. The operation must write nothing
+    outside of cells.
+
+    Args:
+        layer: the engine's attention layer.
+        tensor: cache of the layer; not changed.
+        s: strides of the cache.
+        field: field of the cells, as `cell_field` describes it.
     """
     try:
         return (
@@ -43,7 +50,7 @@ def disproof(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
             or _keeps_to_its_cell(layer, tensor, s, field)
             or unclaimed(layer, tensor, s, (field,))
         )
-    except Exception as error:  # noqa: BLE001 - what cannot be probed is not proved
+    except Exception as error:  # noqa: BLE001 - pages that cannot be probed are not proved
         return f"its cache-write operation could not be run: {error}"
 
 
@@ -56,9 +63,10 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Test that a change to tokens or heads changes all of their cells, and no others.
+    """Return the reason if a change to tokens or heads does not change all of their cells and no others.
 
-    Each bit of the token or head index selects two sets to change: those with the bit, and those without.
+    Empty if it does. Each bit of the token or head index selects two sets to change: those with the bit, and
+    those without.
     """
     first, second = _random(s, 1), _random(s, 2)
     before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)

@@ -1,4 +1,4 @@
-"""Description of a page of an attention layer: proved fields, or opaque bytes."""
+"""Page formats of attention layers: fields that are proved, or opaque bytes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 def page_of_attention(
     layer: Any, name: str, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> PageFormat:
-    """Describe a page of an attention layer: its adapter's fields if they can be proved, else opaque bytes.
+    """Describe a page of an attention layer: as fields if they can be proved, else as opaque bytes.
 
     Args:
-        layer: the engine's attention layer: its backend and its cache-write operation.
-        name: the layer's name, for messages.
-        spec: the layer's KV cache spec.
-        tensor: the layer's cache, (kernel blocks, head slots, tokens, content).
-        num_blocks: number of manager blocks in it.
-        shard: the heads of this rank.
+        layer: the engine's attention layer, for its backend and cache-write operation.
+        name: name of the layer, for messages.
+        spec: KV cache spec of the layer.
+        tensor: cache of the layer, (kernel blocks, head slots, tokens, content).
+        num_blocks: number of manager blocks in the cache.
+        shard: KV heads of this rank.
     """
     fields: tuple[Field, ...] = ()
     if not shard.total:
@@ -54,7 +54,10 @@ def page_of_attention(
 
 
 def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
-    """Return the id of the facts that decide the meaning of a layer's bytes."""
+    """Return a text with the facts that decide the meaning of a layer's bytes.
+
+    They are the backend, its instruction set, the tensor's dtype and the KV cache dtype.
+    """
     return ":".join(
         [_backend(layer), str(getattr(layer, "isa", "")), str(tensor.dtype), _kv_dtype(layer, spec)]
     )
@@ -65,7 +68,7 @@ def _backend(layer: Any) -> str:
 
 
 def _kv_dtype(layer: Any, spec: Any) -> str:
-    """Return the KV cache dtype; a layer that only holds a cache (an indexer) may leave it to its spec."""
+    """Return the KV cache dtype of a layer. A layer that only holds a cache (an indexer) may not name it."""
     return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
 
 
@@ -79,15 +82,15 @@ def whole_page(
     block_tokens: int,
     why: str,
 ) -> PageFormat:
-    """Describe a page of unknown content. It moves whole, between equal blocks and equal ranks.
+    """Describe a page of unknown content, which moves whole, between equal blocks and equal ranks.
 
-    The ranks may differ if all of them hold the same. Bytes of unknown meaning are the same only where they
-    lie alike, so strides are part of the content id.
+    The ranks may differ if all of them hold the same bytes. Bytes of unknown meaning can only be exchanged
+    between pages with equal strides, so strides are part of the content id.
 
     Args:
-        layer, name, spec, tensor, num_blocks, shard: arguments of `page_of_attention`.
-        block_tokens: tokens of a block, 0 for a snapshot.
-        why: the reason why its content is not known, for the log.
+        layer, name, spec, tensor, num_blocks, shard: same as in `page_of_attention`.
+        block_tokens: number of tokens of a block; 0 for a snapshot, which is recurrent state at one position.
+        why: reason why the content is unknown, for the log.
     """
     content = content_id(layer, spec, tensor)
     logger.warning(
@@ -107,7 +110,7 @@ def whole_page(
 def _proved(
     layer: Any, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> tuple[tuple[Field, ...], str]:
-    """Return the first description that is proved, or none and the reason."""
+    """Return the first description that is proved and an empty string, or no fields and the reason."""
     s, backend, kv_dtype = strides_of(tensor, spec, num_blocks), _backend(layer), _kv_dtype(layer, spec)
     reasons = dict[str, None]()
     for adapter in ADAPTERS.get(backend, ()):
@@ -131,13 +134,17 @@ def _proved(
 
 
 def _of(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """Add an element type to the names of fields: one that the cache's dtype does not name."""
+    """Add an element type that the cache's dtype does not name to the names of fields."""
     kind = str(element).removeprefix("torch.")
     return tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)
 
 
 def _runs(tensor: torch.Tensor, num_blocks: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the runs of a manager block's page: bytes of one, and (count, stride) of loops over them."""
+    """Return the contiguous runs of a manager block's page.
+
+    Returns:
+        Bytes of a run, and (count, stride in bytes) of the loops over the runs.
+    """
     item = tensor.element_size()
     extents = (tensor.shape[0] // num_blocks, *tensor.shape[1:])
     run, loops = item, list[tuple[int, int]]()

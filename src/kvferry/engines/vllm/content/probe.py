@@ -1,8 +1,8 @@
 """Proof that an adapter is right: the backend writes known values, which must be where the adapter says.
 
-The probe writes every axis on its own, digit by digit. An adapter is right if, for every digit, every element
-of every field reads as the digit of its own coordinate, and if the operation writes no byte outside of the
-fields.
+A digit of the element's index is written in place of K and V, for one axis and one digit at a time. An
+adapter is right if every element of every field reads as the digit of its own index, for every digit, and if
+the operation writes no byte outside of the fields.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def disproof(
     """Return the reason why an adapter is wrong about a layer's pages; empty if every element is in place.
 
     Args:
-        layer: the engine's attention layer: its cache-write operation and its scales.
-        tensor: the layer's cache; not touched.
-        s: the cache's strides.
-        written: the adapter's fields.
-        element: the cache's element type.
+        layer: the engine's attention layer, for its cache-write operation and scales.
+        tensor: cache of the layer; not changed.
+        s: strides of the cache.
+        written: fields that the adapter has described.
+        element: element type of the cache.
     """
     try:
         dynamic = any(one.scale is not None for one in written)
@@ -56,7 +56,7 @@ def disproof(
                 ):
                     return f"the {axis} axis of {one.field.name!r} is not where its adapter says"
         return unclaimed(layer, tensor, s, fields_of(written))
-    except Exception as error:  # noqa: BLE001 - what cannot be probed is not proved
+    except Exception as error:  # noqa: BLE001 - pages that cannot be probed are not proved
         return f"its cache-write operation could not be run: {error}"
 
 
@@ -75,10 +75,10 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 
 
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
-    """Multiply inputs by the layer's own scales, which a quantising operation divides by.
+    """Multiply inputs by the layer's own scales, because a quantising operation divides by them.
 
-    Quantised inputs are made slightly larger: an operation that truncates (vLLM's for CPUs does) then gives
-    the same codes as one that rounds.
+    Inputs to a quantised cache are made slightly larger. Then an operation that truncates (vLLM's for CPUs
+    does) gives the same codes as one that rounds.
     """
     quantised = not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
     dtype = (getattr(layer, "dtype", None) or torch.bfloat16) if quantised else tensor.dtype
@@ -90,10 +90,11 @@ def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.
 
 
 def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
-    """Yield (axis, digit, True for inputs with anchors).
+    """Yield (axis, digit, True for inputs with anchors) for each write of the probe.
 
-    If scales are computed from the values, one letter all along a vector is in the scale alone. With anchors
-    all scales are alike and the letters are in the codes. So each digit is written both ways.
+    If the operation computes scales from the values, a letter that is the same all along a vector only shows
+    in the scale. Anchors make all scales equal, so the letters show in the codes. So each digit is then
+    written both ways.
     """
     for axis, extent in zip(AXES, (s.block_tokens, s.heads, max(s.k, s.v)), strict=True):
         for digit in range(digits(extent)):
@@ -103,10 +104,10 @@ def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
 
 
 def _factor(layer: Any, one: Written) -> torch.Tensor:
-    """Return the factors that turn codes into letters: float32, broadcast over (tokens, heads, content).
+    """Return the factors that turn decoded codes into letters: float32, for (tokens, heads, content).
 
-    Inputs are letters times the layer's scale. If the operation does not divide by the scale, the codes still
-    contain it.
+    The factors broadcast over these axes. Inputs are letters times the layer's scale. If the operation does
+    not divide by the scale, the codes still contain it.
     """
     return torch.ones(1) if one.scaled else 1 / scale_of(layer, one.source)
 

@@ -1,7 +1,7 @@
-"""Scales of a layer's quantised cache: numbers beside the cache by which its codes are multiplied.
+"""Scales of a layer's quantised cache that the layer keeps outside of the cache.
 
-They are part of the meaning of the bytes. Scales that lie inside pages (per token and head, per group of
-elements) are fields and travel with them; these do not.
+Codes in the cache are multiplied by these scales, so the scales are part of what the bytes mean. Other scales
+lie inside pages (per token and head, or per group of elements). Those are fields, and move with the pages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import torch
 from kvferry.geometry import Scale
 
 _OWN = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "nvfp4", "nvfp4_4over6")
-"""KV cache dtypes whose codes the layer's own scales multiply."""
+"""KV cache dtypes whose codes are multiplied by the layer's own scales."""
 
 
 def scale_of(layer: Any, name: str) -> torch.Tensor:
-    """Return the layer's scale of ``k`` or ``v``: float32 on the host, of shape (1,) or (1, heads, 1)."""
+    """Return the layer's scale of ``k`` or ``v``: float32 on the host, of shape (1,) or (1, heads, 1).
+
+    Return 1 if the layer's KV cache dtype uses no such scale.
+    """
     found = getattr(layer, f"_{name}_scale", None)
     if found is None or str(getattr(layer, "kv_cache_dtype", "")) not in _OWN:
         return torch.ones(1)

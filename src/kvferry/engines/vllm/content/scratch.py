@@ -1,4 +1,4 @@
-"""Scratch pages of a layer's strides, and the backend's own cache-write operation over them."""
+"""Scratch pages with a layer's strides, and calls of the backend's own cache-write operation on them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvferry.engines.vllm.content.strides import Strides
 from kvferry.geometry import Field
 
 Inputs = dict[str, torch.Tensor]
-"""``k`` and, where there is one, ``v``: (tokens, heads, width) in what the model computes in."""
+"""Inputs by name: ``k`` and, for layers with V, ``v``. Shape (tokens, heads, width), in the model's dtype."""
 
 
 def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: int = 0) -> torch.Tensor:
-    """Write one manager block, block 1 of a scratch cache of two, through the layer's own operation.
+    """Write one manager block through the layer's own operation: block 1 of a scratch cache of two blocks.
 
     Args:
         layer: the engine's attention layer.
-        tensor: the layer's cache; only its shape, strides, dtype and device matter.
-        s: the cache's strides.
+        tensor: cache of the layer. Only its shape, strides, dtype and device matter.
+        s: strides of the cache.
         values: inputs for every token of a manager block.
-        fill: value of the scratch bytes before the write.
+        fill: value of all scratch bytes before the write.
 
     Returns:
-        The bytes of the scratch cache: uint8, from block 0's first byte on.
+        Bytes of the scratch cache: uint8, from the first byte of block 0 on.
     """
     shape = (2 * s.kernel_blocks, *tensor.shape[1:])
     reach = sum((n - 1) * stride for n, stride in zip(shape, tensor.stride(), strict=True)) + 1
@@ -52,7 +52,10 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
 
 
 def offsets(field: Field, device: torch.device) -> torch.Tensor:
-    """Return byte offsets of a field in a page: int64 (tokens, heads, content), 1 for a missing axis."""
+    """Return the byte offsets of a field's elements in a page: int64 of shape (tokens, heads, content).
+
+    The extent of an axis that the field lacks is 1.
+    """
     found = torch.tensor([field.offset], device=device)
     shape = []
     for name in ("token", "head", "content"):
@@ -64,12 +67,12 @@ def offsets(field: Field, device: torch.device) -> torch.Tensor:
 
 
 def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
-    """Return a field's bytes of block 1: uint8 of shape (tokens, heads, content, bytes of an element)."""
+    """Return a field's bytes in block 1: uint8 of shape (tokens, heads, content, bytes per element)."""
     return memory[_places(memory, field, s, block=1)]
 
 
 def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:
-    """Mark the bytes of a scratch cache that belong to fields of either block: bool."""
+    """Return a mask of the scratch bytes that belong to a field in either block: bool, one per byte."""
     found = torch.zeros_like(memory, dtype=torch.bool)
     for field in fields:
         for block in (0, 1):
@@ -83,10 +86,10 @@ def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch
 
 
 def _fresh(impl: Any) -> Any:
-    """Copy an implementation without its views of the cache it saw first.
+    """Copy an implementation without its views of the first cache that it has seen.
 
-    TRITON_ATTN makes views of its scales in the first cache that it is given and always uses them: with a
-    scratch cache, the engine's own scales would land there.
+    TRITON_ATTN makes views of the scales in the first cache that it is given, and always uses these views. If
+    the first cache were a scratch cache, the engine's own scales would be written there.
     """
     impl = copy.copy(impl)
     for name in ("_k_scale_cache", "_v_scale_cache"):

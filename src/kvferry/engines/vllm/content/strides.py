@@ -1,4 +1,4 @@
-"""Strides of one layer's tensor."""
+"""Shape and strides of one layer's cache tensor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The KV heads of this rank.
+    """KV heads of a layer that this rank holds.
 
     Attributes:
-        rank, ranks: tensor-parallel rank, and the number of ranks.
-        start, total: first head held, and number of heads in all; total is 0 if the heads are not certain.
+        rank, ranks: tensor-parallel rank, and number of ranks.
+        start: index of the first head on this rank, over all ranks.
+        total: number of heads over all ranks, without copies; 0 if the heads are uncertain.
     """
 
     rank: int
@@ -25,17 +26,18 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """Shape and strides of one layer's tensor, in bytes.
+    """Shape and strides of one layer's cache tensor.
 
     Attributes:
-        item: bytes of an element.
-        heads: KV heads of this rank.
-        slots: head slots of a kernel block: one per head, or K and V of each head, or K and V of all heads.
-        tokens: tokens of a kernel block.
-        content: elements per slot and token.
-        kernel_blocks: kernel blocks per manager block.
-        kernel, slot, token: bytes from one kernel block, slot and token to the next.
-        k, v: elements of K and of V per head and token, as the model computes them.
+        item: bytes per element.
+        heads: number of KV heads on this rank.
+        slots: number of head slots of a kernel block: one per head, or K and V of each head, or K and V of
+            all heads.
+        tokens: number of tokens of a kernel block.
+        content: number of elements per slot and token.
+        kernel_blocks: number of kernel blocks per manager block.
+        kernel, slot, token: bytes from one kernel block, slot or token to the next.
+        k, v: number of elements of K and of V per head and token, as the model computes them.
     """
 
     item: int
@@ -52,12 +54,18 @@ class Strides:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a manager block."""
+        """Number of tokens of a manager block."""
         return self.kernel_blocks * self.tokens
 
 
 def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
-    """Return the strides of a tensor of shape (kernel blocks, head slots, tokens, content)."""
+    """Return the strides of a cache tensor.
+
+    Args:
+        tensor: cache of a layer, (kernel blocks, head slots, tokens, content).
+        spec: KV cache spec of the layer.
+        num_blocks: number of manager blocks in the cache.
+    """
     item = tensor.element_size()
     kernel, slot, token, _ = (stride * item for stride in tensor.stride())
     blocks, slots, tokens, content = tensor.shape

@@ -1,8 +1,9 @@
-"""Known values to write, and decoding of the bytes that the write left.
+"""Known values for the probe to write, and decoding of the bytes that a write leaves.
 
-A coordinate (a token, head or content element) is written digit by digit. A digit is one of five letters.
-Every KV cache dtype holds them exactly or, where scales are computed from the values themselves, precisely
-enough to tell neighbours apart. Zero is none of them, so memory that nothing wrote is never right.
+The probe writes the index of each token, head or content element digit by digit. A digit is one of five
+values, the *letters*. Every KV cache dtype holds them exactly or, if scales are computed from the values
+themselves, precisely enough to tell neighbouring letters apart. No letter is zero, so memory that was not
+written never looks right.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import torch
 from kvferry.engines.vllm.content.adapters import Code
 
 LETTERS = (1.0, 2.0, 3.0, 4.0, 6.0)
-"""Exact in float8 e5m2, e4m3 and e2m1; and a group's largest letter may be scaled to any format's largest
-number."""
+"""Values of a digit. They are exact in float8 e5m2, e4m3 and e2m1. They stay apart if the largest letter of a
+group is scaled to the largest number of the format."""
 
 CLOSE = 0.45
-"""Letters are at least 1 apart."""
+"""Maximum error of a decoded letter. Letters are at least 1 apart."""
 
 AXES = ("token", "head", "content")
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of e2m1; the fourth bit is the sign."""
+"""Magnitudes of e2m1, by the lower three bits. The fourth bit is the sign."""
 
 
 def digits(extent: int) -> int:
-    """Count the digits of indices below `extent`.
+    """Return the number of digits of indices below `extent`, in base 5.
 
     >>> [digits(extent) for extent in (1, 5, 6, 25, 26)]
     [1, 1, 2, 2, 3]
@@ -37,13 +38,13 @@ def digits(extent: int) -> int:
 
 
 def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> torch.Tensor:
-    """Return float32 of `shape`: every element is one digit of its index along `axis`.
+    """Return a tensor whose elements are one digit of their index along `axis`, as letters: float32.
 
     Args:
-        shape: tokens, heads, elements per head and token.
+        shape: number of tokens, heads, and elements per head and token.
         axis: one of `AXES`.
-        digit: number of the digit; 0 is the lowest.
-        shift: amount added to every digit, so that inputs differ.
+        digit: position of the digit; 0 is the lowest.
+        shift: amount added to every digit (modulo 5), so that K and V differ.
     """
     dim = AXES.index(axis)
     index = (torch.arange(shape[dim]) // len(LETTERS) ** digit + shift) % len(LETTERS)
@@ -53,17 +54,17 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
 
 
 def with_anchors(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose first of every 16 elements is the largest letter, so that scales are all alike."""
+    """Return a copy in which the first of every 16 elements is the largest letter, so scales are equal."""
     anchored = values.clone()
     anchored[..., ::16] = LETTERS[-1]
     return anchored
 
 
 def element_types(kv_cache_dtype: str, tensor_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the element types that a cache may hold; the one that its dtype names is the first.
+    """Return the element types that a cache may hold. The first is the one that its dtype names.
 
     vLLM hands fp8 caches over as bytes. Backends that know one fp8 type write only that one, for any dtype
-    (TRITON_ATTN writes e4m3 for ``fp8_e5m2``), and some AMD GPUs have an e4m3 of their own.
+    (TRITON_ATTN writes e4m3 for ``fp8_e5m2``). Some AMD GPUs have an e4m3 type of their own.
     """
     if tensor_dtype != torch.uint8 or not kv_cache_dtype.startswith("fp8"):
         return (tensor_dtype,)
@@ -75,12 +76,12 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
     """Decode elements to float32.
 
     Args:
-        raw: uint8 of shape (..., count, bytes of an element).
+        raw: bytes of the elements, uint8 of shape (..., count, bytes per element).
         code: encoding of the bytes.
-        element: the cache's element type.
+        element: element type of the cache.
 
     Returns:
-        float32 of shape (..., count), or (..., 2 * count) of e2m1.
+        float32 of shape (..., count), or (..., 2 * count) for e2m1.
     """
     if code is Code.FP4:
         codes = raw.squeeze(-1)
@@ -92,6 +93,6 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
 
 
 def decode_scale(raw: torch.Tensor) -> torch.Tensor:
-    """Decode scales: float32, or e4m3 where a scale is one byte."""
+    """Decode scales to float32. A scale of four bytes is float32, a scale of one byte is e4m3."""
     dtype = torch.float32 if raw.shape[-1] == 4 else torch.float8_e4m3fn
     return raw.contiguous().view(dtype).squeeze(-1).float()
