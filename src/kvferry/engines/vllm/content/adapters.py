@@ -192,7 +192,7 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
             return ()
         if s.tokens % 4 or (s.kernel_blocks > 1 and s.kernel < page):
             return ()
-        # The codes of K (or V) are dense, and so are the scales. Heads or tokens are outermost as in the tensor.
+        # The codes of K (or V) are dense, and so are the scales. The tensor tells which axis is outermost.
         rows = (s.tokens, 1) if s.slot > s.token else (1, s.heads)
         side = s.heads * s.tokens * s.content
         found = []
