@@ -6,7 +6,8 @@ adapter has no name, and the caller asks again later. Files that could not be re
 while.
 
 The engine may load an adapter long before its first request, so it reports every load (`on_load`). If it
-loads an adapter in place of another one, neither has a name any more, not even for requests that began before.
+loads an adapter in place of another one, neither has a name any more, not even for requests that began
+before.
 """
 
 from __future__ import annotations

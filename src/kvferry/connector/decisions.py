@@ -1,4 +1,4 @@
-"""Values of a decision: what sources bid, why others bid nothing, and why a bid was taken or none."""
+"""Values that describe a decision: the bids, the reasons of sources without a bid, and the choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.connector.bids import Bid
 
 
 class MissReason(StrEnum):
-    """Why a request got nothing from a source. Causes that cannot be distinguished are NOT_STORED."""
+    """The reason why a request got nothing from a source. Indistinguishable causes are NOT_STORED."""
 
     NOT_STORED = "not_stored"  # never stored, or evicted so long ago that no record is left
     EVICTED = "evicted"  # stored before, and evicted recently
@@ -31,7 +31,7 @@ class MissReason(StrEnum):
 
 
 class DecisionReason(StrEnum):
-    """Why admission took a bid, or took none."""
+    """The reason why admission took a bid, or took none."""
 
     BEST = "the best bid"
     LOOKING = "a source that is still looking may have more"
@@ -44,14 +44,14 @@ class DecisionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceMiss:
-    """Why a source bids nothing.
+    """The reason why a source has no bid for a request.
 
     Attributes:
         source: name of the source.
-        reason: the kind of miss.
-        group: number and kind of the KV cache group with a missing chunk, ``several`` for more than one,
-            empty if the miss has nothing to do with groups.
-        detail: text for people.
+        reason: kind of the miss.
+        group: label (number and kind) of the KV cache group with a missing chunk; ``several`` for more than
+            one group; empty if the miss does not depend on groups.
+        detail: details as text for people.
     """
 
     source: str
@@ -65,10 +65,10 @@ class ValuedBid:
     """A bid and its value.
 
     Attributes:
-        source: name of the source. The bid names the peer.
-        bid: tokens by place, and whether the source is still looking.
-        value: value under the policy; 0 for an excluded bid.
-        excluded: why the bid may not be taken; empty if it may.
+        source: name of the source: ``peer`` or ``tiers``. The bid itself names the peer.
+        bid: number of tokens by place, and whether the source is still looking.
+        value: value of the bid under the policy; 0 for an excluded bid.
+        excluded: reason why the bid may not be taken; empty if it may.
     """
 
     source: str

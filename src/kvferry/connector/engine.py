@@ -1,8 +1,8 @@
-"""What the connector needs of an engine, and when an engine calls it.
+"""The protocols that an engine must implement for the connector, and the calls that it must make.
 
-An engine package wraps its own objects so that they satisfy these protocols. All of them belong to the thread
-of the engine's scheduler: nothing here is called, and no object is read, from any other thread. Attributes of
-requests are live: the connector reads them again whenever it is called.
+An engine package wraps its own objects so that they implement these protocols. The connector uses all of them
+only in the thread of the engine's scheduler. Attributes of requests are live: the connector reads them again
+whenever it is called.
 
 **Admission of a request.** `half` is the `SchedulerHalf`:
 
@@ -13,12 +13,12 @@ requests are live: the connector reads them again whenever it is called.
     tokens > 0: run steps without the request until `WorkerHalf.ended` names it in `received`
         also in `failed`: free its blocks, and ask `matched` again
 
-A load fills blocks from position `local_tokens` on. A group with a window needs blocks only from
-`planning.select.first_attended` of the next computed token on; null blocks stand for the others. The engine
-computes at least the last token, so of a load of all tokens it keeps one fewer.
+A load fills the blocks from position `local_tokens` on. A group with a window needs blocks only from
+`planning.select.first_attended` of the next computed token on, and has null blocks before. The engine always
+computes the last token, so after a load of all tokens it counts one token fewer as loaded.
 
-**A step**, also one without requests while a load, a store or a lease is under way. `worker` is the
-`WorkerHalf` of each rank:
+**A step.** The engine must also run steps without requests while a load, a store or a lease is under way.
+`worker` is the `WorkerHalf` of each rank:
 
     orders = half.orders(step)            before the step's tokens count as computed
     worker.begin(orders)
@@ -29,8 +29,8 @@ computes at least the last token, so of a load of all tokens it keeps one fewer.
     half.sent(ended.sent)                 the blocks of these requests, kept since `finished`, can be freed
     half.step_done()
 
-**The end of a request.** Set `Request.is_complete`, call `half.finished`, and free the blocks, unless it says
-that they are kept. The connector holds references to blocks that are still read or written.
+**The end of a request.** Set `Request.is_complete` and call `half.finished`. Free the blocks, unless it
+returns that they are kept. The connector holds references to blocks that are still read or written.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from typing import Any, Protocol, TypeAlias
 from kvferry.geometry import GroupKind
 
 BlockIds: TypeAlias = tuple[list[int], ...]
-"""Block ids by position in the request, per KV cache group."""
+"""Block table of a request for each KV cache group: block ids by block position."""
 
 
 class Block(Protocol):
     """A block of the engine's pool.
 
     Attributes:
-        block_id: its number.
-        is_null: it stands for a position that has no block.
-        block_hash: its name in the engine's prefix cache; None if it is not in it.
+        block_id: index of the block in the pool.
+        is_null: True for the null block, which stands for a position without a block.
+        block_hash: key of the block in the engine's prefix cache; None if it is not cached.
     """
 
     @property
@@ -66,39 +66,40 @@ class BlockPool(Protocol):
     """The engine's block pool, which counts references to blocks.
 
     Attributes:
-        blocks: all blocks, by id. Block 0 is the null block, which is never given out.
+        blocks: all blocks, by block id. Block 0 is the null block, which is never allocated.
     """
 
     @property
     def blocks(self) -> Sequence[Block]: ...
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Add a reference to each block, so that no request gets it. Mutates the pool.
+        """Add a reference to each block, so that it is not allocated to another request. Mutates the pool.
 
-        The connector calls it only while a request holds these blocks; none is null.
+        The connector calls it only while a request holds these blocks. None of them is the null block.
         """
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Drop a reference to each block; those without any are free, the first to be reused first.
+        """Drop a reference to each block. A block without references is free. Mutates the pool.
 
-        Mutates the pool. The connector drops only references that it has added.
+        The first free block in the order is reused first. The connector drops only references that it has
+        added.
         """
 
     def get_num_free_blocks(self) -> int:
-        """Return the number of blocks that nobody holds."""
+        """Return the number of blocks without references."""
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Take blocks out of the prefix cache; whoever holds them keeps them. Mutates the pool."""
+        """Remove blocks from the prefix cache. References to them stay valid. Mutates the pool."""
 
 
 class LoraAdapter(Protocol):
     """A LoRA adapter of a request.
 
     Attributes:
-        lora_name: the name that clients use.
-        lora_int_id: the engine's number for it.
-        lora_path: folder of its files.
-        load_inplace: it replaces the weights of an adapter that is loaded.
+        lora_name: name that clients use.
+        lora_int_id: the engine's number for the adapter.
+        lora_path: path of the directory with its files.
+        load_inplace: True if it replaces the weights of an adapter that is already loaded.
     """
 
     @property
@@ -115,9 +116,9 @@ class PromptItem(Protocol):
     """An image, video or audio clip that stands for tokens of a prompt.
 
     Attributes:
-        offset: position of its first token.
-        length: its tokens.
-        is_ambiguous: the engine has seen other content under the same identifier.
+        offset: position of its first token in the prompt.
+        length: number of tokens that it stands for.
+        is_ambiguous: True if the engine has seen different content under the same identifier.
     """
 
     @property
@@ -131,7 +132,7 @@ class PromptItem(Protocol):
         """Return a digest of its content.
 
         Raises:
-            Unnameable: its content is not at hand or not certain.
+            Unnameable: its content is not available, or not certain.
         """
 
 
@@ -139,26 +140,28 @@ class Request(Protocol):
     """A request in the engine's scheduler.
 
     Attributes:
-        request_id: unique in this engine while the request is alive.
-        num_tokens: tokens of the prompt and of the answer so far.
-        num_prompt_tokens: tokens of the prompt.
-        num_computed_tokens: tokens whose KV is in the request's blocks, or will be after steps that were
-            scheduled before. `SchedulerHalf.orders` expects it without the tokens of its own step.
-        num_preemptions: times that its blocks were taken from it.
-        prompt_token_ids: the prompt; None if it is not made of token ids alone.
-        all_token_ids: prompt and answer so far.
-        adapter: its LoRA adapter, if it has one.
-        items: images and the like, sorted by offset.
-        cache_salt: separates its KV from that of equal prompts with another salt.
-        arrives_in_parts: more of the prompt is still to come.
+        request_id: id that is unique in this engine while the request exists.
+        num_tokens: number of tokens of the prompt and of the answer so far.
+        num_prompt_tokens: number of tokens of the prompt.
+        num_computed_tokens: number of tokens whose KV is in the request's blocks, or will be after the steps
+            scheduled before. During `SchedulerHalf.orders` it does not include the tokens of that step.
+        num_preemptions: number of times that the request was preempted, which frees its blocks.
+        prompt_token_ids: token ids of the prompt; None if the prompt contains embeddings.
+        all_token_ids: token ids of the prompt and of the answer so far.
+        adapter: the request's LoRA adapter; None without one.
+        items: images, videos and audio clips of the prompt, sorted by offset.
+        cache_salt: text of which requests must have the same to share KV; None without one.
+        arrives_in_parts: True if later parts of the prompt are still to arrive.
         kv_transfer_params: parameters from the client or router, unchecked.
         trace_headers: W3C trace context of the client, unchecked.
-        own_hit: tokens that the engine's prefix cache had at its first admission; None after a preemption.
-        is_complete: it ended by itself, so everything it was to compute has been computed. Read when it has
-            ended.
-        needs_blocks: it waits and has no blocks.
-        was_rejected: it was refused before it reached the scheduler, so its prompt is not known here.
-        why_no_cache: why it reads no cache, in words; None if it may.
+        own_hit: number of tokens in the engine's prefix cache at its first admission; None after a
+            preemption.
+        is_complete: True if the request ended normally, so that all its tokens have been computed. Valid once
+            it has ended.
+        needs_blocks: True if the request waits and has no blocks.
+        was_rejected: True if the request was refused before it reached the scheduler, so that its prompt is
+            unknown.
+        why_no_cache: text that says why the request must not read a cache; None if it may.
     """
 
     @property
@@ -199,33 +202,34 @@ class Request(Protocol):
     def why_no_cache(self) -> str | None: ...
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token, and answer with one token only. Mutates the engine's request.
+        """Drop the last prompt token, and limit the answer to one token. Mutates the engine's request.
 
         Returns:
-            Whether it was done. The request stays as it was if it cannot do without that token.
+            True if the token was dropped; False if the request needs it and is unchanged.
         """
 
 
 class RequestBlocks(Protocol):
-    """The blocks that the engine has given to a request.
+    """The blocks that the engine has allocated to a request.
 
     Attributes:
-        blocks: by position, per group.
+        blocks: blocks by block position, per KV cache group.
     """
 
     @property
     def blocks(self) -> Sequence[Sequence[Block]]: ...
 
     def get_block_ids(self) -> BlockIds:
-        """Return their ids."""
+        """Return the ids of the blocks by block position, per KV cache group."""
 
 
 class Step(Protocol):
     """A step that the engine has scheduled.
 
     Attributes:
-        tokens: tokens that it computes, by request.
-        snapshots: (group, block id, tokens) of recurrent states that it leaves behind, by request.
+        tokens: number of tokens that the step computes, by request id.
+        snapshots: snapshots of recurrent state that the step writes, by request id: (group number, block id,
+            number of tokens that the state has seen).
     """
 
     @property
@@ -234,7 +238,7 @@ class Step(Protocol):
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]: ...
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return the block tables of a request that the step computes, with the blocks that it writes."""
+        """Return the block tables of a request in this step, including the blocks that the step writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,13 +246,13 @@ class CacheGroup:
     """A KV cache group, as the scheduler sees it: layers that share one block table per request.
 
     Attributes:
-        kind: what a continuation needs of it.
-        attention_span: window or chunk in tokens; 0 for other kinds.
-        block_tokens: tokens of a block.
-        state_block_tokens: tokens per entry of a state group's table, which has snapshots by position; 0 if
-            its only entry is the running state, and for other kinds.
-        snapshot_tokens: smallest distance of a state group's snapshots, 0 if it announces none; None for
-            other kinds.
+        kind: kind of attention or state, which determines what a continuation of a prefix needs.
+        attention_span: size of the sliding window or attention chunk in tokens; 0 for other kinds.
+        block_tokens: number of tokens per block.
+        state_block_tokens: number of tokens per block table entry of a group of recurrent state that keeps a
+            snapshot for each entry; 0 if its only entry is the running state, and for other kinds.
+        snapshot_tokens: smallest distance in tokens between snapshots of recurrent state; 0 if the engine
+            announces no snapshots; None for other kinds.
     """
 
     kind: GroupKind
@@ -258,7 +262,9 @@ class CacheGroup:
     snapshot_tokens: int | None = None
 
     def table(self, block_ids: Sequence[int], tokens: int) -> list[int]:
-        """Return the table to move of a request: of a state group, only the snapshot after `tokens` tokens.
+        """Return the block ids to transfer for a request of `tokens` tokens.
+
+        For a group of recurrent state that is only the block with the snapshot after `tokens` tokens.
 
         >>> state = CacheGroup(kind=GroupKind.STATE, attention_span=0, block_tokens=16, state_block_tokens=16)
         >>> state.table([7, 8, 9], 32), state.table([7, 8, 9], 33)
@@ -270,28 +276,31 @@ class CacheGroup:
 
 
 def _no_sample(request_id: str) -> None:
-    """Return None: the engine does not split a request into samples."""
+    """Return None, because the engine does not split a request into samples."""
     del request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts of an engine that the connector decides by. Defaults fit an engine without that feature.
+    """Facts about an engine. Default values stand for an engine without the feature.
 
     Attributes:
-        engine_id: its name.
+        engine_id: name of the engine.
         groups: its KV cache groups.
-        num_blocks: blocks of its pool.
-        longest_request: most tokens of a request.
-        steps_in_flight: most steps that are scheduled and not done.
-        tokens_in_flight: most tokens of a request that such steps compute.
-        step_tokens: most tokens of a request that one step computes, drafts included.
-        draft_lookahead: tokens beyond a position that a draft model reads to compute that position.
-        speculates: answers are drafted.
-        names_prompts_only: generated tokens have other KV than the same tokens in a prompt.
-        has_rings: layers keep a ring per request, which is right at one position only.
-        port_offset: added to the configured port of the control channel, where several engines share it.
-        parent_of: returns the id that samples of one prompt share; None for a request that is no sample.
+        num_blocks: number of blocks in its pool.
+        longest_request: maximum number of tokens of a request.
+        steps_in_flight: maximum number of steps that are scheduled and not done.
+        tokens_in_flight: maximum number of tokens of one request that these steps compute together.
+        step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
+        draft_lookahead: number of tokens after a position that a draft model reads to compute that position.
+        speculates: True if the engine uses speculative decoding.
+        names_prompts_only: True if the KV of generated tokens differs from that of the same tokens in a
+            prompt.
+        has_rings: True if some layers keep a ring buffer per request, which is valid at one position only.
+        port_offset: number to add to the configured port of the control channel, if several engines share
+            the setting.
+        parent_of: function from a request id to the id that all samples of one prompt share; None for a
+            request that is not one of several samples.
     """
 
     engine_id: str
@@ -314,5 +323,5 @@ class EngineFacts:
         return any(group.kind is GroupKind.STATE for group in self.groups)
 
     def tables(self, block_ids: BlockIds, tokens: int) -> BlockIds:
-        """Return the tables to move of a request that has `tokens` tokens; see `CacheGroup.table`."""
+        """Return the result of `CacheGroup.table` for each group of a request with `tokens` tokens."""
         return tuple(group.table(ids, tokens) for group, ids in zip(self.groups, block_ids, strict=True))

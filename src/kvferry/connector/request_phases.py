@@ -4,15 +4,16 @@
       │                                  └─one failed─▶ FAILED ─lets others pass once─▶ OPEN ─▶ …
       └─admitted, waits for nothing─▶ SERVED ─preempted, admitted anew─▶ OPEN
 
-At each admission the caller asks for the request's `standing`. On ASK it collects plans, takes the `best` one
-and gives the engine the answer of `propose`. Once the engine has blocks, `admit` begins what was proposed,
-`wait` notes that the request waits for loads, and `ended` that these have ended.
+At each admission the caller asks for the request's `standing`. On ASK it collects plans, chooses the `best`
+one and gives the engine the result of `propose`. Once the engine has allocated blocks, `admit` accepts the
+proposed plan, `wait` records that the request waits for its loads, and `ended` that these have ended.
 
-vLLM queues a request whose load failed before requests whose loads hold blocks, and keeps blocks reserved for
-the failed load. If it needed more blocks than are left, neither it nor the others would ever go on. So it
-stands aside once. If the next plan finds no room at once, the prompt is computed, for which vLLM reserves
-nothing. A load also waits if it would leave too little `headroom` for requests that wait, or if its source
-has no room. When the request's patience is over, the prompt is computed.
+vLLM queues a request whose load has failed before requests whose loads hold blocks, and keeps blocks reserved
+for the failed load. If the request needed more blocks than are left, neither it nor the others would ever go
+on. So it lets the others pass once. If the next plan does not find enough blocks at once, the prompt is
+computed, for which vLLM reserves nothing. A load also waits if it would leave too few free blocks to waiting
+requests (`headroom`), or if its source may hold no more blocks. When the request has waited for longer than
+its patience, the prompt is computed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvferry.connector.waiting import Waiting
 
 
 class RequestPhase(Enum):
-    """How far the load of a request is."""
+    """The phase of a request whose KV may be loaded."""
 
     OPEN = "open"
     LOADING = "loading"
@@ -39,7 +40,7 @@ class RequestPhase(Enum):
 
 
 class Standing(Enum):
-    """What becomes of a request at an admission."""
+    """The way to handle a request that the engine wants to admit."""
 
     ASK = "its sources are asked for plans"
     LOADING = "nothing more is loaded: its loads are under way"
@@ -52,7 +53,7 @@ class Plan(Protocol):
 
     @property
     def bid(self) -> Bid:
-        """The bid of its sources."""
+        """The bid for the whole plan."""
 
 
 PlanT = TypeVar("PlanT", bound=Plan)
@@ -60,15 +61,16 @@ PlanT = TypeVar("PlanT", bound=Plan)
 
 @dataclass(slots=True)
 class RequestState(Generic[PlanT]):
-    """One request.
+    """The state of one request.
 
     Attributes:
-        bidding: its bids and attempts.
-        phase: as drawn above.
-        taken: the plan last proposed to the engine, and the tokens that the engine had then.
-        crowded: there was no room for `taken`.
-        failed: the last attempt has failed.
-        waiting: time spent waiting for room, or for sources that were looking.
+        bidding: its excluded sources and remaining attempts.
+        phase: phase, as drawn in the module docstring.
+        taken: plan last proposed to the engine, and the number of tokens that the engine had then; None if
+            nothing is proposed.
+        crowded: True if too few blocks were free for `taken`.
+        failed: True if the last attempt has failed.
+        waiting: time spent waiting for free blocks, or for sources that were still looking.
     """
 
     bidding: Bidding
@@ -80,26 +82,28 @@ class RequestState(Generic[PlanT]):
 
 
 class RequestPhases:
-    """Moves requests from phase to phase: mutates the states given. Only the engine's thread calls it.
+    """Moves requests from phase to phase. Its methods mutate the states that they are given.
+
+    Only the engine's thread calls it.
 
     Attributes:
-        headroom: blocks to leave for requests that wait.
+        headroom: check that a load leaves enough free blocks for requests that wait.
     """
 
     def __init__(self, choice: Choice, headroom: Headroom, clock: Callable[[], float]) -> None:
-        """Begin.
+        """Create the phases without requests.
 
         Args:
-            choice: chooses between bids.
-            headroom: as in the attributes.
-            clock: monotonic seconds.
+            choice: policy that chooses between bids.
+            headroom: same as the attribute.
+            clock: function that returns monotonic seconds.
         """
         self.headroom = headroom
         self._choice, self._clock = choice, clock
         self._brought: dict[str, Bidding] = {}
 
     def standing(self, state: RequestState[Any]) -> Standing:
-        """Return what becomes of a request that the engine would admit."""
+        """Return how to handle a request that the engine wants to admit. Mutates `state`."""
         if state.phase is RequestPhase.LOADING:
             return Standing.LOADING
         if state.phase is RequestPhase.FAILED:
@@ -116,10 +120,10 @@ class RequestPhases:
         """Return the plan to take, or the one to wait for; None to compute.
 
         Args:
-            state: of the request.
-            plans: in the order of their sources.
+            state: state of the request.
+            plans: plans in the order of their sources.
             request: the request.
-            local_tokens: tokens that the engine has.
+            local_tokens: number of tokens that the engine has.
         """
         rest = request.num_tokens - local_tokens
         best = self._choice.of(
@@ -137,13 +141,15 @@ class RequestPhases:
         local_tokens: int,
         has_room: Callable[[PlanT], bool],
     ) -> int | None:
-        """Return the tokens to load beyond `local_tokens`; None while the request waits for its plan or room.
+        """Return the number of tokens to load beyond `local_tokens`; 0 to compute them.
+
+        Return None while the request waits for a source that is still looking, or for free blocks.
 
         Args:
-            state: of the request.
-            plan: the `best` one.
-            local_tokens: tokens that the engine has.
-            has_room: whether the loads of a plan leave the blocks that others need.
+            state: state of the request.
+            plan: plan returned by `best`; None to compute.
+            local_tokens: number of tokens that the engine has.
+            has_room: function that returns whether the loads of a plan leave enough blocks to others.
         """
         if plan is None:
             state.taken = None
@@ -158,10 +164,15 @@ class RequestPhases:
         return None
 
     def admit(self, state: RequestState[PlanT], external: int) -> tuple[PlanT, int] | None:
-        """Admit a request that has blocks now; spend an attempt if it is to load.
+        """Admit a request that has been allocated blocks, and use up an attempt if it loads tokens.
+
+        Args:
+            state: state of the request.
+            external: number of tokens that the engine expects to be loaded; 0 for none.
 
         Returns:
-            The plan to begin, and the tokens that the engine had when it was proposed; None to load nothing.
+            The plan to begin, and the number of tokens that the engine had when the plan was proposed. None
+            to load nothing.
         """
         taken, state.taken, state.failed = state.taken, None, False
         state.phase = RequestPhase.SERVED
@@ -171,12 +182,12 @@ class RequestPhases:
         return taken
 
     def wait(self, state: RequestState[Any], request: Request, total: int) -> None:
-        """Note that an admitted request waits for loads, after which the engine has `total` tokens."""
+        """Record that an admitted request waits for loads, after which the engine has `total` tokens."""
         state.phase = RequestPhase.LOADING
         self.headroom.loads(request.request_id, total, request.num_tokens)
 
     def ended(self, state: RequestState[Any], request_id: str, *, failed: bool) -> None:
-        """Note that all loads of a request have ended."""
+        """Record that all loads of a request have ended."""
         if failed:
             state.phase = RequestPhase.FAILED
             self.headroom.forget(request_id)
@@ -186,7 +197,7 @@ class RequestPhases:
         self._brought[request_id] = state.bidding
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Note the requests that the coming step computes tokens of."""
+        """Record which requests the coming step computes tokens for."""
         self.headroom.go_on(requests)
         for name in [name for name in self._brought if name in requests]:
             self._brought.pop(name).computed()

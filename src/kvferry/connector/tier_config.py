@@ -1,4 +1,4 @@
-"""The settings of the tiers: the ``tiers`` list of the connector's configuration."""
+"""The settings of the tiers: parsing and checks of ``tiers`` in the connector's configuration."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from kvferry.tiers.storage_settings import StorageSettings
 TierSettings: TypeAlias = HostSettings | StorageSettings
 
 DEFAULT: tuple[TierSettings, ...] = (HostSettings(), FileSettings())
-"""What ``"tiers": "default"`` means."""
+"""The tiers for ``"tiers": "default"``: host memory and a directory."""
 
 
 class Tiers(msgspec.Struct, frozen=True):
-    """What was configured, the fastest first.
+    """The settings of all tiers.
 
     Attributes:
-        host: host memory, configured or not: every chunk passes it.
-        slow: what is behind it.
+        host: settings of the host memory tier. It exists even if it is not configured, because every chunk
+            passes through host memory.
+        slow: settings of the tiers behind it, the fastest first.
     """
 
     STAGING: ClassVar[int] = 256 << 20
-    """Bytes of host memory where none is configured."""
+    """Size of host memory in bytes if no host memory tier is configured."""
 
     host: HostSettings
     slow: tuple[StorageSettings, ...]
 
 
 def read_tiers(given: Any) -> Tiers | None:
-    """Return the tiers of a configuration, None if it has none.
+    """Parse and check the configured tiers; return None if there are none.
 
     Args:
-        given: the value of ``tiers``: None, ``"default"`` or a list of objects.
+        given: value of the setting ``tiers``: None, ``"default"`` or a list of objects.
 
     Raises:
         ConfigError: an unknown kind or key (with the nearest known one), a wrong type, a value out of range.
@@ -95,7 +96,7 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
 
 
 def _check_apart(tiers: Sequence[TierSettings]) -> None:
-    """Check that no two tiers have one location, where each chunk would be looked up twice."""
+    """Check that no two tiers have the same location; each chunk would be looked up twice there."""
     taken: dict[tuple[str, tuple[str, ...]], int] = {}
     for number, one in enumerate(tiers):
         if isinstance(one, HostSettings):
@@ -111,10 +112,14 @@ def _check_apart(tiers: Sequence[TierSettings]) -> None:
 
 
 def check_weight(name: str, weight: float) -> None:
-    """Check a weight.
+    """Check that a weight is from 0 to 1000000.
+
+    Args:
+        name: name of the setting, for the message.
+        weight: the weight.
 
     Raises:
-        ConfigError: it is below 0, or so large that nothing else would ever be taken.
+        ConfigError: the weight is outside this range.
     """
-    if not 0 <= weight <= 1e6:  # a NaN is neither
+    if not 0 <= weight <= 1e6:  # also refuses NaN
         raise ConfigError(f"{name} is {weight}, it must be 0 to 1000000")
