@@ -1,1 +1,1 @@
-"""Engines in miniature that use kvferry's connector. They run from a checkout and are in no wheel."""
+"""Small engines that use kvferry's connector. They run from a checkout and are not part of any wheel."""

@@ -13,11 +13,12 @@ from kvferry.planning.select import first_attended
 
 @dataclass(slots=True, eq=False)
 class PoolBlock:
-    """A block; satisfies `Block`. Block 0 is the null block.
+    """A block of the pool; satisfies `Block`. Block 0 is the null block.
 
     Attributes:
-        references: how many hold it.
-        block_hash: None, as this engine has no prefix cache.
+        block_id: index of the block in the pool.
+        references: number of requests, loads and stores that hold the block.
+        block_hash: always None, because this engine has no prefix cache.
     """
 
     block_id: int
@@ -26,15 +27,15 @@ class PoolBlock:
 
     @property
     def is_null(self) -> bool:
-        """Whether it stands for a position without a block."""
+        """True if the block stands for a position that has no block."""
         return self.block_id == 0
 
 
 class Pool:
-    """Blocks that requests, loads and stores hold; satisfies `BlockPool`. All groups share the ids.
+    """The engine's blocks with their reference counts; satisfies `BlockPool`. All groups share the block ids.
 
     Attributes:
-        blocks: by id.
+        blocks: all blocks, by id.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -42,10 +43,10 @@ class Pool:
         self._free = deque(self.blocks[1:])
 
     def allocate(self) -> PoolBlock:
-        """Return a free block with one reference.
+        """Return a free block, with one reference.
 
         Raises:
-            KVFerryError: there is none.
+            KVFerryError: no block is free.
         """
         if not self._free:
             raise KVFerryError(f"all {len(self.blocks) - 1} blocks are in use; give the engine more blocks")
@@ -59,7 +60,7 @@ class Pool:
             self.blocks[block.block_id].references += 1
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Drop a reference to each block; the null block has none."""
+        """Drop a reference to each block, except to the null block, which is not counted."""
         for block in ordered_blocks:
             own = self.blocks[block.block_id]
             if own.is_null:
@@ -73,14 +74,14 @@ class Pool:
         return len(self._free)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Do nothing: there is no prefix cache."""
+        """Do nothing: this engine has no prefix cache."""
 
 
 class Tables:
-    """The blocks of one request; satisfies `RequestBlocks`.
+    """Block tables of one request; satisfies `RequestBlocks`.
 
     Attributes:
-        blocks: by position, per group.
+        blocks: blocks of the request by position, for each group.
     """
 
     def __init__(self, pool: Pool, groups: Sequence[CacheGroup]) -> None:
@@ -88,7 +89,10 @@ class Tables:
         self._pool, self._groups = pool, groups
 
     def cover(self, tokens: int, next_token: int) -> None:
-        """Hold blocks for `tokens` tokens, except those that only tokens before `next_token` attend to."""
+        """Allocate blocks for `tokens` tokens; free those that no token from `next_token` on attends to.
+
+        Null blocks take the places of freed blocks.
+        """
         for group, held in zip(self._groups, self.blocks, strict=True):
             first = max(first_attended(group.kind, group.attention_span, next_token), 0) // group.block_tokens
             self._pool.free_blocks(held[:first])
@@ -97,11 +101,11 @@ class Tables:
                 held.append(self._pool.allocate())
 
     def free(self) -> None:
-        """Give all blocks back."""
+        """Give all blocks back to the pool."""
         for held in self.blocks:
             self._pool.free_blocks(held)
             held.clear()
 
     def get_block_ids(self) -> BlockIds:
-        """Return their ids."""
+        """Return the block ids by position, for each group."""
         return tuple([block.block_id for block in held] for held in self.blocks)

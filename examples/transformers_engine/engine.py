@@ -32,18 +32,22 @@ _POLL_SECONDS = 0.001
 
 @dataclass(slots=True, kw_only=True)
 class Request(PlainRequest):
-    """A request.
+    """A request of this engine.
 
     Attributes:
-        max_tokens: tokens of the answer.
-        tables: its blocks.
+        max_tokens: number of tokens of the answer.
+        tables: block tables of the request.
     """
 
     max_tokens: int
     tables: Tables
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token and answer with one token only, for a peer that continues."""
+        """Drop the last prompt token, and generate one token only, because a peer continues the request.
+
+        Returns:
+            True if the token was dropped.
+        """
         trimmed = PlainRequest.trim_prompt(self)
         if trimmed:
             self.max_tokens = 1
@@ -55,10 +59,11 @@ class Answer:
     """The answer to a prompt.
 
     Attributes:
-        token_ids: the tokens.
-        loaded: loaded tokens of the prompt, by the place that they came from.
-        computed: computed tokens of the prompt.
-        kv_transfer_params: offer of the prompt's KV for the engine that continues; None if not asked for.
+        token_ids: token ids of the answer.
+        loaded: number of prompt tokens loaded, by the place they came from: a tier or ``peer``.
+        computed: number of prompt tokens computed.
+        kv_transfer_params: offer of the prompt's KV to the engine that continues the prompt; None if the
+            request asked for none.
     """
 
     token_ids: list[int]
@@ -68,12 +73,12 @@ class Answer:
 
 
 class Engine:
-    """A model, its paged cache, and the connector. Not thread-safe.
+    """A model, its paged KV cache, and the connector. Not thread-safe.
 
     Attributes:
         pages: K and V of all layers.
-        pool: the block pool.
-        lent: blocks of ended requests that peers may still read, by request.
+        pool: block pool.
+        lent: block tables of ended requests that peers may still read, by request id.
     """
 
     def __init__(
@@ -89,12 +94,12 @@ class Engine:
         """Load a checkpoint and start the connector.
 
         Args:
-            checkpoint: folder of a checkpoint whose layers all have attention, full or with a window.
-            settings: of the connector, as ``kv_connector_extra_config`` in vLLM.
-            name: of this engine.
-            num_blocks: blocks of the pool, the null block included.
-            block_tokens: tokens of a block.
-            listener: receives the connector's events.
+            checkpoint: folder of a checkpoint. All layers must have full or sliding-window attention.
+            settings: settings of the connector, as in vLLM's ``kv_connector_extra_config``.
+            name: name of this engine.
+            num_blocks: number of blocks in the pool, the null block included.
+            block_tokens: number of tokens per block.
+            listener: receiver of the connector's events; None for no receiver.
 
         Raises:
             ConfigError: the settings cannot be used.
@@ -132,13 +137,13 @@ class Engine:
         self._numbers = count()
 
     def generate(self, prompt: list[int], max_tokens: int, kv_transfer_params: Any = None) -> Answer:
-        """Continue a prompt greedily.
+        """Answer a prompt greedily.
 
         Args:
-            prompt: token ids.
-            max_tokens: tokens of the answer.
-            kv_transfer_params: ``{"do_remote_decode": True}`` to compute the prompt for another engine, or
-                the offer of an engine that has computed it.
+            prompt: token ids of the prompt.
+            max_tokens: number of tokens of the answer.
+            kv_transfer_params: ``{"do_remote_decode": True}`` to compute the prompt for another engine; or
+                the offer of an engine that has computed the prompt; None for neither.
 
         Raises:
             KVFerryError: the pool has too few blocks.
@@ -163,7 +168,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Finish all stores, wait until peers have released what they read, and end all threads."""
+        """Finish all stores, wait until peers have released the blocks that they read, and stop threads."""
         while self._half.busy or self.lent:
             self._step()
             time.sleep(_POLL_SECONDS)
@@ -171,7 +176,11 @@ class Engine:
         self._worker.shutdown()
 
     def load(self, request: Request) -> Counter[str]:
-        """Load as much of the prompt as a source has; return the tokens by the place they came from."""
+        """Load the best available prefix of the prompt into the request's blocks.
+
+        Returns:
+            Number of tokens loaded, by the place they came from.
+        """
         while True:
             while (tokens := self._half.admission.matched(request, 0)) is None:
                 self._step()  # a source is still looking
@@ -187,17 +196,21 @@ class Engine:
             if request.request_id not in ended.failed:
                 request.num_computed_tokens = min(tokens, request.num_tokens - 1)
                 return places
-            request.tables.free()  # the connector holds what may still be written
+            request.tables.free()  # the connector holds blocks that a load may still write
 
     def _compute(self, request: Request) -> None:
-        """Compute all tokens that have no KV yet, and the next token of the answer."""
+        """Compute the KV of all tokens that have none yet, and the next token of the answer."""
         local_tokens, total = request.num_computed_tokens, request.num_tokens
         request.tables.cover(total, local_tokens)
         self._step(request)
         request.num_computed_tokens = total
 
     def _step(self, request: Request | None = None) -> EndedRequests:
-        """Run one step of the engine, with all hooks of the connector in their order."""
+        """Run one step of the engine, with all hooks of the connector in their order.
+
+        Args:
+            request: request to compute; None for a step that only lets the connector make progress.
+        """
         step = PlainStep(tokens={})
         if request is not None:
             new = request.num_tokens - request.num_computed_tokens
@@ -228,7 +241,10 @@ class Engine:
         request.answer_token_ids.append(int(logits[0, -1].argmax()))
 
     def _finish(self, request: Request) -> Any:
-        """End a request; return its offer for another engine, which has its blocks until it releases them."""
+        """End a request; return the offer of its KV for another engine, or None.
+
+        If there is an offer, the blocks stay allocated until that engine releases them.
+        """
         request.is_complete = True
         lent, params = self._half.finished(request, request.tables.get_block_ids())
         if lent:

@@ -1,7 +1,7 @@
-"""Take a prompt from a vLLM server, or give one to it.
+"""Take a prompt's KV from a vLLM server, or give a prompt's KV to it.
 
-The server runs the same checkpoint with kvferry's connector. Only a ticket passes through this client; K and
-V go from engine to engine.
+The server runs the same checkpoint with kvferry's connector. This client only forwards the offer with its
+ticket, a random id that claims the KV. K and V go directly from engine to engine.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ import httpx
 from examples.transformers_engine.engine import Answer, Engine
 
 COMPUTE_FOR_ANOTHER = {"do_remote_decode": True}
-"""``kv_transfer_params`` of a request whose KV another engine will ask for."""
+"""``kv_transfer_params`` of a request whose KV another engine will read."""
 
 
 def take(client: httpx.Client, engine: Engine, prompt: list[int], max_tokens: int) -> Answer:
-    """Let the server compute a prompt, and continue it here.
+    """Let the server compute a prompt, read the prompt's KV, and generate the answer here.
 
     Args:
-        client: has the server's address as its base URL.
-        engine: continues.
-        prompt: token ids.
-        max_tokens: tokens of the answer.
+        client: HTTP client with the server's address as its base URL.
+        engine: engine that generates the answer.
+        prompt: token ids of the prompt.
+        max_tokens: number of tokens of the answer.
 
     Raises:
-        httpx.HTTPError: the server does not answer, or refuses.
+        httpx.HTTPError: the server does not answer, or refuses the request.
     """
     offer = _complete(client, prompt, 1, COMPUTE_FOR_ANOTHER)["kv_transfer_params"]
     return engine.generate(prompt, max_tokens, offer)
 
 
 def give(client: httpx.Client, engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
-    """Compute a prompt here, and return the server's continuation; arguments and errors as of `take`."""
+    """Compute a prompt here, and let the server generate the answer; return the answer's token ids.
+
+    Takes the same arguments as `take`, and raises the same errors. Here `engine` computes the prompt.
+    """
     offer = engine.generate(prompt, 1, COMPUTE_FOR_ANOTHER).kv_transfer_params
     found: list[int] = _complete(client, prompt, max_tokens, offer)["choices"][0]["token_ids"]
     return found
@@ -47,11 +50,11 @@ def compare(
     max_tokens: int,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Answer a prompt alone, by `take` and by `give`; return whether all answers are the same.
+    """Answer a prompt alone, by `take` and by `give`; return True if all three answers are equal.
 
     Args:
-        client, engine, prompt, max_tokens: as of `take`.
-        say: receives the text for people.
+        client, engine, prompt, max_tokens: same as in `take`.
+        say: function that prints a line of text.
     """
     alone = engine.generate(prompt, max_tokens)
     taken = take(client, engine, prompt, max_tokens)
@@ -68,7 +71,7 @@ def compare(
 def _complete(
     client: httpx.Client, prompt: list[int], max_tokens: int, params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the server's greedy completion."""
+    """Return the server's response to a greedy completion request."""
     body = {
         "model": client.get("/v1/models").raise_for_status().json()["data"][0]["id"],
         "prompt": prompt,

@@ -1,4 +1,4 @@
-"""Facts about this engine's KV that other engines must share, in vLLM's terms."""
+"""Facts about this engine's KV that other engines must share, under the names that vLLM's connector uses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from kvferry.transport.messages import Fact
 
 
 def facts_of(checkpoint: Path, config: Any) -> dict[str, Fact]:
-    """Return all that decides the bytes of the KV.
+    """Return all facts that decide the bytes of this engine's KV.
 
-    vLLM states more, such as tables of its rotary modules. A peer compares a fact only if both engines state
-    it. Chunks in storage need all facts alike, so vLLM and this engine never take each other's chunks.
+    kvferry's connector for vLLM states more facts, such as tables of rotary modules. A peer compares a fact
+    only if both engines state it. But chunks in storage are found only by engines that state exactly the same
+    facts, so vLLM and this engine never use each other's chunks.
 
     Args:
         checkpoint: folder of the weights.
         config: transformers' configuration of the model.
 
     Raises:
-        ConfigError: there are no weights.
+        ConfigError: the folder has no weights.
     """
     weights = weights_of(checkpoint)
     if weights is None:

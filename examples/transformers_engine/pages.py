@@ -1,4 +1,4 @@
-"""Paged K and V of a model: a tensor per layer that transformers reads and writes and kvferry moves."""
+"""Paged K and V of a model: one tensor per layer, which transformers reads and writes, and kvferry moves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Pages:
     """K and V of all layers.
 
     Attributes:
-        layers: K and V of each layer, (blocks, 2, heads, tokens of a block, head_dim). Block 0 stays zero.
-        groups: numbers of the layers that share a block table, for each kind of layer.
-        geometry: the same memory, described for kvferry.
+        layers: tensor of each layer with K and V, float32 of shape (blocks, 2, heads, tokens per block,
+            head_dim). Block 0 is the null block, which stays zero.
+        groups: indices of the layers that share a block table, for each kind of layer.
+        geometry: description of this memory for kvferry.
     """
 
     layers: list[torch.Tensor]
@@ -30,12 +31,12 @@ class Pages:
 
     @classmethod
     def allocate(cls, config: Any, num_blocks: int, block_tokens: int) -> Pages:
-        """Allocate the pages of a model of one or several kinds of attention layers.
+        """Allocate the pages of a model with one or several kinds of attention layers.
 
         Args:
             config: transformers' configuration of the model.
-            num_blocks: blocks of each layer, the null block included.
-            block_tokens: tokens of a block.
+            num_blocks: number of blocks of each layer, the null block included.
+            block_tokens: number of tokens per block.
         """
         heads, width = config.num_key_value_heads, config.head_dim
         shape = num_blocks, 2, heads, block_tokens, width
@@ -66,8 +67,8 @@ class Pages:
         """Return a request's pages as the cache of one forward pass.
 
         Args:
-            tables: block ids by position, per group. They must cover the tokens of the pass.
-            computed: tokens whose K and V are in the blocks.
+            tables: block ids by position, for each group. They must cover all tokens of the pass.
+            computed: number of tokens whose K and V are in the blocks.
         """
         table_of = {n: ids for numbers, ids in zip(self.groups, tables, strict=True) for n in numbers}
         return Cache(
@@ -76,17 +77,23 @@ class Pages:
 
 
 class PagedLayer(CacheLayerMixin):
-    """The K and V of one request in one layer, for one forward pass."""
+    """K and V of one request in one layer, for one forward pass."""
 
     def __init__(self, pages: torch.Tensor, table: torch.Tensor, computed: int) -> None:
-        """Take pages as of `Pages.layers`, the request's block ids by position, and its computed tokens."""
+        """Create a view of a request's pages.
+
+        Args:
+            pages: tensor of the layer, as in `Pages.layers`.
+            table: block ids of the request by position, int64.
+            computed: number of tokens whose K and V are in the blocks.
+        """
         super().__init__()
         self._pages, self._table, self._computed = pages, table, computed
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Write K and V of the pass, (1, heads, tokens, head_dim); return those of all tokens.
+        """Write K and V of the pass, each (1, heads, tokens, head_dim), and return K and V of all tokens.
 
-        Tokens that have left the window have zeros. The attention mask covers them.
+        K and V of tokens that have left the window are zero. The attention mask hides these tokens.
         """
         size, total = self._pages.shape[3], self._computed + key_states.shape[2]
         at = torch.arange(self._computed, total)
@@ -97,23 +104,23 @@ class PagedLayer(CacheLayerMixin):
         return found[:1], found[1:]
 
     def get_seq_length(self) -> int:
-        """Return the tokens before the pass."""
+        """Return the number of tokens before the pass."""
         return self._computed
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of tokens that `update` returns, and the position of the first."""
+        """Return the number of tokens that `update` returns, and the position of the first one."""
         return self._computed + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: the length is bounded by the request's blocks alone."""
+        """Return -1: only the request's blocks limit the length."""
         return -1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the pages are there."""
+        """Do nothing: the pages are allocated already."""
 
 
 def _layer(number: int, pages: torch.Tensor) -> Layer:
-    """Describe the pages of a layer under the name that vLLM gives it: peers match layers by name."""
+    """Describe the pages of a layer, under the layer's name in vLLM, because peers match layers by name."""
     _, _, heads, tokens, width = pages.shape
     item = pages.element_size()
     axes = (

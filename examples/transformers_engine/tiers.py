@@ -1,6 +1,7 @@
-"""Store a prompt's KV in one process, and continue from it in others.
+"""Store a prompt's KV in one process, and continue the prompt in others.
 
-Each answer comes from a process of its own. Nothing but the directory passes from one to the next.
+The first two answers come from one process, each later answer from a process of its own. Processes share only
+the folder with the chunks.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ CHUNK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 300, 16
 
 
 class SpoiledEngine(Engine):
-    """An engine that zeroes what it has loaded, after all checks: the negative control."""
+    """Engine that overwrites loaded KV with zeros after all checks. It is the negative control."""
 
     def load(self, request: Request) -> Counter[str]:
-        """Load as `Engine.load` does, then zero the loaded blocks."""
+        """Load as `Engine.load` does, then overwrite the request's blocks with zeros."""
         places = super().load(request)
         for numbers, blocks in zip(self.pages.groups, request.tables.blocks, strict=True):
             for number in numbers:
@@ -36,15 +37,15 @@ class SpoiledEngine(Engine):
 
 
 def answer(checkpoint: Path, directory: Path, kind: type[Engine] = Engine, times: int = 1) -> list[Answer]:
-    """Answer the same prompt several times, with chunks in host memory and in a directory.
+    """Answer the same prompt several times, with a host memory tier and a file tier.
 
     Args:
         checkpoint: folder of the model.
-        directory: where chunks are kept.
-        kind: engine to use.
+        directory: folder of the file tier.
+        kind: class of the engine.
         times: number of answers.
     """
-    torch.set_num_threads(1)  # the model is too small to be shared out
+    torch.set_num_threads(1)  # the model is too small for several threads
     logging.disable_progress_bar()
     tiers = [
         {"type": "host", "capacity": "64MiB"},
@@ -58,7 +59,7 @@ def answer(checkpoint: Path, directory: Path, kind: type[Engine] = Engine, times
 
 
 def prompt(checkpoint: Path) -> list[int]:
-    """Return a prompt of English text."""
+    """Return the token ids of a prompt of English text."""
     text = next(passages(8 * PROMPT_TOKENS))
     tokens: list[int] = AutoTokenizer.from_pretrained(checkpoint)(text)["input_ids"]
     return tokens[:PROMPT_TOKENS]
@@ -76,13 +77,13 @@ def damage(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One answer of the demonstration, and whether it is as it must be.
+    """One answer of the demonstration, and whether it is as expected.
 
     Attributes:
-        what: what was done.
-        answer: what the engine answered.
-        same: whether the tokens are those of the first process.
-        expected: whether `same` and the source of the KV are as they must be.
+        what: description of the step.
+        answer: answer of the engine.
+        same: True if the answer's tokens equal those of the first answer.
+        expected: True if `same` and the places that the KV came from are as expected.
     """
 
     what: str
@@ -91,7 +92,7 @@ class Outcome:
     expected: bool
 
     def __str__(self) -> str:
-        """Return three lines."""
+        """Return three lines of text for people."""
         places = [f"{tokens} from {place}" for place, tokens in self.answer.loaded.items()]
         tokens = ", ".join([*places, f"{self.answer.computed} computed"])
         verdict = "as expected" if self.expected else "NOT as expected"
@@ -104,12 +105,12 @@ class Outcome:
 
 
 def demonstrate(checkpoint: Path, directory: Path, say: Callable[[str], None] = print) -> bool:
-    """Run the demonstration; return whether everything is as it must be.
+    """Run the demonstration; return True if every answer is as expected.
 
     Args:
         checkpoint: folder of the model.
-        directory: an empty directory for chunks.
-        say: receives the text for people.
+        directory: empty folder for the file tier.
+        say: function that prints a text.
     """
     found: list[Outcome] = []
 
@@ -135,6 +136,6 @@ def demonstrate(checkpoint: Path, directory: Path, say: Callable[[str], None] = 
 
 
 def _elsewhere(call: Callable[[], list[Answer]]) -> list[Answer]:
-    """Return the result of a call in a new process that ends with it."""
+    """Run a call in a new process, which ends with the call; return its result."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(call).result()

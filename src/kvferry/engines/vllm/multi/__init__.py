@@ -1,15 +1,16 @@
-"""Several KV connectors in one: `connector.FerryMultiConnector`.
+"""One KV connector that runs several connectors as its children: `connector.FerryMultiConnector`.
 
-Every child stores. One child loads a request, chosen as kvferry chooses between its own sources.
+Every child stores KV. One child loads a request's KV; it is chosen as kvferry chooses between its own
+sources.
 
 - `settings`: reads the configuration
-- `children`: makes the connectors that it names, and checks that they agree
-- `connector`: vLLM's hooks on the scheduler, and what both halves share
+- `children`: finds the configured connectors, and checks that they fit together
+- `connector`: vLLM's hooks on the scheduler, and the code that both halves share
 - `worker_hooks`: vLLM's hooks on a worker
 - `child_admission`: decides which child loads a request, and follows each load to its end
-- `completions`: joins the completions that children report
-- `endings`: collects which children keep blocks of ended requests
-- `meta`: carries messages between the two halves
-- `counts`: counts the choices and the loads of each child
-- `stats`, `metrics`: carry counts to the engine's /metrics
+- `completions`: merges the completions that children report
+- `endings`: records which children keep blocks of ended requests
+- `meta`: messages between the two halves
+- `counts`: counts how often each child is chosen, and how its loads end
+- `stats`, `metrics`: send the counts to the engine's /metrics
 """

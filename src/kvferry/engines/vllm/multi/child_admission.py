@@ -1,11 +1,16 @@
-"""Admission over child connectors: ask all, choose the one that loads, exclude a child after its load failed.
+"""Choice of the child connector that loads a request.
 
-Requests go through the phases of kvferry's own admission (`connector.request_phases`). A child that was not
-chosen gets the blocks with 0 tokens to load, as in vLLM's MultiConnector, and drops its state of the request.
+All children are asked, and one of them loads. After a failed load, that child is excluded for the request,
+and another may load.
 
-Children with synchronous loads report nothing. Their request waits for nothing: it is SERVED when it is
-admitted, and the child is struck out if it reports blocks that did not load. Such a load needs no headroom,
-because the step that loads goes on with the request.
+Requests go through the phases of kvferry's own admission (`connector.request_phases`). As in vLLM's
+MultiConnector, the children that are not chosen get the blocks with 0 tokens to load, and drop their state of
+the request.
+
+Children with synchronous loads do not report the end of a load, and their request waits for nothing. It is
+SERVED as soon as it is admitted. If the child reports blocks that it could not load, the child is excluded.
+Such a load needs no free blocks for waiting requests (headroom), because the step that loads also computes
+the request.
 """
 
 from __future__ import annotations
@@ -24,12 +29,12 @@ from kvferry.engines.vllm.multi.counts import Counts
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The load of a prefix by one child.
+    """Plan to load a prefix with one child.
 
     Attributes:
         place: index of the child.
-        bid: its bid.
-        asynchronous: the load runs between steps, and the child reports its end.
+        bid: number of tokens that the child offers to load.
+        asynchronous: True if the load runs between steps and the child reports its end.
     """
 
     place: int
@@ -42,10 +47,10 @@ class _Load:
     """Load of a request by a child.
 
     Attributes:
-        plan: the plan that was taken.
+        plan: plan that this load executes.
         blocks: vLLM's blocks of the request.
         began: start of the load, in seconds of the clock.
-        invalid: a child has reported blocks of it that did not load.
+        invalid: True if a child has reported some of these blocks as not loaded.
     """
 
     plan: _Plan
@@ -59,8 +64,9 @@ class _RequestState(RequestState[_Plan]):
     """State of one request.
 
     Attributes:
-        answers: the children's last answers, in tokens; None for a child that is still looking.
-        load: the load under way; a synchronous load stays until the request ends or is admitted anew.
+        answers: last answer of each child, in tokens; None for a child that is still looking.
+        load: load under way; None without one. A synchronous load stays here until the request ends or is
+            admitted again.
     """
 
     answers: tuple[int | None, ...] = ()
@@ -71,8 +77,9 @@ class ChildAdmission:
     """Decides for every request which child loads it. Only the engine's thread calls it.
 
     Attributes:
-        counts: counters per child.
-        phases: moves requests from phase to phase. Its headroom is set once the engine has its blocks.
+        counts: counters for each child.
+        phases: state machine of the requests. The connector sets its headroom (free blocks to keep for
+            waiting requests) when vLLM binds the KV cache manager.
     """
 
     def __init__(
@@ -83,14 +90,15 @@ class ChildAdmission:
         attempts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without requests.
+        """Create an admission without requests.
 
         Args:
             names: names of the children.
-            children: connectors, made for the scheduler.
-            choice: policy that chooses between the children's bids, with the children's names as sources.
-            attempts: maximum loads of one request.
-            clock: returns seconds.
+            children: the children's connectors in the scheduler, in the same order.
+            choice: policy that chooses between the children's bids. The names of the children are its
+                sources.
+            attempts: maximum number of loads for one request.
+            clock: function that returns the time in seconds.
         """
         self.counts, self.phases = Counts(), RequestPhases(choice, Headroom(), clock)
         self._names, self._children = tuple(names), tuple(children)
@@ -104,9 +112,11 @@ class ChildAdmission:
         return len(self._known) + len(self._loads)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens to load beyond `local_tokens`, and True for a load between steps.
+        """Ask all children, and return the number of tokens to load beyond `local_tokens`.
 
-        The tokens are None if the engine must ask again.
+        Returns:
+            The tokens to load, and True if the load is asynchronous. The tokens are None if vLLM must ask
+            again later.
         """
         known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
@@ -125,9 +135,15 @@ class ChildAdmission:
         return tokens, best is not None and best.asynchronous and bool(tokens)
 
     def _plans(self, rest: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
-        """Return a plan for each child, of the children's answers; the engine lacks `rest` tokens."""
+        """Return a plan for each child.
+
+        Args:
+            rest: number of tokens of the request that the engine does not have.
+            answers: tokens that each child can load, None if it is still looking, and True for an
+                asynchronous load.
+        """
         return [
-            # A child that is looking may find all but the last token, which is always computed.
+            # A child that is still looking may find all tokens but the last one, which is always computed.
             _Plan(
                 place,
                 Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None),
@@ -137,14 +153,14 @@ class ChildAdmission:
         ]
 
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
-        """Return whether a load leaves the blocks that waiting requests need."""
+        """Return True if a load leaves enough free blocks for waiting requests."""
         total = local_tokens + plan.bid.tokens
         return not plan.asynchronous or self.phases.headroom.fits(
             request.request_id, total, request.num_tokens
         )
 
     def chosen(self, request_id: str) -> int | None:
-        """Return the index of the child that is to load the request or is loading it; None without one."""
+        """Return the index of the child that loads the request, now or at its admission; None without one."""
         known = self._known.get(request_id)
         if known is None:
             return None
@@ -153,10 +169,10 @@ class ChildAdmission:
         return None if known.load is None else known.load.plan.place
 
     def allocated(self, request: Any, blocks: Any, external: int) -> int | None:
-        """Hand the request's blocks to all children; the chosen child loads `external` tokens into them.
+        """Hand the request's blocks to all children. The chosen child loads `external` tokens into them.
 
         Returns:
-            Index of the child that loads within the step that uses the blocks; None without one.
+            Index of the child that loads synchronously, in the step that uses the blocks; None without one.
         """
         known = self._known.get(request.request_id)
         loader = None
@@ -167,7 +183,7 @@ class ChildAdmission:
         return None if known is None or known.phase is RequestPhase.LOADING else loader
 
     def _admit(self, request: Any, known: _RequestState, blocks: Any, external: int) -> int | None:
-        """Begin the chosen load if there are tokens to load; return the index of its child, or None."""
+        """Start the chosen load if there are tokens to load; return the index of its child, or None."""
         taken = self.phases.admit(known, external)
         answers = zip(self._names, known.answers, strict=True)
         self.counts.admitted(answers, None if taken is None else taken[0].bid.source, external)
@@ -184,12 +200,21 @@ class ChildAdmission:
         return plan.place
 
     def take_new(self) -> dict[str, int]:
-        """Return the requests that wait for a child since the last call, each with the child's index."""
+        """Return the asynchronous loads started since the last call, and clear them.
+
+        The result is {request id: child index}.
+        """
         new, self._new = self._new, {}
         return new
 
     def take_results(self, received: set[str], failed: set[str], invalid: set[int]) -> None:
-        """Handle a step's results: received requests, the failed ones among them, and blocks not loaded."""
+        """Handle the results of a step.
+
+        Args:
+            received: ids of requests whose loads have ended.
+            failed: ids of those requests whose loads have failed.
+            invalid: ids of blocks that could not be loaded.
+        """
         if invalid:
             self._strike_for(invalid)
         for request_id in received:
@@ -210,7 +235,7 @@ class ChildAdmission:
                 self.phases.ended(known, request_id, failed=not succeeded)
 
     def _strike_for(self, invalid: set[int]) -> None:
-        """Strike out the children that were to load these blocks, which are invalid."""
+        """Exclude each child that had to load one of these invalid blocks, for the request concerned."""
         for known in self._known.values():
             load = known.load
             if load is None or not any(invalid.intersection(ids) for ids in load.blocks.get_block_ids()):
@@ -219,14 +244,14 @@ class ChildAdmission:
             known.bidding.strike(load.plan.bid.source, "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended in any way; an asynchronous load under way is still reported."""
+        """Forget a request that has ended in any way. The end of its asynchronous load is still counted."""
         self.phases.forget(request_id)
         known = self._known.pop(request_id, None)
         if known is not None:
             self._settle(known)
 
     def _settle(self, known: _RequestState) -> None:
-        """End a synchronous load, which no child reports."""
+        """Count the end of a synchronous load, which no child reports."""
         load, known.load = known.load, None
         if load is not None and not load.plan.asynchronous:
             self.counts.ended(load.plan.bid.source, succeeded=not load.invalid)

@@ -1,4 +1,4 @@
-"""The connectors of a `FerryMultiConnector`, and the facts on which they must agree at engine start."""
+"""The connectors of a `FerryMultiConnector`, and the settings on which they must agree at engine start."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _HAND_OVER = {
     "NixlPullConnector",
     "NixlPushConnector",
 }
-"""Connectors of vLLM's own that hand a request's KV to another engine."""
+"""vLLM's own connectors that hand a request's KV to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A connector before it is made.
+    """Class and configuration of a child connector that has not been created yet.
 
     Attributes:
         name: unique name, as in `ChildSettings`.
-        load_weight: weight of the tokens that it offers, as in `ChildSettings`.
-        cls: connector class.
-        config: the engine's configuration with this child's settings as the connector's.
+        load_weight: weight of each token that the child offers, as in `ChildSettings`.
+        cls: class of the connector.
+        config: the engine's configuration, with this child's settings in place of the parent connector's.
     """
 
     name: str
@@ -45,22 +45,22 @@ class Child:
 
     @property
     def ferry(self) -> bool:
-        """True for kvferry's own connector."""
+        """True if the child is kvferry's own connector."""
         return isinstance(self.cls, type) and issubclass(self.cls, KVFerryConnector)
 
     @property
     def hands_over(self) -> bool:
-        """True for a connector that is known to hand KV to other engines."""
+        """True if the child is known to hand KV to other engines."""
         if self.ferry:
             return read_settings(self.config).transfers
         return self.cls.__name__ in _HAND_OVER
 
 
 def read_multi(vllm_config: Any) -> MultiSettings:
-    """Read the settings from vLLM's configuration.
+    """Read the settings of a `FerryMultiConnector` from vLLM's configuration.
 
     Raises:
-        ConfigError: `parse_multi` refuses a setting, or vLLM's own settings cannot be used.
+        ConfigError: `parse_multi` refuses a setting, or vLLM's policy for failed loads does not fit.
     """
     transfer = vllm_config.kv_transfer_config
     settings = parse_multi(transfer.kv_connector_extra_config)
@@ -69,7 +69,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
 
 
 def children_of(vllm_config: Any) -> tuple[Child, ...]:
-    """Return the connectors that the settings name.
+    """Return the child connectors that the settings name, in their order.
 
     Raises:
         ConfigError: `read_multi` refuses a setting, a class is not found, or vLLM refuses a child's settings.
@@ -87,17 +87,17 @@ def _child(vllm_config: Any, settings: ChildSettings) -> Child:
         why = " ".join(str(error).split())
         raise ConfigError(f"connectors: {settings.name} cannot be had: {why}") from error
     if issubclass(cls, KVFerryConnector):
-        # Its siblings are given the same blocks and cannot tell which of them hold only the end of a window.
+        # The other children get the same blocks, and cannot tell which of them hold only the end of a window.
         config = with_extra(config, {"whole_blocks": True, "name": settings.name})
     return Child(settings.name, settings.load_weight, cls, config)
 
 
 def check(children: Sequence[Child], vllm_config: Any) -> None:
-    """Check that these children can live in one engine.
+    """Check that these children can run in one engine.
 
     Raises:
         ConfigError: the hybrid KV cache manager is on and a child does not support it, or several children
-            hand KV over.
+            hand KV to other engines.
     """
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         without = [child.name for child in children if not supports_hybrid(child.config)]
@@ -117,12 +117,12 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
 
 
 def agreed_layout(children: Sequence[Child]) -> str | None:
-    """Return the memory layout that the children want for the engine's cache; None if any will do.
+    """Return the memory layout that the children require for the engine's cache; None if any layout will do.
 
-    A KVFerryConnector whose layout is ``auto`` takes the layout that the others want.
+    A KVFerryConnector whose layout is ``auto`` accepts the layout that the others require.
 
     Raises:
-        ConfigError: two children want different layouts.
+        ConfigError: two children require different layouts.
     """
     soft: str | None = None
     wishes: dict[str, str] = {}
@@ -145,6 +145,11 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
 
 def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:
     """Return the number of workers that report each request, as the children state it; None for all workers.
+
+    Args:
+        names: names of the children.
+        counts: number that each child states; None for all workers.
+        workers: number of workers of the engine.
 
     Raises:
         ConfigError: the children state different numbers.

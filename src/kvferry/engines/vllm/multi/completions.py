@@ -1,8 +1,8 @@
-"""Completions of the children, as a worker reports them to the engine.
+"""Completions of the children, merged into those that a worker reports to the engine.
 
-vLLM asserts on a completion that it does not wait for, and takes the first one for all. So a request has
-arrived when the child that loads it says so, whatever other children say. A request is sent when every child
-that asked to keep its blocks has said so.
+vLLM fails an assertion on a completion that it does not expect, and takes the first completion of a request
+for the only one. So a request counts as received when the child that loads it reports it, whatever other
+children report. A request counts as sent when every child that keeps its blocks has reported it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,31 @@ from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 
 
 class Completions:
-    """Completions that a worker still waits for."""
+    """Completions that a worker still expects from its children."""
 
     def __init__(self) -> None:
         self._loads: dict[str, int] = {}
         self._holders: dict[str, set[int]] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests that some child has yet to report."""
+        """Return the number of expected loads plus the number of ended requests whose blocks are kept."""
         return len(self._loads) + len(self._holders)
 
     def expect(self, loads: Mapping[str, int], holders: Mapping[str, Iterable[int]]) -> None:
-        """Note new loads with their children, and ended requests with the children that hold blocks."""
+        """Record new loads, and ended requests whose blocks children keep.
+
+        Args:
+            loads: index of the child that loads, by request id.
+            holders: indices of the children that keep blocks, by request id.
+        """
         self._loads.update(loads)
         self._holders.update({name: set(places) for name, places in holders.items()})
 
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
-        """Join all children's completions of a step into those that the engine expects.
+        """Merge all children's completions of a step into those that the engine expects.
 
         Args:
-            reports: reports in the order of the children.
+            reports: completions of each child, in the order of the children.
         """
         sent, received, failed = set(), set(), set()
         for place, report in enumerate(reports):

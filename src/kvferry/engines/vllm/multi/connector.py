@@ -3,8 +3,9 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "FerryMultiConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.multi.connector", ...}'
 
-This class and its base only hand vLLM's hooks on to the children and join their answers: `worker_hooks` has
-those that vLLM calls on workers. `child_admission`, `completions` and `endings` hold all further logic.
+This class and its base class only forward vLLM's hooks to the children and merge their answers.
+`worker_hooks` has the hooks that vLLM calls on workers. All further logic is in `child_admission`,
+`completions` and `endings`.
 """
 
 from __future__ import annotations
@@ -50,20 +51,21 @@ NOT_FORWARDED = {
     "has_connector_metadata": "asks for what `bind_connector_metadata` was given, which is ours",
     "bind_gpu_block_pool": "children are given it by `bind_kv_cache_manager`, of which it is a part",
 }
-"""Members of vLLM's base class that are left as they are, and why."""
+"""Members of vLLM's base class that are not forwarded to the children, with the reason."""
 
 
 class FerryMultiConnector(WorkerHooks, SupportsHMA):
-    """Several connectors as one: an instance in the scheduler, and one per worker."""
+    """Connector that runs other connectors as its children; one instance in the scheduler, one per worker."""
 
     supports_sleep_mode: ClassVar[bool] = False
-    """As of `KVFerryConnector`, which is one of the children."""
+    """Same as in `KVFerryConnector`, which may be one of the children."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Check that the children go together, and make them.
+        """Check that the children fit together, and create them.
 
         Raises:
-            ConfigError: a setting cannot be used, or children do not go together; says why and what to do.
+            ConfigError: a setting cannot be used, or the children do not fit together. The message says why
+                and what to do.
         """
         share_logging()
         settings, of = read_multi(vllm_config), children_of(vllm_config)
@@ -82,7 +84,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
     @property
     def sub_connectors(self) -> list[Any]:
-        """The children, in the order of the configuration."""
+        """The child connectors, in the order of the configuration."""
         return list(self._connectors)
 
     @property
@@ -148,7 +150,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         loader = self._admission.allocated(request, blocks, num_external_tokens)
         for place, child in enumerate(self._connectors):
             if loader not in (None, place) and isinstance(child, KVFerryConnector):
-                # What fails to load is known after the step, in which what follows from it would be stored.
+                # A failure is known only after the step, which would already store KV that builds on it.
                 child.scheduler.half.parts.doubt(request.request_id)
 
     def get_external_cache_hit_sources(
@@ -269,7 +271,7 @@ def _of_child(metadata: dict[Any, Any], place: int) -> dict[Any, Any]:
 
 
 def _part(whole: Any, place: int) -> Any:
-    """Return one child's part of a joint message; None if the child sent none."""
+    """Return one child's part of a merged message; None if the child sent none."""
     return None if whole is None else whole.children[place]
 
 

@@ -1,4 +1,4 @@
-"""Counts of the choice between children, for the engine's /metrics."""
+"""Counts of the choice between children and of their loads, for the engine's /metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Count = tuple[str, str, str]
-"""(metric, child, outcome or nothing) of something that is counted."""
+"""(metric, child, outcome) of a counted event. The outcome is empty for metrics without one."""
 
 
 @dataclass(slots=True)
@@ -15,19 +15,20 @@ class Counts:
     """Counts of events since the last call of `take`.
 
     Attributes:
-        more: increments of counters.
-        pending: current loads under way per child.
+        more: increment of each counter.
+        pending: number of asynchronous loads under way, by child; not cleared by `take`.
     """
 
     more: Counter[Count] = field(default_factory=Counter)
     pending: Counter[str] = field(default_factory=Counter)
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
-        """Count an admission.
+        """Count the admission of a request.
 
         Args:
-            answers: each child with the tokens that it had; None for a child that was still looking.
-            loader: the child that loads; None without one.
+            answers: name of each child, and the tokens that it offered; None for a child that was still
+                looking.
+            loader: name of the child that loads; None without one.
             tokens: number of tokens that it loads.
         """
         for name, answer in answers:
@@ -45,6 +46,6 @@ class Counts:
         self.more["loads", name, "ready" if succeeded else "failed"] += 1
 
     def take(self) -> Counter[Count]:
-        """Return the increments and begin new ones."""
+        """Return the increments since the last call, and clear them."""
         taken, self.more = self.more, Counter()
         return taken

@@ -1,7 +1,7 @@
-"""Ended requests: the children that keep their blocks, and the parameters that go with the answer.
+"""Ended requests: the children that keep their blocks, and the parameters of the response.
 
-The scheduler half collects its children's answers here, request by request. Workers learn with the next step
-which children hold blocks (`completions`).
+The scheduler half collects the children's answers here, request by request. With the next step, it tells the
+workers which children keep blocks (`completions`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 logger = logging.getLogger(__name__)
 
 Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
-"""What a connector says of a request that has ended: it keeps the blocks; ``kv_transfer_params``."""
+"""Answer of a connector when a request has ended: True if it keeps the blocks; ``kv_transfer_params``."""
 
 
 class Endings:
-    """The connectors that keep blocks of ended requests. Only the engine's thread calls it."""
+    """The children that keep blocks of ended requests. Only the engine's thread calls it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -25,21 +25,29 @@ class Endings:
         self._warned_of: set[tuple[str, ...]] = set()
 
     def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
-        """Join the children's answers; the parameters are those of the first child that has some."""
+        """Merge the children's answers. The parameters are those of the first child that returns any."""
         keeps = self.hold(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
         self._warn_once(tuple(name for name, _ in said))
         return keeps, said[0][1] if said else None
 
     def hold(self, request_id: str, held: Sequence[bool]) -> bool:
-        """Note which children, in order, keep blocks of a request; return True if any does."""
+        """Record which children keep blocks of a request; return True if any child does.
+
+        Args:
+            request_id: id of the request.
+            held: True for each child that keeps blocks, in the order of the children.
+        """
         if any(held):
             places = {place for place, holds in enumerate(held) if holds}
             self._holders.setdefault(request_id, set()).update(places)
         return any(held)
 
     def take_new(self) -> dict[str, frozenset[int]]:
-        """Return the indices of the children that hold blocks, by request, noted since the last call."""
+        """Return the children that keep blocks, recorded since the last call, and clear them.
+
+        The result is {request id: child indices}.
+        """
         holders, self._holders = self._holders, {}
         return {request_id: frozenset(places) for request_id, places in holders.items()}
 

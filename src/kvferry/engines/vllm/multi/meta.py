@@ -1,6 +1,6 @@
-"""Messages between the halves of a `FerryMultiConnector`: their children's messages, side by side.
+"""Messages between the halves of a `FerryMultiConnector`: the messages of its children, side by side.
 
-The engine carries these within itself (pickled between its own processes).
+The engine pickles them between its own processes. No other engine receives them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from kvferry.engines.vllm.compat.contract import (
 
 @dataclass(slots=True)
 class MultiMeta(KVConnectorMetadata):
-    """Message of the scheduler half to the worker halves.
+    """Message from the scheduler half to the worker halves.
 
     Attributes:
-        children: the children's messages, in the order of the configuration.
-        loads: request to the child that now loads it; only this child can report its arrival.
-        holders: ended request to the children that still need its blocks.
+        children: message of each child, in the order of the configuration.
+        loads: index of the child that loads, by id of a request whose load starts. Only this child can report
+            the request as received.
+        holders: indices of the children that keep blocks, by id of an ended request.
     """
 
     children: tuple[KVConnectorMetadata, ...]
@@ -33,12 +34,12 @@ class MultiMeta(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiWorkerMeta(KVConnectorWorkerMetadata):
-    """Message of a worker half to the scheduler half; None for a child without a message."""
+    """Message from a worker half to the scheduler half; None for a child without a message."""
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMeta:
-        """Join the messages of two workers."""
+        """Return the messages of two workers, merged child by child."""
         assert isinstance(other, MultiWorkerMeta)
         return MultiWorkerMeta(
             tuple(
@@ -50,16 +51,16 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshake(KVConnectorHandshakeMetadata):
-    """Handshakes of a worker's children for their scheduler halves at start; None for a child without one."""
+    """Handshakes of a worker's children for their scheduler halves; None for a child without one."""
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class MultiEvents(KVConnectorKVEvents):
-    """KV cache events of a worker's children, which the engine joins over the workers.
+    """KV cache events of a worker's children, which the engine merges over all workers.
 
-    vLLM joins by adding another worker's list and counting one worker more. Children count by themselves: not
-    every child of every worker has events in a step.
+    vLLM merges by adding another worker's list of events and incrementing the number of workers. Here each
+    child counts workers on its own, because not every child of every worker has events in a step.
     """
 
     def __init__(self, children: tuple[KVConnectorKVEvents | None, ...]) -> None:
@@ -70,7 +71,7 @@ class MultiEvents(KVConnectorKVEvents):
         return [(place, of) for place, of in enumerate(self.children) if of is not None]
 
     def add_events(self, events: list[Any]) -> None:
-        """Add another worker's events."""
+        """Add another worker's events, as `get_all_events` returns them."""
         for place, theirs in events:
             mine = self.children[place]
             if mine is None:
@@ -80,11 +81,11 @@ class MultiEvents(KVConnectorKVEvents):
                 mine.increment_workers(theirs.get_number_of_workers())
 
     def aggregate(self) -> MultiEvents:
-        """Return each child's events, joined by the child's own class."""
+        """Return the events of each child, aggregated by the child's own class."""
         return MultiEvents(tuple(of.aggregate() if of is not None else None for of in self.children))
 
     def increment_workers(self, count: int = 1) -> None:
-        """Do nothing: the children count workers by themselves."""
+        """Do nothing: each child counts workers on its own."""
 
     def get_number_of_workers(self) -> int:
         """Return the largest number of workers that any child counts."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the children, each with a label ``connector``, and of the choice between children."""
+"""Prometheus metrics of the children, with a label ``connector``, and of the choice between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.observe.metrics import MULTI, PREFIX
 
 
 class MultiMetrics(KVConnectorPromMetrics):
-    """Metrics of all connectors, in the API server's process."""
+    """Prometheus metrics of a `FerryMultiConnector` and its children, in the API server's process."""
 
     def __init__(
         self,
@@ -41,7 +41,12 @@ class MultiMetrics(KVConnectorPromMetrics):
                 self._children[child.name] = metrics
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add stats that an engine has sent."""
+        """Add stats to the metrics.
+
+        Args:
+            transfer_stats_data: stats that an engine has sent, in the form of `MultiStats.to_dict`.
+            engine_idx: index of the engine.
+        """
         engine = self.per_engine_labelvalues[engine_idx]
         for metric, child, outcome, n in transfer_stats_data["more"]:
             labels = (child, outcome) if outcome else (child,)
@@ -54,17 +59,17 @@ class MultiMetrics(KVConnectorPromMetrics):
 
 
 class _Shared:
-    """One metric per name, however many children make it: their labels tell them apart."""
+    """Metrics by name, shared by all children. The label ``connector`` tells the children apart."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the metric of that name; make it at the first call."""
+        """Return the metric of that name, and create it at the first call."""
         name = str(kwargs["name"] if "name" in kwargs else args[0])
         if name not in self._made:
             self._made[name] = make(*args, **kwargs)
         made = self._made[name]
         if isinstance(made, MetricWrapperBase) and made not in REGISTRY._collector_to_names:
-            REGISTRY.register(made)  # the second of a class has unregistered what the first had made
+            REGISTRY.register(made)  # a second child of the same class has unregistered it
         return made

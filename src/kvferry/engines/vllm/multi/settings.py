@@ -1,4 +1,4 @@
-"""Settings of a `FerryMultiConnector`: a list of connectors, and the choice between them."""
+"""Settings of a `FerryMultiConnector`: the list of connectors, and the choice between them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TRANSFER_KEYS = (
     "engine_id",
     "enable_permute_local_kv",
 )
-"""What vLLM's own ``KVTransferConfig`` has."""
+"""Keys of vLLM's own ``KVTransferConfig`` that an entry of ``connectors`` may have."""
 
 INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
-"""Of those, what an entry of ``connectors`` has from the whole unless it says otherwise."""
+"""Those of `TRANSFER_KEYS` whose default is the value that is set for the `FerryMultiConnector` itself."""
 
 OWN_KEYS = ("name", "load_weight")
-"""What an entry of ``connectors`` has besides."""
+"""Further keys of an entry of ``connectors``, which vLLM does not know."""
 
 _KEYS = ("connectors", "source_policy", "patience_seconds", "attempts")
 
@@ -39,9 +39,10 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """One entry of ``connectors``.
 
     Attributes:
-        name: unique name in errors and labels; by default the class, numbered from the second of its kind on.
-        load_weight: weight of the tokens that it offers, for ``source_policy`` ``weight``.
-        transfer: its keys of vLLM's ``KVTransferConfig``.
+        name: unique name in errors and labels. By default it is the name of the class, with a number from the
+            second connector of that class on.
+        load_weight: weight of each token that the connector offers, for ``source_policy`` ``weight``.
+        transfer: keys and values for vLLM's ``KVTransferConfig``.
     """
 
     name: str
@@ -53,10 +54,10 @@ class MultiSettings(msgspec.Struct, frozen=True):
     """Settings in ``kv_connector_extra_config`` of a `FerryMultiConnector`.
 
     Attributes:
-        children: the children; the order decides between equals.
-        source_policy: policy that chooses the child that serves a request (`connector.policies`).
-        patience_seconds: longest wait of a request for a child that is still looking.
-        attempts: loads tried for one request before it is computed.
+        children: settings of each child. The first of equally good children loads.
+        source_policy: policy that chooses the child that loads a request (`connector.policies`).
+        patience_seconds: maximum seconds that a request waits for a child that is still looking.
+        attempts: maximum number of loads for one request, before it is computed.
     """
 
     children: tuple[ChildSettings, ...]
@@ -66,7 +67,7 @@ class MultiSettings(msgspec.Struct, frozen=True):
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
-    """The keys besides ``connectors``, as given."""
+    """The keys besides ``connectors``, as configured."""
 
     source_policy: PolicyName = "weight"
     patience_seconds: float = 10.0
@@ -74,11 +75,11 @@ class _Plain(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
-    """Parse the settings that the engine was given.
+    """Parse the settings in ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range, no
-            connectors, or two of one name.
+        ConfigError: there is an unknown key (the message names the nearest known one), a wrong type, a value
+            out of range, no connector, or two connectors with one name.
     """
     check_keys("kv_connector_extra_config", extra, _KEYS)
     given = extra.get("connectors")

@@ -1,7 +1,7 @@
-"""Stats of the children and of the choice between them, on their way to the engine's /metrics.
+"""Transport to the engine's /metrics of the children's stats, and of the choice between children.
 
-vLLM hands stats from process to process as plain values. It restores them with the connector's class, which
-knows no configuration there. So each child's stats carry the class that restores them.
+vLLM sends stats between processes as plain values. It restores them with the connector's class, which knows
+no configuration there. So each child's stats carry the path of the class that restores them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvferry.engines.vllm.multi.counts import Counts
 logger = logging.getLogger(__name__)
 
 ClassPath = tuple[str, str]
-"""Module and name of a connector's class."""
+"""Module and qualified name of a connector's class."""
 
 
 def path_of(cls: type) -> ClassPath:
-    """Return the module and the name of a class."""
+    """Return the module and the qualified name of a class."""
     return cls.__module__, cls.__qualname__
 
 
@@ -29,8 +29,9 @@ class MultiStats(KVConnectorStats):
     """Stats of a step, from one worker or from the scheduler.
 
     Attributes:
-        data: ``children``: by name, the path of the connector's class and its stats; ``more``: (metric,
-            child, outcome, increment); ``pending``: current loads under way by child.
+        data: ``children``: path of the connector's class, and its stats, by the child's name. ``more``:
+            (metric, child, outcome, increment) of each counter. ``pending``: number of asynchronous loads
+            under way, by child.
     """
 
     data: dict[str, Any]
@@ -42,7 +43,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> MultiStats:
-        """Restore stats from the values of `to_dict`, in another process or in this one."""
+        """Restore stats from the values of `to_dict`, in this process or another one."""
         if not data:
             return cls()
         children = {}
@@ -56,7 +57,10 @@ class MultiStats(KVConnectorStats):
     def of(
         cls, children: Mapping[str, tuple[ClassPath, KVConnectorStats]], counts: Counts | None
     ) -> MultiStats:
-        """Join the children's stats with the counts of the choice between them; mutates `counts`."""
+        """Combine the children's stats with the counts of the choice between them.
+
+        Takes the increments out of `counts`, which may be None on a worker.
+        """
         more = counts.take() if counts is not None else {}
         pending = dict(counts.pending) if counts is not None and more else {}
         return cls(
@@ -68,14 +72,14 @@ class MultiStats(KVConnectorStats):
         self.data = {"children": {}, "more": [], "pending": {}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stats as plain values."""
+        """Return the stats as plain values, for `read`."""
         children = {
             name: [list(path), stats.to_dict()] for name, (path, stats) in self.data["children"].items()
         }
         return {**self.data, "children": children}
 
     def aggregate(self, other: KVConnectorStats) -> MultiStats:
-        """Add other stats to these."""
+        """Add later stats to these, and return the result; mutates this object."""
         ours = self.data["children"]
         for name, (path, stats) in other.data["children"].items():
             ours[name] = (path, ours[name][1].aggregate(stats) if name in ours else stats)
@@ -84,7 +88,7 @@ class MultiStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the stats for the engine's log."""
+        """Return a summary of the stats for the engine's log."""
         said: dict[str, int | float] = {}
         for metric, name, outcome, n in self.data["more"]:
             key = " ".join(filter(None, (name, outcome, metric.replace("_", " "))))

@@ -1,4 +1,4 @@
-"""vLLM's hooks on a worker, handed on to all children."""
+"""vLLM's hooks on a worker, forwarded to all children."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvferry.errors import ConfigError
 
 
 class WorkerHooks(KVConnectorBase_V1):
-    """The children of a connector, and the hooks that vLLM calls on its workers."""
+    """The child connectors, and the hooks that vLLM calls on its workers."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, children: Sequence[Child]
     ) -> None:
-        """Make the children, in the scheduler as on workers.
+        """Create the children, in the scheduler as well as on workers.
 
         Args:
-            vllm_config, role, kv_cache_config: as vLLM gives them.
-            children: in the order of the configuration.
+            vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
+            children: class and configuration of each child, in the order of the configuration.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         self._of, self._names = tuple(children), tuple(child.name for child in children)
@@ -119,5 +119,5 @@ class WorkerHooks(KVConnectorBase_V1):
         return None if all(meta is None for meta in metas) else MultiWorkerMeta(metas)
 
     def _children(self) -> Iterable[tuple[str, Any]]:
-        """Return the children, each with its name."""
+        """Return (name, connector) of each child."""
         return zip(self._names, self._connectors, strict=True)
