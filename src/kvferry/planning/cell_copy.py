@@ -1,12 +1,13 @@
-"""Cell copies: loops that move every cell of a block, and the offsets of the cells.
+"""Cell copies: the strided copies of one cell, and the offsets of all cells in a block.
 
-A block of 784 tokens is 49 cells of 16 tokens; a block of 400 is 25. The offset of a cell in its block
-depends on one side alone. So a movement between the two is one list of loops for a single cell, and per side
-the offsets of its 49 or 25 cells. Memory and time grow with the sum of both counts, not with their common
-multiple.
+A *cell* is the part of a block that is copied as one unit; its number of tokens divides both block sizes. For
+example, blocks of 784 and of 400 tokens have 49 and 25 cells of 16 tokens. The offset of a cell in its block
+depends on one side only. So a copy between these blocks is described by the strided copies of a single cell,
+the offsets of 49 source cells, and the offsets of 25 destination cells. Memory and time grow with the sum of
+both numbers, not with their product.
 
-Fields whose cells have equal offsets share a cell copy. K and V packed per token need one. A transposed K
-with a V that is not transposed needs two.
+Fields whose cells have equal offsets share a cell copy. If K and V are packed per token, one cell copy is
+enough. If K is transposed and V is not, two are needed.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from kvferry.planning.descriptors import Descriptors, Int64s
 from kvferry.planning.strided_copy import StridedCopy, expand_copies, fuse_copies
 
 Offsets = tuple[int, ...]
-"""Byte offset of every cell of a block, from its lowest cell; none is negative."""
+"""Byte offset of every cell of a block, relative to the cell with the lowest address; none is negative."""
 
 ONE_CELL: Offsets = (0,)
-"""Offsets of a block that is one cell."""
+"""Offsets for a block that consists of one cell."""
 
 
 @dataclass(frozen=True)
 class CellCopy:
-    """Strided copies that every cell of a block repeats.
+    """Strided copies that are the same for every cell of a block, apart from the cell's offset.
 
     Attributes:
         src_at, dst_at: byte offset of each cell in its block, on either side.
-        nests: strided copies of the cell at offset 0 on both sides.
+        nests: strided copies of the cell whose offset is 0 on both sides.
     """
 
     src_at: Offsets
@@ -43,12 +44,12 @@ class CellCopy:
 
     @cached_property
     def descriptors(self) -> Descriptors:
-        """Runs of the cell at offset 0, merged where they touch on both sides."""
+        """Runs of the cell at offset 0. Runs that are adjacent on both sides are merged."""
         return expand_copies(self.nests)
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """(bytes, number of runs) for each run length in `descriptors`."""
+        """(run length in bytes, number of runs) for each distinct run length in `descriptors`."""
         found = np.unique(self.descriptors.length, return_counts=True)
         return tuple(zip(*(array.tolist() for array in found), strict=True))
 
@@ -75,7 +76,12 @@ class CellCopy:
 
 @dataclass(frozen=True, slots=True)
 class PoolCopies:
-    """Strided copies between a pool's blocks and packed cells; `at` are the offsets of a block's cells."""
+    """Strided copies between the blocks of a pool and packed cells.
+
+    Attributes:
+        at: byte offset of each cell in its block.
+        nests: strided copies of the cell at offset 0.
+    """
 
     at: Offsets
     nests: tuple[StridedCopy, ...]
@@ -83,14 +89,19 @@ class PoolCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolDescriptors:
-    """Descriptors between a pool's blocks and packed cells; `at` are the offsets of a block's cells."""
+    """Descriptors between the blocks of a pool and packed cells.
+
+    Attributes:
+        at: byte offset of each cell in its block.
+        descriptors: runs of the cell at offset 0.
+    """
 
     at: Offsets
     descriptors: Descriptors
 
 
 def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
-    """Merge cell copies with equal offsets, and drop those without loops.
+    """Merge cell copies that have equal offsets, and drop those without strided copies.
 
     >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
     >>> joined([k, v, CellCopy((0, 3), (0,), ())])
@@ -106,20 +117,23 @@ def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Group the tokens of a cell by their offsets from cell to cell, on both sides.
+    """Group the tokens of a cell such that all tokens of a group have the same offsets from cell to cell.
 
-    Usually there is one group. Cells that straddle kernel blocks differently have several.
+    Usually there is one group. There are several if kernel blocks, of which a block may consist, end inside
+    cells.
 
     >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
     >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]
     [((0, 4, 8), (0, 20), [0, 2], [0, 10])]
 
     Args:
-        src, dst: byte offset of every token of a block on each side, int64; whole cells.
-        cell_tokens: tokens of a cell.
+        src, dst: byte offset of every token of a block on each side, int64 of shape (tokens,). The number of
+            tokens is a multiple of `cell_tokens`.
+        cell_tokens: number of tokens per cell.
 
     Yields:
-        Offsets of the cells on both sides; offsets of the tokens in the cell at offset 0 on both sides.
+        (source cells, destination cells, source tokens, destination tokens) for each group: byte offsets of
+        the cells in a block, and byte offsets of the group's tokens in the cell at offset 0.
     """
     cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
     steps = np.concatenate([side - side[0] for side in cells])
@@ -131,7 +145,7 @@ def split_tokens(
         at, first = [], []
         for side in cells:
             step = side[:, tokens[0]] - side[0, tokens[0]]
-            # Offsets begin at the cell that lies lowest, which is the first but where tokens descend.
+            # Offsets are relative to the lowest cell, which is the first one unless addresses descend.
             at.append(tuple((step - step.min()).tolist()))
             first.append(side[0, tokens] + step.min())
         yield at[0], at[1], first[0], first[1]

@@ -1,7 +1,9 @@
-"""Cells of chunks: the cells that a rank copies to store chunks of a prompt, or to load a prefix.
+"""Selection of the cells that a rank copies to store chunks of a prompt, or to load chunks of a prefix.
 
-Both use `select.select_cells` with a block table on one side and a table of chunks on the other. Chunks are
-numbered by position in the prompt; entry ``number`` of a chunk table is 1 + the chunk's index in the buffer.
+A *chunk* holds a fixed number of tokens of one KV cache group, or one snapshot of recurrent state. A *cell*
+is the part of a block that is copied as one unit. The functions call `select.select_cells` with a block table
+on one side and a chunk table on the other. Chunks are numbered by position in the prompt. Entry ``number`` of
+a chunk table is 1 + the index of the chunk in the buffer, or 0 if the buffer does not hold the chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class TableSlice:
     """A contiguous part of a block table.
 
     Attributes:
-        first: position of the first entry; 0 in a state group.
+        first: position of the first entry in the block table; 0 in a state group.
         ids: block ids from that position on; in a state group, the one block with the snapshot.
     """
 
@@ -31,7 +33,7 @@ class TableSlice:
     ids: tuple[int, ...]
 
     def table(self) -> Int64s:
-        """Return a table by position, int64 of shape (first + ids,), with null blocks before `first`.
+        """Return the block ids by position, int64 of shape (first + ids,), with null blocks before `first`.
 
         >>> TableSlice(2, (7, 9)).table().tolist()
         [0, 0, 7, 9]
@@ -50,7 +52,7 @@ def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> T
 
 
 def runs_of(numbers: Sequence[int]) -> list[range]:
-    """Group ascending numbers into ranges of consecutive ones.
+    """Group ascending numbers into ranges of consecutive numbers.
 
     >>> runs_of([3, 4, 5, 9])
     [range(3, 6), range(9, 10)]
@@ -65,7 +67,7 @@ def runs_of(numbers: Sequence[int]) -> list[range]:
 
 
 def chunk_table(numbers: Sequence[int]) -> Int64s:
-    """Return a chunk table: index + 1 of each chunk at its number in the prompt, else 0; int64.
+    """Return a chunk table, int64: at each chunk's number in the prompt 1 + its index in `numbers`, else 0.
 
     >>> chunk_table([1, 3]).tolist()
     [0, 1, 0, 2]
@@ -78,14 +80,15 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
 def cells_to_store(
     route: Route, chunk_tokens: int, numbers: Sequence[int], available: range, blocks: TableSlice
 ) -> list[Cells]:
-    """Return the cells to copy from blocks into chunks.
+    """Return the cells to copy from blocks into chunks, one `Cells` per range of consecutive chunks.
 
     Args:
-        route: from a rank to a pool of chunks.
-        chunk_tokens: tokens of a chunk.
-        numbers: chunk numbers, ascending; exactly one for a snapshot.
-        available: tokens whose content the blocks hold; begins at a cell. Only these are copied.
-        blocks: block table of the route's source group.
+        route: route from a rank to a pool of chunks.
+        chunk_tokens: number of tokens per chunk.
+        numbers: chunk numbers in the prompt, ascending; exactly one for a snapshot.
+        available: range of tokens whose content the blocks hold. It must begin at the start of a cell. Only
+            these tokens are copied.
+        blocks: part of the block table of the route's source group.
 
     Raises:
         TransferError: a block is missing or null.
@@ -115,11 +118,13 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return the cells of a chunk that `cells_to_store` leaves out, when it is given this chunk alone.
+    """Return the cells of a chunk that hold no available token, so that `cells_to_store` does not copy them.
+
+    The chunk is the only one in the buffer. All source blocks are 0, because nothing is read.
 
     Args:
-        route, chunk_tokens, available: as in `cells_to_store`.
-        number: number of the chunk.
+        route, chunk_tokens, available: same as in `cells_to_store`.
+        number: number of the chunk in the prompt.
     """
     cell = route.cell_tokens
     if not cell:
@@ -137,19 +142,19 @@ def cells_to_load(
     numbers: Sequence[int],
     table: Int64s,
 ) -> list[Cells]:
-    """Return the cells to copy from some of a load's chunks into blocks.
+    """Return the cells to copy from some chunks of a load into blocks, one `Cells` per range of chunks.
 
     Args:
-        route: from a pool of chunks to a rank.
-        chunk_tokens: tokens of a chunk.
+        route: route from a pool of chunks to a rank.
+        chunk_tokens: number of tokens per chunk.
         group: attention pattern of the route's destination group.
         span: tokens of the whole load.
-        numbers: chunk numbers, ascending; exactly one for a snapshot.
+        numbers: chunk numbers in the prompt, ascending; exactly one for a snapshot.
         table: block ids of the group by position, int64.
 
     Raises:
-        TransferError: a block is missing or null, the computed prefix ends inside a cell, or a part of the
-            load ends inside a block.
+        TransferError: a block is missing or null, the local prefix ends inside a cell, or a part of the load
+            ends inside a block.
     """
     if not route.cell_tokens:
         return [

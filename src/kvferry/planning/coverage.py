@@ -1,24 +1,26 @@
 """Coverage: the longest usable prefix of a prompt when groups have different chunks cached.
 
-A prompt is cut into chunks from its first token on; the last one may be a shorter *tail*. The end of a chunk
-is a *boundary*. A prefix is usable up to a boundary if every group can continue there. A group can continue
-if every chunk that the next computed token attends to (`select.first_attended`), and that the engine itself
-does not hold, is in some tier:
+A prompt is divided into chunks of equal length, except that the last chunk may be a shorter *tail*. The end
+of a chunk is a *boundary*. A prefix that ends at a boundary is usable if every group can continue there. A
+group needs these chunks to continue:
 
-- full attention and MLA: every chunk before the boundary;
-- sliding window: the chunks with tokens of the next token's window; chunked-local: of its attention chunk;
-- state: the snapshot at the boundary itself, and nothing else.
+- full attention and MLA: every chunk before the boundary
+- sliding window: the chunks with tokens of the next computed token's window (`select.first_attended`)
+- chunked local attention: the chunks with tokens of the next computed token's attention chunk
+- state: the snapshot (recurrent state) at the boundary itself
 
-For every kind this is one run of chunks that ends at the boundary. So one number decides for each group and
-boundary: the slowest tier that a chunk of the run comes from. A chunk in no tier makes the boundary unusable.
-A prefix that avoids slow tiers ends at the last boundary whose run needs none of them. Block sizes do not
-matter here.
+Every needed chunk must be in some tier, unless the engine itself holds its tokens.
+
+For every kind of group, the needed chunks are consecutive and end at the boundary. So one number per group
+and boundary is enough: the slowest tier among the tiers that hold these chunks. If no tier holds one of the
+chunks, the boundary is unusable. The longest prefix without slow tiers ends at the last boundary for which
+this number is small enough. Block sizes do not matter here.
 
 The end of the prompt is special, because the engine always computes the last prompt token itself, to sample
-from it. Attention overwrites that token's loaded content with the same content, so a prefix may extend to the
-end of the prompt; the next computed token is then the last one, and its window counts. A recurrent state that
-has consumed the last token would consume it twice. So with a state group in the model, a prefix ends at
-``prompt - 1`` at most (`farthest`), and a snapshot at the end of the prompt is of no use to that prompt.
+from it. Attention overwrites the KV of that token with the same content, so a prefix may extend to the end of
+the prompt. The next computed token is then the last prompt token, and its window counts. A recurrent state
+after the last token would consume that token twice. So if the model has a state group, a prefix has at most
+``prompt - 1`` tokens (`longest_usable_prefix`), and the prompt cannot use a snapshot at its own end.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 TierNumbers: TypeAlias = npt.NDArray[np.int64]
 
 NO_TIER = 1 << 16
-"""The tier number of a chunk that no tier has. Tiers are numbered from 0, the fastest first."""
+"""Tier number of a chunk that no tier holds. Tiers are numbered from 0, the fastest first."""
 
 
 class GroupPattern(Protocol):
-    """A group's attention pattern. `geometry.Group` and `geometry.store.LayerCache` implement it."""
+    """The attention pattern of a group. `geometry.Group` and `geometry.store.LayerCache` implement it."""
 
     @property
     def kind(self) -> GroupKind:
@@ -52,22 +54,23 @@ class GroupPattern(Protocol):
 
     @property
     def attention_span(self) -> int:
-        """Window or attention chunk in tokens; 0 for other kinds."""
+        """Length of the window or attention chunk in tokens; 0 for other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
-    """A prompt that is looked up chunk by chunk.
+    """A prompt, divided into chunks, whose chunks are looked up in the tiers.
 
     Attributes:
-        tokens: tokens to look up, from the start; at most `prompt`. Tokens after the last whole chunk are the
-            tail.
-        chunk_tokens: tokens of a chunk.
-        prompt: tokens of the whole prompt.
-        local_tokens: tokens of the prefix that the engine has computed, in every group; need not be a
-            boundary. In a sliding-window group the engine may hold the trailing window only. That is enough,
-            because a longer prefix needs no older tokens.
-        first: tokens of the prefix that another source loads for the groups that attend to all tokens.
+        tokens: number of tokens to look up, from the start of the prompt; at most `prompt`. Tokens after the
+            last whole chunk are the tail.
+        chunk_tokens: number of tokens per chunk.
+        prompt: length of the whole prompt in tokens.
+        local_tokens: length in tokens of the prefix that the engine itself holds, in every group. It need not
+            be a boundary. In a sliding-window group the engine may hold only the trailing window. That is
+            enough, because a longer prefix needs no older tokens.
+        first: length in tokens of the prefix that another source loads for the groups that attend to all
+            tokens; 0 if there is no such source.
     """
 
     tokens: int
@@ -94,18 +97,18 @@ class ChunkedPrompt:
 
     @property
     def boundaries(self) -> Int64s:
-        """End of every chunk in tokens; int64 of shape (chunks,), ascending."""
+        """End of every chunk in tokens, int64 of shape (chunks,), ascending."""
         ends = np.arange(1, self.chunks + 1, dtype=np.int64) * self.chunk_tokens
         return np.minimum(ends, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class MissingChunk:
-    """A missing chunk, without which a group cannot continue at a boundary.
+    """A chunk that no tier holds and that a group needs to continue at a boundary.
 
     Attributes:
-        group: number of the group.
-        chunk: number of the first missing chunk; in a state group, the chunk whose end has no snapshot.
+        group: index of the group.
+        chunk: index of the first missing chunk; in a state group, of the chunk whose end has no snapshot.
     """
 
     group: int
@@ -114,17 +117,20 @@ class MissingChunk:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Coverage:
-    """The usable prefixes of a prompt, and what is missing for longer ones.
+    """The usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
+
+    In all arrays, tiers are given by number, and `NO_TIER` means that no tier holds the chunk.
 
     Attributes:
-        groups: all groups of the model.
-        chunked: the prompt.
-        tier_numbers: number of the fastest tier that has a chunk, int64 of shape (groups, `chunked.chunks`).
+        groups: attention patterns of all groups of the model.
+        chunked: the prompt, divided into chunks.
+        tier_numbers: fastest tier that holds each chunk, int64 of shape (groups, `chunked.chunks`).
         ends: boundaries in tokens, int64 of shape (`chunked.chunks`,).
-        usable: boundaries at which a prefix may end at all, bool of shape (`chunked.chunks`,).
-        slowest: per group, the slowest tier in the run that ends at each boundary, int64 of shape
+        usable: True for boundaries at which a prefix may end if every chunk is cached, bool of shape
             (`chunked.chunks`,).
-        slowest_overall: the slowest tier over all groups, int64 of shape (`chunked.chunks`,).
+        slowest: for each group, the slowest tier among those of the chunks that the group needs to continue
+            at each boundary, int64 of shape (`chunked.chunks`,).
+        slowest_overall: maximum of `slowest` over all groups, int64 of shape (`chunked.chunks`,).
     """
 
     groups: Sequence[GroupPattern]
@@ -137,19 +143,19 @@ class Coverage:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longest usable prefix; `ChunkedPrompt.local_tokens` if no chunk extends it."""
+        """Length of the longest usable prefix in tokens; `local_tokens` if no cached chunk extends it."""
         return self.longest()[0]
 
     @property
     def per_group(self) -> tuple[int, ...]:
-        """Tokens of the longest usable prefix of each group, if all other groups were complete."""
+        """Length in tokens of the longest usable prefix if only one group lacked chunks, for each group."""
         return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property
     def full_attention_tokens(self) -> int:
-        """Tokens of the longest prefix of the groups that attend to all tokens.
+        """Length in tokens of the longest prefix for which all full-attention and MLA chunks are cached.
 
-        Windows and states may be missing at its end.
+        Chunks of windows and snapshots of recurrent state may be missing at its end.
         """
         each = zip(self.groups, self.per_group, strict=True)
         return min(
@@ -159,18 +165,18 @@ class Coverage:
 
     @property
     def nearest_boundary(self) -> int | None:
-        """Tokens of the boundary beyond `tokens` that came closest to being usable; None if there is none.
+        """Boundary after `tokens` at which the fewest groups lack chunks, in tokens.
 
-        It is the boundary at which the fewest groups fail; of several, the nearest.
+        It is the first such boundary if there are several, and None if there is no boundary after `tokens`.
         """
         at = self._better()
         return None if at is None else int(self.ends[at])
 
     @property
     def missing(self) -> tuple[MissingChunk, ...]:
-        """The first missing chunk at `nearest_boundary` of each group that fails there.
+        """First missing chunk of each group that cannot continue at `nearest_boundary`.
 
-        Empty if `nearest_boundary` is None.
+        It is empty if `nearest_boundary` is None.
         """
         at = self._better()
         if at is None:
@@ -189,19 +195,19 @@ class Coverage:
         return tuple(found)
 
     def longest(self, before: int = NO_TIER) -> tuple[int, int]:
-        """Return the longest usable prefix that takes no chunk from tier `before` or a slower one.
+        """Return the longest usable prefix whose chunks all come from tiers that are faster than `before`.
 
         Args:
-            before: number of the tier, at least 1.
+            before: number of the first tier that is excluded, at least 1. By default no tier is excluded.
 
         Returns:
-            (tokens, number of the slowest tier used); tokens are `ChunkedPrompt.local_tokens` if no chunk
-            extends it.
+            (length in tokens, number of the slowest tier used). The length is `ChunkedPrompt.local_tokens`
+            if no chunk extends that prefix.
         """
         return self._last(self.slowest_overall, before)
 
     def after(self, first: int) -> int:
-        """Return the tokens of the longest usable prefix, given another `ChunkedPrompt.first`."""
+        """Return the length in tokens of the longest usable prefix for another `ChunkedPrompt.first`."""
         return _covered(self.groups, replace(self.chunked, first=first), self.tier_numbers, self).tokens
 
     def _last(self, slowest: TierNumbers, before: int) -> tuple[int, int]:
@@ -213,7 +219,7 @@ class Coverage:
         )
 
     def _better(self) -> int | None:
-        """Return the number of the chunk that ends at `nearest_boundary`."""
+        """Return the index of the chunk that ends at `nearest_boundary`; None if there is no boundary."""
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
@@ -222,7 +228,12 @@ class Coverage:
 
 
 def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
-    """Return the tokens of the longest prefix that may be used if every chunk is cached."""
+    """Return the length in tokens of the longest prefix that a prompt may use if every chunk is cached.
+
+    Args:
+        groups: attention patterns of all groups of the model.
+        prompt: length of the prompt in tokens.
+    """
     return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
 
 
@@ -230,15 +241,15 @@ def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_number
     """Compute the usable prefixes of a prompt.
 
     Args:
-        groups: all groups of the model.
-        chunked: the prompt.
-        tier_numbers: number of the tier that each chunk of a group comes from, int64 of shape (groups,
-            `chunked.chunks`); `NO_TIER` if none has it. In a state group, the tier of the snapshot at the
-            chunk's end. Attention chunks inside `chunked.local_tokens` may be missing. The tail of an
-            attention group may also come from a longer chunk that begins with it.
+        groups: attention patterns of all groups of the model.
+        chunked: the prompt, divided into chunks.
+        tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
+            `chunked.chunks`). In a state group, the tier that holds the snapshot at the end of the chunk.
+            Attention chunks inside `chunked.local_tokens` may be missing. The tail of an attention group may
+            also be the beginning of a longer cached chunk.
 
     Raises:
-        TransferError: `tier_numbers` is of another shape, or there is no group.
+        TransferError: `tier_numbers` has another shape or dtype, or there is no group.
 
     >>> from kvferry.geometry.store import LayerCache
     >>> full, state = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.STATE, 0, ())
@@ -261,10 +272,12 @@ def _covered(
     tier_numbers: TierNumbers,
     before: Coverage | None = None,
 ) -> Coverage:
-    """Compute `coverage`.
+    """Compute `coverage`, if possible from an earlier result.
 
-    `before` is a coverage that differs in `ChunkedPrompt.first` alone; rows that do not depend on it are
-    kept.
+    Args:
+        groups, chunked, tier_numbers: same as in `coverage`.
+        before: result that differs only in `ChunkedPrompt.first`, or None. Its rows for groups that do not
+            depend on that value are reused.
     """
     ends = chunked.boundaries if before is None else before.ends
     usable = ends > max(chunked.local_tokens, chunked.first)
@@ -290,19 +303,22 @@ def _covered(
 def chunks_to_load(
     groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tokens: int, part: tuple[int, int] | None = None
 ) -> tuple[Int64s, ...]:
-    """Return the chunks to load of each group for a prefix of `tokens`.
+    """Return the chunks of each group that must be loaded for a prefix of `tokens` tokens.
 
     Args:
-        groups: all groups of the model.
-        chunked: the prompt.
-        tokens: a boundary; `chunked.local_tokens` or less needs no chunk.
-        part: as in `LoadSpan`. If it ends before `tokens`, `tokens` need not be a boundary.
+        groups: attention patterns of all groups of the model.
+        chunked: the prompt, divided into chunks.
+        tokens: length of the prefix in tokens, which must be a boundary. No chunk is needed if it is at most
+            `chunked.local_tokens`.
+        part: token range ``[first, last)`` to load if other sources load the rest; None for the whole prefix.
+            If the range ends before `tokens`, `tokens` need not be a boundary.
 
     Returns:
-        Per group, chunk numbers: int64, ascending; in a state group, the chunk whose end has the snapshot.
+        For each group, the indices of the chunks, int64, ascending. In a state group, the index of the chunk
+        at whose end the snapshot lies.
 
     Raises:
-        TransferError: `tokens` is not a boundary, or exceeds `longest_usable_prefix`.
+        TransferError: `tokens` is not a boundary, or the part ends after the last token that may be used.
     """
     if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)
@@ -322,7 +338,7 @@ def chunks_to_load(
 
 
 def _chunks(tokens: tuple[int, int], kind: GroupKind, chunked: ChunkedPrompt) -> Int64s:
-    """Return the chunks that tokens ``[low, high)`` lie in; in a state group, the last one only."""
+    """Return the indices of the chunks that hold tokens ``[low, high)``; in a state group, only the last."""
     low, high = tokens
     if low >= high:
         return np.zeros(0, np.int64)
@@ -336,9 +352,10 @@ _NONE = np.zeros(1, np.int64)
 def _slowest(
     group: GroupPattern, chunked: ChunkedPrompt, ends: Int64s, tier_numbers: TierNumbers
 ) -> TierNumbers:
-    """Return the slowest tier of the run of chunks that ends at each boundary; 0 for an empty run.
+    """Return, for each boundary, the slowest tier among those of the chunks that a group needs there.
 
-    Equals `select.needed_tokens` for all boundaries at once.
+    The value is 0 if the group needs no chunk. The needed chunks are those that hold `select.needed_tokens`,
+    computed here for all boundaries at once.
     """
     if group.kind is GroupKind.STATE:
         return tier_numbers

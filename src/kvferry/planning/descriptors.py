@@ -1,4 +1,4 @@
-"""Descriptors: runs of bytes that are contiguous on both sides, as arrays."""
+"""Arrays of transfer descriptors. A descriptor is a run of bytes that is contiguous on both sides."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Runs of bytes that are contiguous on both sides: one (source, destination, length) each.
+    """Runs of bytes that are contiguous on both sides. Each run has a source, a destination and a length.
 
     Attributes:
-        src, dst: byte offsets or addresses, int64 of shape (n,).
-        length: bytes, int64 of shape (n,).
+        src, dst: byte offset or address of each run on either side, int64 of shape (n,).
+        length: length of each run in bytes, int64 of shape (n,).
     """
 
     src: Int64s
@@ -30,19 +30,19 @@ class Descriptors:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all runs."""
+        """Total bytes of all runs."""
         return int(self.length.sum())
 
 
 def join(parts: Sequence[Descriptors]) -> Descriptors:
-    """Concatenate, sort by destination, and merge runs that touch on both sides."""
+    """Concatenate descriptors, sort them by destination, and merge runs that are adjacent on both sides."""
     whole = concatenate(parts)
     order = np.argsort(whole.dst, kind="stable")
     return merge(whole.src[order], whole.dst[order], whole.length[order])
 
 
 def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
-    """Concatenate descriptors in order."""
+    """Concatenate descriptors in the given order, without merging."""
     empty = np.zeros(0, np.int64)
     return Descriptors(
         np.concatenate([empty, *(p.src for p in parts)]),
@@ -52,14 +52,14 @@ def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
 
 
 def merge(src: Int64s, dst: Int64s, length: Int64s) -> Descriptors:
-    """Merge each run into the one before it if it continues it on both sides.
+    """Merge each run into the previous one if it directly follows it on both sides.
 
     >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
     >>> merged.src.tolist(), merged.dst.tolist(), merged.length.tolist()
     ([0, 16], [0, 32], [16, 8])
 
     Args:
-        src, dst, length: int64 of shape (n,). Only consecutive entries are merged.
+        src, dst, length: same as in `Descriptors`. Only consecutive entries are merged.
     """
     if len(src) == 0:
         return Descriptors(src, dst, length)

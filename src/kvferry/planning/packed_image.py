@@ -1,17 +1,17 @@
-"""Packed images: contiguous buffers for cells whose runs are too short to move one by one.
+"""Packed cells: contiguous buffers for cells whose runs are too short to transfer one by one.
 
-An *image* is one cell packed into contiguous memory, so that it travels in few large descriptors. There are
-two ways to pack, mirror images of each other:
+An *image* is one cell (part of a block that is copied as one unit), packed into contiguous memory. It can be
+read with few large descriptors. There are two kinds of images:
 
-- *Gathered* (`gather_image`): the image has the destination's order, and holds only the bytes that this
-  source supplies. The source packs it (copies from source to image). Each run that is contiguous at the
-  destination is then one read, straight into place.
-- *Fetched* (`fetch_image`): the image has the source's order. Each read covers a contiguous range of the
-  source, gaps included where a gap is cheaper than another descriptor. The destination unpacks it (copies
-  from image to destination).
+- *Gathered* (`gather_image`): the image has the byte order of the destination. It contains only the bytes
+  that this source supplies. The source copies them into the image. The destination then reads each run that
+  is contiguous in its own memory with one descriptor, directly into place.
+- *Fetched* (`fetch_image`): the image has the byte order of the source. Each read covers a contiguous range
+  of the source. It includes gaps if reading a gap is cheaper than another descriptor. The destination then
+  copies the bytes from the image into place.
 
-Both are `_packed`, on one side or the other. All cells have the same image layout; a cell's offset in its
-block is separate (`planning.cell_copy`).
+`_packed` computes both kinds, for one side or the other. All cells of a route have the same image layout. The
+offset of a cell in its block is stored separately (`planning.cell_copy`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ ALIGNMENT = 64
 """Alignment of images in bytes, so that copies work on whole words."""
 
 MAX_READS = 1 << 16
-"""Maximum number of reads per image; with more, packing gains nothing."""
+"""Maximum number of reads per image. Packing is useless for cells that need more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedImage:
-    """The layout of a route's packed cells.
+    """The layout of the packed cells of a route.
 
     Attributes:
-        stride: bytes from one cell's image to the next, a multiple of `ALIGNMENT`.
-        nests: strided copies between engine memory (absolute addresses of block 0) and the image.
-        stretches: contiguous pieces to read, in the image's order: from image to destination if gathered,
+        stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
+        nests: strided copies between engine memory (absolute addresses of block 0) and the image: from the
+            source if gathered, to the destination if fetched.
+        reads: descriptors of the reads, in the order of the image: from image to destination if gathered,
             from source to image if fetched.
     """
 
@@ -53,7 +54,7 @@ class PackedImage:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all reads of an image."""
+        """Total bytes of all reads of one image."""
         return sum(each.descriptors.total_bytes for each in self.reads)
 
     @property
@@ -63,11 +64,11 @@ class PackedImage:
 
 
 def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
-    """Return the layout of images that the source packs in the destination's order.
+    """Return the layout of images that the source packs in the byte order of the destination.
 
-    None if that gains nothing.
+    Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 
-    The destination keeps heads outside of layers; the source has one buffer per layer:
+    Example: the destination has heads outside of layers, and the source has one buffer per layer.
 
     >>> from kvferry.planning.cell_copy import ONE_CELL
     >>> nests = tuple(StridedCopy(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))
@@ -84,12 +85,14 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
 def fetch_image(
     cell_copies: Iterable[CellCopy], gap_bytes: int, cuts: Sequence[int] = ()
 ) -> PackedImage | None:
-    """Return the layout of images in the source's order, which the destination unpacks; None if useless.
+    """Return the layout of images in the byte order of the source, which the destination unpacks.
+
+    Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 
     Args:
-        cell_copies: the strided copies of a cell.
-        gap_bytes: longest gap between two runs that is read rather than skipped.
-        cuts: first addresses of the source's registered regions; no read crosses one.
+        cell_copies: strided copies of a cell.
+        gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
+        cuts: first address of each of the source's registered regions. No read crosses such an address.
     """
     return _image(cell_copies, "src", gap_bytes, cuts)
 
@@ -97,7 +100,13 @@ def fetch_image(
 def _image(
     cell_copies: Iterable[CellCopy], side: Side, gap_bytes: int, cuts: Sequence[int]
 ) -> PackedImage | None:
-    """Pack one side. Ranges whose cells have equal offsets become consecutive reads."""
+    """Return the layout of images in the byte order of one side; None if there is no useful one.
+
+    Args:
+        cell_copies: strided copies of a cell.
+        side: side whose byte order the image has.
+        gap_bytes, cuts: same as in `fetch_image`.
+    """
     alike = defaultdict[Offsets, list[tuple[Offsets, tuple[StridedCopy, ...]]]](list)
     for cell_copy in cell_copies:
         at, other = (
@@ -131,11 +140,18 @@ def _image(
 def _packed(
     nests: Sequence[StridedCopy], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
 ) -> tuple[list[list[StridedCopy]], Int64s, Int64s, Int64s] | None:
-    """Replace the addresses of one side with image offsets that begin at `first`.
+    """Replace the addresses of one side by offsets in an image.
+
+    Args:
+        nests: strided copies.
+        side: side whose addresses are replaced.
+        gap_bytes, cuts: same as in `fetch_image`.
+        first: offset in the image at which these copies begin.
 
     Returns:
-        (copies, address, offset, length): for each given copy, one or more copies that replace it; for each
-        read, its address, its offset in the image and its length in bytes. None if there are too many reads.
+        (copies, address, offset, length). The first lists, for each given copy, the copies that replace it.
+        The other three hold, for each read, its address, its offset in the image and its length in bytes;
+        int64 of shape (reads,). None if there are no copies or too many reads.
     """
     if not nests:
         return None
@@ -160,7 +176,12 @@ def _distance(loop: Loop, side: Side) -> int:
 
 
 def _shadow(nest: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
-    """Return a copy's extent on one side: bytes of a contiguous run, (count, stride) of other loops."""
+    """Return the memory that a copy covers on one side.
+
+    Returns:
+        Length in bytes of the runs that are contiguous on this side, and (count, stride in bytes) of the
+        loops over these runs.
+    """
     length, outer = nest.run, list[tuple[int, int]]()
     for loop in sorted(nest.loops, key=lambda loop: abs(_distance(loop, side))):
         if not outer and _distance(loop, side) == length:
@@ -178,7 +199,15 @@ def _starts(first: int, outer: Sequence[tuple[int, int]]) -> Int64s:
 
 
 def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) -> tuple[Int64s, Int64s]:
-    """Sort ranges, and merge those that touch, overlap or are at most `gap_bytes` apart."""
+    """Sort ranges by address, and merge those that touch, overlap or are at most `gap_bytes` apart.
+
+    Args:
+        start, length: address and length in bytes of each range, int64 of shape (n,).
+        gap_bytes, cuts: same as in `fetch_image`.
+
+    Returns:
+        Address and length of each merged range.
+    """
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate((start + length)[order])
     region = np.searchsorted(np.array(sorted(cuts), np.int64), start, "right")
@@ -188,7 +217,15 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
 
 
 def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
-    """Return a copy with image offsets on one side, or several copies if its strides become irregular."""
+    """Replace the addresses of one side of a copy by image offsets.
+
+    Return several copies if the loops have no constant strides in the image.
+
+    Args:
+        nest: strided copy.
+        side: side whose addresses are replaced.
+        at, inside: address of each read, and its offset in the image, int64 of shape (reads,).
+    """
     _, outer = _shadow(nest, side)
     starts = _starts(_address(nest, side), outer)
     stretch = np.searchsorted(at, starts, "right") - 1
@@ -207,7 +244,14 @@ def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[S
 def _in_order(
     nest: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
-    """Return the stride of every loop in the image; None if a loop has no constant stride there."""
+    """Return the stride of every loop in the image; None if a loop has no constant stride there.
+
+    Args:
+        nest: strided copy.
+        side: side whose addresses are replaced.
+        outer: (count, stride in bytes) of the loops over runs that are contiguous on this side.
+        offsets: image offset of each of these runs, int64; its shape is the counts in `outer`.
+    """
     steps = []
     expected = np.full(offsets.shape, offsets.flat[0], np.int64)
     for axis, (count, _) in enumerate(outer):
@@ -220,7 +264,7 @@ def _in_order(
         steps.append(step)
     if not np.array_equal(expected, offsets):
         return None
-    # Loops inside the contiguous stretch keep their distance; the others are `outer`, in ascending order.
+    # Loops inside a contiguous run keep their stride. The others are `outer`, in ascending order of stride.
     ascending = sorted(range(len(nest.loops)), key=lambda number: abs(_distance(nest.loops[number], side)))
     inner = len(nest.loops) - len(outer)
     found = {number: _distance(nest.loops[number], side) for number in ascending[:inner]}

@@ -1,11 +1,11 @@
-"""Page copies: the loops that move pages of one format into pages of another.
+"""Copies from pages of one format to pages of another format.
 
-`plan_page_copy` intersects the ranges that both sides hold of each field, cuts tokens at the greatest common
-divisor of the two block sizes (a *cell*), and returns the loops of a cell. Resharding, layout changes and
-block size changes are all this one computation.
+A *cell* is the part of a page that is copied as one unit. Its number of tokens is the greatest common divisor
+of both block sizes. For each field, `plan_page_copy` intersects the ranges that both sides hold, and returns
+the strided copies of one cell. This one computation covers resharding, layout changes and block size changes.
 
-The result is small, because it describes a page and not every block. It is computed once per pair of formats,
-at handshake.
+The result is small, because it describes one page and not every block. It is computed once per pair of page
+formats, in the handshake.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from kvferry.planning.strided_copy import strided_copies
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The copy from pages of one format to pages of another.
+    """The copy from pages of one format to pages of another format.
 
-    Cell ``c`` of a sequence (tokens ``[c·cell_tokens, (c+1)·cell_tokens)``) is cell ``c % src_cells`` of
-    source block ``c // src_cells``, and cell ``c % dst_cells`` of destination block ``c // dst_cells``. A
-    snapshot is one cell, its own block on both sides.
+    Cell ``c`` of a sequence holds the tokens ``[c·cell_tokens, (c+1)·cell_tokens)``. It is cell
+    ``c % src_cells`` of the sequence's source block ``c // src_cells``, and cell ``c % dst_cells`` of its
+    destination block ``c // dst_cells``. A snapshot (recurrent state at one position) is one cell, which
+    fills a block on both sides.
 
     Attributes:
-        cell_tokens: tokens of a cell, 0 for a snapshot.
-        src_cells, dst_cells: cells per block on each side.
-        cell_copies: strided copies of a cell, with offsets from the start of the page on each side.
+        cell_tokens: number of tokens per cell; 0 for a snapshot.
+        src_cells, dst_cells: number of cells per block on each side.
+        cell_copies: strided copies of a cell, with byte offsets from the start of the page on each side.
     """
 
     cell_tokens: int
@@ -42,9 +43,9 @@ class PageCopy:
 
 
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
-    """Return the reasons why pages of `src` cannot be copied to pages of `dst`, a sentence each.
+    """Return the reasons why pages of `src` cannot be copied to pages of `dst`, one sentence each.
 
-    Ranges along an axis may differ, because resharding bridges them.
+    The ranges of an axis that both sides hold may differ, because a transfer can reshard.
     """
     if bool(src.block_tokens) != bool(dst.block_tokens):
         return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
@@ -76,9 +77,10 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 
 
 def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> PageCopy:
-    """Plan the copy of any cell from a page of `src` to a page of `dst`.
+    """Compute the copy of a cell from a page of format `src` to a page of format `dst`.
 
-    Blocks of 4 tokens to blocks of 6, an element of 2 bytes per token: cells of 2 tokens.
+    Example: blocks of 4 tokens are copied to blocks of 6 tokens, so cells have 2 tokens. A token has one
+    element of 2 bytes.
 
     >>> def page(tokens):
     ...     field = Field("kv", 2, 0, (Axis("token", ((tokens, 2),)),))
@@ -90,12 +92,13 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     (CellCopy(src_at=(0, 4), dst_at=(0, 4, 8), nests=(StridedCopy(src=0, dst=0, run=4, loops=()),)),)
 
     Args:
-        src: format of the pages read.
-        dst: format of the pages written.
-        fields: names of the fields to move; None for all. A field whose ranges do not overlap has no loops.
+        src: format of the source pages.
+        dst: format of the destination pages.
+        fields: names of the fields to copy; None for all. Nothing is copied of a field if the two sides hold
+            different parts of it.
 
     Raises:
-        Incompatible: the formats do not hold the same fields.
+        Incompatible: pages of `src` cannot be copied to pages of `dst`; lists all `differences`.
     """
     if found := differences(src, dst):
         raise Incompatible(found)
@@ -110,7 +113,7 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
 
 
 def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
-    """Yield cell copies of the part of a field that both sides hold."""
+    """Yield the cell copies of the part of a field that both sides hold."""
     others = [(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
     axes = [_common(*pair) for pair in others]
     here = dst.axis(TOKEN)
@@ -129,7 +132,7 @@ def _axis(field: Field, name: str) -> Axis:
 
 
 def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:
-    """Return the offsets, on both sides, of the indices that both hold."""
+    """Return the byte offsets, on both sides, of the elements of an axis that both sides hold."""
     low, high = max(src.start, dst.start), min(src.stop, dst.stop)
     high = max(low, high)
     return src.offsets()[low - src.start : high - src.start], dst.offsets()[

@@ -1,8 +1,8 @@
-"""Prepared descriptor lists: the descriptors of one request as two arrays of indices.
+"""Descriptors of one request as indices into prepared descriptor lists.
 
-A transport prepares one descriptor per row of a route, cell of a block, and block, before any request:
-``base + (row·cells + cell)·blocks + block`` is its index (`PreparedEntries`). A request is then an array of
-indices per side.
+Before any request, a transport prepares one descriptor for every row (run of a cell) of a route, every cell
+of a block, and every block. Its index in the prepared list is ``base + (row·cells + cell)·blocks + block``
+(`PreparedEntries`). A request is then one array of indices per side.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescriptorIndices:
-    """Indices into the prepared lists of both sides, pairwise.
+    """Pairs of indices into the prepared descriptor lists of both sides.
 
     Attributes:
-        src, dst: int32 of shape (n,), offset by the route's base in each list.
+        src, dst: index of each descriptor in the list of either side, int32 of shape (n,). The base of the
+            route is already added.
     """
 
     src: Int32s
@@ -38,9 +39,10 @@ class TransferCounts:
     """Totals of a request over one route.
 
     Attributes:
-        bytes: useful bytes.
-        pages: prepared descriptors used.
-        descriptors: descriptors left after merging runs of consecutive cells that touch on both sides.
+        bytes: number of useful bytes.
+        pages: number of prepared descriptors.
+        descriptors: number of descriptors after runs of consecutive cells are merged if they are adjacent on
+            both sides.
         largest_run: bytes of the longest merged descriptor.
     """
 
@@ -52,12 +54,14 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedEntries:
-    """The position of one transfer method's rows in the prepared list of one side.
+    """The entries of one transfer method in the prepared descriptor list of one side.
+
+    On a staging area, packed cells (*images*) take the place of blocks.
 
     Attributes:
-        base: index of its first entry.
-        blocks: blocks of the pool, or images that fit into the staging area.
-        cells: cells of a block; 1 for images.
+        base: index of the first entry.
+        blocks: number of blocks in the pool, or of images that fit into the staging area.
+        cells: number of cells per block; 1 for images.
     """
 
     base: int
@@ -65,16 +69,17 @@ class PreparedEntries:
     cells: int = 1
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
-        """Return the indices of some cells, int32 of shape (rows · n,).
+        """Return the indices of the descriptors of `n` cells, int32 of shape (rows · n,).
 
-        Row-major: consecutive blocks of one row are neighbours, as pages of a layer are in memory.
+        The order is row-major: first all cells of row 0, then all cells of row 1. So consecutive blocks of a
+        row are neighbours, as the pages of a layer are in memory.
 
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
         Args:
-            rows: rows of a cell.
-            ids: block or image of every cell, of shape (n,).
+            rows: number of rows (runs) per cell.
+            ids: block id or image number of every cell, of shape (n,).
             number: index of every cell in the sequence, of shape (n,).
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
@@ -88,7 +93,7 @@ class PreparedEntries:
 
 
 def count_transfer(route: Route, cells: Cells) -> TransferCounts:
-    """Count the bytes, pages and descriptors of a request over `route`, without expanding its descriptors."""
+    """Count the bytes and descriptors of a request over `route`, without expanding the descriptors."""
     total = pages = descriptors = largest = 0
     n = len(cells)
     for cell_copy in route.cell_copies if n else ():
@@ -104,7 +109,7 @@ def count_transfer(route: Route, cells: Cells) -> TransferCounts:
 
 
 def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s, Int64s]:
-    """Return the byte offsets of some cells from the lowest cell of block 0, on both sides."""
+    """Return the byte offset of each cell on both sides, relative to the lowest cell of block 0."""
     src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
     if route.src_cells > 1:
         src += cell_copy.src_offsets[cells.number % route.src_cells]
@@ -114,13 +119,21 @@ def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s,
 
 
 def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
-    """Return whether runs of this length in neighbouring cells can touch, for some block tables."""
+    """Return True if runs of `length` bytes in consecutive cells can be adjacent on both sides.
+
+    Whether they are adjacent depends on the block tables.
+    """
     src_next, dst_next = route.src_stride + cell_copy.src_at[0], route.dst_stride + cell_copy.dst_at[0]
     src = length in cell_copy.src_steps or length == src_next - cell_copy.src_at[-1]
     return src and (length in cell_copy.dst_steps or length == dst_next - cell_copy.dst_at[-1])
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Return the length in cells of the longest chain of touching runs, and the number of breaks."""
+    """Return the largest number of consecutive cells whose runs are adjacent, and the number of breaks.
+
+    Args:
+        src, dst: byte offset of the run of each cell on both sides, int64 of shape (n,).
+        length: length of a run in bytes.
+    """
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

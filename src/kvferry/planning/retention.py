@@ -1,8 +1,9 @@
-"""Retention: the chunks of a prompt that are worth storing.
+"""Retention: the choice of the chunks of a prompt that are worth storing.
 
-Every prefix needs all earlier chunks of full attention, so all are stored. A window or a snapshot of
-recurrent state serves only a prefix that ends there. With `every` larger than a chunk, prefixes end at its
-multiples and at the end of the prompt, and only the chunks that these prefixes need are stored.
+Every prefix needs all of its chunks of full attention, so these are always stored. The chunks of a window and
+a snapshot (recurrent state at one position) are useful only to prefixes that end near them. The setting
+`every` limits the prefixes: they end at multiples of `every` tokens and at the end of the prompt. Only the
+window chunks and snapshots that these prefixes need are stored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from kvferry.planning.select import first_attended
 
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
-    """Return the longest prefix that serves the same prompt, and the longest for prompts that extend it.
+    """Return the ends of the longest prefixes that later prompts can load, in tokens.
+
+    Returns:
+        Length of the longest prefix for the same prompt, and of the longest for prompts that extend it.
 
     >>> last_prefix_ends(2000, 256, 0), last_prefix_ends(2000, 64, 128), last_prefix_ends(1920, 64, 128)
     ((1792, 2000), (1920, 1920), (1792, 1920))
@@ -23,10 +27,10 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     (32, 40)
 
     Args:
-        prompt: tokens of the prompt.
-        chunk_tokens: tokens of a chunk.
-        block_tokens: block size of the groups with recurrent state, which leave snapshots at ends of
-            blocks. 0 without such groups; then the tail is stored as well.
+        prompt: length of the prompt in tokens.
+        chunk_tokens: number of tokens per chunk.
+        block_tokens: number of tokens per block of the groups with recurrent state, which have snapshots only
+            at ends of blocks. 0 without such groups; the incomplete last chunk is then stored too.
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt
@@ -35,9 +39,10 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
 
 
 def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
-    """Return whether to store a chunk of an attention group.
+    """Return True if a chunk of an attention group is worth storing.
 
-    Chunks of 256 tokens of a window of 1,024, wanted every 4,096: the last four before each multiple.
+    Example: chunks of 256 tokens, a window of 1,024 tokens, and prefixes that end at multiples of 4,096
+    tokens. The last four chunks before each end are stored.
 
     >>> from kvferry.geometry import GroupKind
     >>> from kvferry.geometry.store import LayerCache
@@ -46,11 +51,11 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
 
     Args:
-        group: attention pattern of the group; not a state group.
-        number: number of the chunk.
-        chunk_tokens: tokens of a chunk.
-        every: tokens between the prefix ends at which windows are stored, a multiple of `chunk_tokens`.
-        ends: further prefix ends, from `last_prefix_ends`.
+        group: attention pattern of the group, which is not a state group.
+        number: index of the chunk in the prompt.
+        chunk_tokens: number of tokens per chunk.
+        every: number of tokens between prefix ends, a multiple of `chunk_tokens`.
+        ends: additional prefix ends in tokens, from `last_prefix_ends`.
     """
     if every == chunk_tokens or not group.attention_span:
         return True
@@ -63,10 +68,14 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
 
 
 def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
-    """Return whether to store the snapshot after `tokens` tokens. Other arguments: see `keeps_chunk`.
+    """Return True if the snapshot after `tokens` tokens is worth storing.
 
     >>> ends = last_prefix_ends(1400, 128, 128)
     >>> [keeps_snapshot(tokens, 128, 1024, ends) for tokens in (64, 512, 1024, 1280)]
     [False, False, True, True]
+
+    Args:
+        tokens: position of the snapshot in tokens from the start of the prompt.
+        chunk_tokens, every, ends: same as in `keeps_chunk`.
     """
     return tokens % chunk_tokens == 0 and (tokens % every == 0 or tokens in ends)

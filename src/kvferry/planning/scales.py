@@ -1,4 +1,4 @@
-"""Comparison of quantisation scales: codes written with one scale are wrong under another."""
+"""Comparison of quantisation scales. Quantised KV that was written with one scale is wrong under another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvferry.geometry import Layer
 
 
 def same_scales(a: Layer, b: Layer) -> bool:
-    """Return whether two ranks use equal scales for the heads of a layer that both hold.
+    """Return True if two ranks have equal quantisation scales for all heads of a layer that both hold.
 
     >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
     >>> def layer(first, *scales):
@@ -34,7 +34,7 @@ def _factors(layer: Layer, source: str) -> tuple[float, ...]:
 
 
 def _heads(layer: Layer) -> range:
-    """Return the heads of a layer on this rank; one if its fields have no heads."""
+    """Return the indices of a layer's heads on this rank; ``range(1)`` if its fields have no heads."""
     axes = (field.axis("head") for field in layer.page.fields)
     return next((range(axis.start, axis.stop) for axis in axes if axis), range(1))
 

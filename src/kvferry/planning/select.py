@@ -1,8 +1,8 @@
-"""Selection of the tokens that a request needs of a group, and so of cells and blocks.
+"""Selection of the tokens that a request needs of a group, and thus of its blocks and cells.
 
-Block tables are lists of block ids by position: entry ``i`` holds tokens ``[i·block, (i+1)·block)``. Id 0
-is the null block: the engine keeps nothing there. The table of a state group is the one block that holds
-the snapshot.
+A block table is a list of block ids by position: entry ``i`` holds the tokens ``[i·block, (i+1)·block)``. Id
+0 is the null block, which holds no tokens. The table of a state group has one entry: the block that holds the
+*snapshot* (recurrent state at one position). A *cell* is the part of a block that is copied as one unit.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from kvferry.planning.template import Route
 NULL_BLOCK = 0
 
 STATE_BLOCKS = 2
-"""Maximum number of blocks of a group of recurrent state: the loaded snapshot and the running state."""
+"""Maximum number of blocks that a load may write in a state group: the loaded snapshot and the running
+state."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpan:
-    """The tokens of a prompt that a load moves.
+    """The tokens of a prompt that a load transfers.
 
-    A prefix may come in parts, from several sources. Each part brings its tokens of layers that see all
-    tokens. Other layers need only the end of the prefix, which comes with the last part.
+    Several sources may each load a part of a prefix. For layers that attend to all tokens, every part brings
+    its own tokens. Other layers need only the end of the prefix, which the last part brings.
 
     Attributes:
-        local_tokens: tokens that the destination has before the load, from the start of the prompt.
-        total: tokens that it has after the load.
-        prompt: tokens of the whole prompt.
-        part: tokens ``[first, last)`` of this part; None for all.
+        local_tokens: number of tokens that the destination has before the load, from the start of the prompt.
+        total: number of tokens that it has after the load, from the start of the prompt.
+        prompt: length of the whole prompt in tokens.
+        part: token range ``[first, last)`` of this part; None if the load brings the whole prefix.
     """
 
     local_tokens: int
@@ -46,19 +47,19 @@ class LoadSpan:
     def next_token(self) -> int:
         """Position of the first token that the destination computes.
 
-        The engine always computes the last prompt token, to sample from it, even if the cache holds it. So
-        the window of that token decides what is needed, not the window of the token after it.
+        The engine always computes the last prompt token, to sample from it, even if its KV is cached. So a
+        load of the whole prompt must cover the window of the last token, not of the token after it.
         """
         return min(self.total, self.prompt - 1)
 
     @property
     def begins(self) -> int:
-        """First token that moves, in layers that attend to all tokens."""
+        """First token that is transferred, in layers that attend to all tokens."""
         return self.local_tokens if self.part is None else max(self.local_tokens, self.part[0])
 
     @property
     def ends(self) -> int:
-        """End of the tokens that move, in layers that attend to all tokens."""
+        """End of the tokens that are transferred, in layers that attend to all tokens."""
         return self.total if self.part is None else self.part[1]
 
 
@@ -66,14 +67,15 @@ Position = TypeVar("Position", int, Int64s)
 
 
 def attends_to_all(kind: GroupKind) -> bool:
-    """Return whether a layer of this kind attends to every earlier token."""
+    """Return True if layers of this kind attend to every earlier token."""
     return kind in (GroupKind.FULL, GroupKind.MLA)
 
 
 def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -> Position:
-    """Return the first token that `next_token` attends to. Below 0, it attends to all tokens.
+    """Return the first token that the token at `next_token` attends to.
 
-    Takes one position or an array of them.
+    The result is 0 or negative if it attends to all earlier tokens. `next_token` is one position or an array
+    of positions; the result has the same shape.
 
     >>> first_attended(GroupKind.SLIDING, 24, 63), first_attended(GroupKind.CHUNKED, 32, 63)
     (40, 32)
@@ -86,7 +88,9 @@ def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -
 
 
 def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple[int, int]:
-    """Return the tokens ``[low, high)`` that a continuation needs and the destination lacks.
+    """Return the tokens ``[low, high)`` that a load must transfer for a group.
+
+    These are the tokens that the next computed token attends to, except those that the destination has.
 
     >>> needed_tokens(GroupKind.SLIDING, 24, LoadSpan(0, total=64, prompt=64))   # next: 63, sees 40..63
     (40, 64)
@@ -96,7 +100,7 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
     >>> needed_tokens(GroupKind.FULL, 0, head), needed_tokens(GroupKind.SLIDING, 24, head)
     ((16, 48), (48, 48))
 
-    The snapshot of a state group is the state after ``high`` tokens; it is needed whenever anything is.
+    For a state group, the load must transfer the snapshot after ``high`` tokens unless the range is empty.
     """
     if attends_to_all(kind):
         low = span.begins
@@ -108,7 +112,7 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
 
 
 def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
-    """Return the first token that attends to nothing before `end`, in a window or chunked attention.
+    """Return the first token that attends to no token before `end`, in sliding-window or chunked attention.
 
     >>> first_independent(GroupKind.SLIDING, 24, 64), first_independent(GroupKind.CHUNKED, 32, 48)
     (87, 64)
@@ -121,9 +125,10 @@ def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
 def partial_block(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, alignment_tokens: int
 ) -> int | None:
-    """Return the position of the destination block whose beginning is not loaded; None if there is none.
+    """Return the position of the destination block whose first tokens are not loaded; None if there is none.
 
-    Only the first block of a window can be one: the source need not keep tokens before the window.
+    Only the first loaded block of a window can be such a block, because the source may have freed the tokens
+    before the window.
 
     >>> span = LoadSpan(0, 300, 300)   # the next token, 299, sees 200..299; content begins at 192
     >>> partial_block(GroupKind.SLIDING, 100, 128, span, 64)
@@ -132,9 +137,10 @@ def partial_block(
     True
 
     Args:
-        kind, attention_span, block_tokens: properties of the destination's group.
-        span: the tokens that are loaded.
-        alignment_tokens: loaded content begins at the last multiple of it, at or before what is needed.
+        kind, attention_span, block_tokens: kind, attention span and block size of the destination's group.
+        span: tokens that are loaded.
+        alignment_tokens: alignment of loaded content in tokens. Content begins at the largest multiple of it
+            that is not after the first needed token.
     """
     if not attention_span:
         return None
@@ -146,12 +152,12 @@ def partial_block(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """The cells of one route that a request moves, in ascending order.
+    """The cells of one route that a request transfers, in ascending order of position.
 
     Attributes:
-        src_block, dst_block: block ids, int64 of shape (n,).
-        number: index of each cell in the sequence, which gives its place in its block on either side; int64
-            of shape (n,).
+        src_block, dst_block: id of the block that holds each cell on either side, int64 of shape (n,).
+        number: index of each cell in the sequence, int64 of shape (n,). It determines the position of the
+            cell in its block on either side.
     """
 
     src_block: Int64s
@@ -168,19 +174,20 @@ class Cells:
 def select_cells(
     route: Route, kind: GroupKind, attention_span: int, span: LoadSpan, src_table: Int64s, dst_table: Int64s
 ) -> Cells:
-    """Return the cells of `route` that a request moves.
+    """Return the cells of `route` that a request transfers.
 
-    Cells move whole, so the last one carries tokens past `span.total`, which nothing reads.
+    Cells are copied whole. So the last cell may contain tokens after the end of the span, which the engine
+    does not read.
 
     Args:
-        route: layers and their page copy.
-        kind, attention_span: properties of the destination's group.
-        span: the tokens that are moved.
-        src_table, dst_table: block ids by position, int64.
+        route: layers to transfer.
+        kind, attention_span: kind and attention span of the destination's group.
+        span: tokens to transfer.
+        src_table, dst_table: block ids by position on either side, int64 of shape (blocks,).
 
     Raises:
-        TransferError: a needed block is missing, null or not in the pool on either side, or the destination's
-            prefix ends inside a cell (writing the rest would overwrite blocks that others read).
+        TransferError: a needed block is missing, null or not in the pool of its side; or the destination's
+            local prefix ends inside a cell; or a part of the prefix ends inside a block.
     """
     low, high = needed_tokens(kind, attention_span, span)
     if low >= high:
@@ -212,13 +219,11 @@ def select_cells(
 def partly_written_blocks(
     route: Route, kind: GroupKind, attention_span: int, span: LoadSpan, dst_table: Int64s
 ) -> Int64s:
-    """Return destination blocks that a load fills in part and that hold nothing of this prompt yet.
+    """Return the ids of destination blocks that a load fills only in part, int64 of shape (0,) to (2,).
 
-    Attention reads the rest of such a block with weight 0, but a NaN left there by its last owner would still
-    spread.
-
-    Returns:
-        Ids, int64, at most two: blocks at both ends.
+    They are the first and the last block of the load, except a first block that holds local tokens. The
+    caller must clear them: attention reads the rest of such a block with weight 0, but a NaN that its
+    previous owner left there would spread.
     """
     low, high = needed_tokens(kind, attention_span, span)
     if low >= high or route.dst_cells == 1 or not route.cell_tokens:
@@ -234,10 +239,15 @@ def partly_written_blocks(
 
 
 def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
-    """Check that only one part of a prefix writes each block of the destination.
+    """Check that no two parts of a prefix write to the same block of the destination.
+
+    Args:
+        route: layers to transfer.
+        kind: kind of the destination's group.
+        span: tokens to transfer.
 
     Raises:
-        TransferError: a part begins or ends inside a block. It would clear tokens of the other part.
+        TransferError: the part begins or ends inside a block. It would clear tokens of the adjacent part.
     """
     if span.part is None or not attends_to_all(kind):
         return
@@ -251,7 +261,7 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
 
 
 def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
-    """Return the cells after checking the block ids. An id past the pool would index another row's bytes."""
+    """Check the block ids and return the cells. An id beyond the pool would address bytes of another row."""
     for ids, blocks, side in ((src, route.src_blocks, "source"), (dst, route.dst_blocks, "destination")):
         if (ids == NULL_BLOCK).any():
             raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
@@ -265,12 +275,12 @@ def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
 def blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return ids of the blocks of `table` that `needed_tokens` tokens lie in; int64, ascending by position.
+    """Return the ids of the blocks that hold the needed tokens, int64, in order of position.
 
     Args:
-        kind, attention_span, block_tokens: properties of the group.
-        span: the tokens that move.
-        table: block ids by position; of a state group, the one block with the snapshot.
+        kind, attention_span, block_tokens: kind, attention span and block size of the group.
+        span: tokens to transfer, from which `needed_tokens` derives those of the group.
+        table: block ids by position, int64; for a state group, the one block with the snapshot.
     """
     low, high = needed_tokens(kind, attention_span, span)
     if low >= high:
@@ -283,17 +293,17 @@ def blocks_needed(
 def unwritten_blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return ids of the blocks that `needed_tokens` tokens lie in and that hold nothing of this prompt yet.
+    """Return the ids of the blocks that hold needed tokens but no local tokens of this prompt.
 
     >>> table = np.arange(10, 16)
     >>> unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(24, 64, prompt=64), table).tolist()
     [12, 13]
 
     Args:
-        kind, attention_span, block_tokens, span, table: as for `blocks_needed`.
+        kind, attention_span, block_tokens, span, table: same as in `blocks_needed`.
     """
     ids = blocks_needed(kind, attention_span, block_tokens, span, table)
-    if kind is not GroupKind.STATE:  # its snapshot is written as a whole
+    if kind is not GroupKind.STATE:  # the block of a snapshot is written as a whole
         first = needed_tokens(kind, attention_span, span)[0] // block_tokens
         ids = ids[int(first * block_tokens < span.local_tokens) :]
     found: Int64s = ids[ids != NULL_BLOCK]
@@ -301,7 +311,7 @@ def unwritten_blocks_needed(
 
 
 def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
-    """Return the positions of a group's blocks that a load may write.
+    """Return the positions, in a group's block table, of the blocks that a load may write.
 
     >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
     >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)
@@ -316,7 +326,7 @@ def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice
 
 
 def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan) -> int:
-    """Return the maximum number of blocks that a load may write in a group: `writable_blocks` without nulls.
+    """Return the maximum number of blocks of a group that a load may write, null blocks excluded.
 
     >>> span = LoadSpan(local_tokens=16, total=64, prompt=65)
     >>> max_writable_blocks(GroupKind.FULL, 0, 16, span), max_writable_blocks(GroupKind.SLIDING, 20, 16, span)

@@ -1,14 +1,18 @@
 """Transfer methods of a route (direct, over-read, staged), and the choice among them by expected cost.
 
-- *direct*: every run is a descriptor.
-- *over-read*: the destination reads contiguous ranges of the source, gaps included, and unpacks its own
-  bytes.
-- *staged*: the source packs an image in the destination's order. The destination reads it straight into
-  place, or, if its own runs are short too, reads it whole and unpacks it.
+A *cell* is the part of a block that is copied as one unit, and an *image* is a cell packed into contiguous
+staging memory.
 
-A `TransferMethod` is one of these for one route, with its work per cell. `Costs` prices that work: measured
-on a machine by ``kvferry bench calibrate``, or the defaults, which are those of two cores of an AMD EPYC
-and NIXL over UCX on one host.
+- *direct*: the destination reads every run with one descriptor.
+- *over-read*: the destination reads contiguous ranges of the source, gaps included, into images. Then it
+  copies the bytes that it needs into place.
+- *staged*: the source gathers the cell into an image in the byte order of the destination. The destination
+  reads the image directly into place. If its own runs are short too, it reads the image whole and scatters
+  it.
+
+A `TransferMethod` is one of these methods for one route, with its work per cell. `Costs` turns work into
+seconds. ``kvferry bench calibrate`` measures the costs of a machine. The defaults are those of two cores of
+an AMD EPYC with NIXL over UCX on one host.
 """
 
 from __future__ import annotations
@@ -25,23 +29,25 @@ from kvferry.planning.strided_copy import StridedCopy, fuse_copies
 from kvferry.planning.template import Route
 
 MAX_ROWS = 1 << 17
-"""Maximum number of runs per cell of a direct transfer."""
+"""Maximum number of runs per cell in a direct transfer."""
 
 SEGMENTS = 4
-"""Segments that a staged read is split into: one is gathered while the previous one is read."""
+"""Number of segments of a staged read. The source gathers one segment while the previous one is read."""
 
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 2 << 20, 16 << 20
-"""Size limits of a gathered segment: each costs a round trip, and each holds staging memory."""
+"""Size limits of a gathered segment in bytes. Small segments need more round trips, and large ones need more
+staging memory."""
 
 FETCHED_SEGMENT_BYTES = 4 << 20
-"""Size of an over-read segment, small enough to be unpacked from the CPU's cache."""
+"""Size of an over-read segment in bytes, small enough that the CPU's cache still holds it when it is
+unpacked."""
 
 LANE_BYTES = 2 << 20
-"""Smallest share of a route that a lane gets."""
+"""Smallest part of a route in bytes that is given to one lane (thread that reads)."""
 
 
 class Strategy(StrEnum):
-    """The strategy for moving the bytes of a route."""
+    """The strategy by which the bytes of a route are transferred."""
 
     DIRECT = "direct"
     OVER_READ = "over-read"
@@ -50,17 +56,20 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of work on a machine, measured by ``kvferry bench calibrate``.
+    """Costs of transfer work on a machine, as measured by ``kvferry bench calibrate``.
+
+    A *lane* is a thread that reads. All costs in seconds are those of one lane.
 
     Attributes:
-        read_descriptor_seconds, read_byte_seconds: cost of a READ, per descriptor and per byte.
-        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of a gather or scatter, per call of the
-            copy operation (one per nest and cell), per contiguous run and per byte.
-        ask_seconds: round trip of a request to the source to gather a segment.
-        overlap: share of the shorter operation that is hidden when one segment is gathered while another is
-            read: 1 between two machines, down to 0 on one busy machine.
-        lanes_work_gain, lanes_byte_gain: speedup of all lanes over one: for descriptors, calls and runs,
-            which a core limits, and for bytes, which memory limits. The other costs are those of one lane.
+        read_descriptor_seconds, read_byte_seconds: cost of a READ in seconds per descriptor and per byte.
+        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of a gather or scatter in seconds per
+            call of the copy operation (one per `StridedCopy` and cell), per contiguous run and per byte.
+        ask_seconds: round-trip time of a request to the source to gather a segment, in seconds.
+        overlap: fraction of the shorter operation's time that is hidden when one segment is gathered while
+            another is read. It is 1 between two machines, and as low as 0 on one busy machine.
+        lanes_work_gain: speedup of all lanes over one lane for descriptors, calls and runs, which CPU cores
+            limit.
+        lanes_byte_gain: speedup of all lanes over one lane for bytes, which memory bandwidth limits.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -81,7 +90,7 @@ class Costs:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
     def of_lanes(self) -> Costs:
-        """Return the costs when all lanes share the work."""
+        """Return the costs that apply when all lanes share the work."""
         return replace(
             self,
             read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,
@@ -93,19 +102,21 @@ class Costs:
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes that take as long to read as one more descriptor."""
+        """Number of bytes whose READ takes as long as one more descriptor."""
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of moving one cell.
+    """The work of transferring one cell.
 
     Attributes:
-        descriptors, read_bytes: size of the READ.
-        gather_calls, gather_runs: calls and runs of the source's copy operation.
-        scatter_calls, scatter_runs: the same at the destination.
-        bytes: useful bytes, which every copy moves.
+        descriptors, read_bytes: number of descriptors and bytes of the READ.
+        gather_calls, gather_runs: number of calls of the source's copy operation and of runs that it copies;
+            0 if the source copies nothing.
+        scatter_calls, scatter_runs: number of calls and runs of the destination's copy operation; 0 if it
+            copies nothing.
+        bytes: number of useful bytes. Each gather or scatter copies as many.
     """
 
     descriptors: float
@@ -117,7 +128,7 @@ class Work:
     bytes: float = 0
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected seconds to move `cells` cells."""
+        """Return the expected seconds of a transfer of `cells` cells."""
         c = costs
         shared = cells * self.bytes >= 2 * LANE_BYTES
         here = c.of_lanes() if shared else c
@@ -143,13 +154,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TransferMethod:
-    """One method to move the cells of a route.
+    """One method to transfer the cells of a route.
 
     Attributes:
         strategy: direct, over-read or staged.
         work: work per cell.
         image: layout of packed cells; None for direct.
-        landing: copies that unpack a gathered image that is read whole; None if it is read into place.
+        landing: copies from a gathered image to the destination's memory, if the image is read whole; None
+            if nothing is gathered or the image is read directly into place.
     """
 
     strategy: Strategy
@@ -159,14 +171,14 @@ class TransferMethod:
 
     @property
     def scatters(self) -> tuple[PoolCopies, ...] | None:
-        """Copies from the image to the destination's memory; None if nothing is unpacked."""
+        """Copies from the image to the destination's memory; None if the destination unpacks nothing."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.nests
         return self.landing
 
 
 def segment_bytes(total: float) -> int:
-    """Return the bytes of one gathered segment, for images of `total` bytes.
+    """Return the size in bytes of one gathered segment, for images of `total` bytes together.
 
     >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20
     (16, 16)
@@ -177,16 +189,16 @@ def segment_bytes(total: float) -> int:
 def transfer_methods(
     route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] = ()
 ) -> tuple[TransferMethod, ...]:
-    """Return all methods that can move a route's cells.
+    """Return all methods that can transfer the cells of a route.
 
     Args:
-        route: the route.
-        costs: costs that decide the longest gap that is read rather than skipped.
-        max_image_bytes: room for one image; a route with larger cells only goes direct.
-        cuts: addresses at which the source's registered regions begin.
+        route: route to transfer.
+        costs: costs of the machine. They decide the longest gap that is read instead of skipped.
+        max_image_bytes: maximum size of one image in bytes. Routes with larger images use direct transfers.
+        cuts: first address of each of the source's registered regions; empty if one region holds all pages.
 
     Raises:
-        ConfigError: cells have too many runs for direct and are too large for an image.
+        ConfigError: a cell has too many runs for a direct transfer, and its image is too large.
     """
     found = []
     size = route.cell_bytes
@@ -226,13 +238,23 @@ def transfer_methods(
 def choose_method(
     found: Sequence[TransferMethod], cells: int, costs: Costs, pinned: Strategy | None = None
 ) -> int:
-    """Return the index of the fastest method for `cells` cells; of strategy `pinned`, if one has it."""
+    """Return the index of the method with the least expected time.
+
+    Args:
+        found: methods of a route.
+        cells: number of cells to transfer.
+        costs: costs of the machine.
+        pinned: strategy to use if a method has it; None for any strategy.
+    """
     allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
     return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
 
 
 def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedImage | None:
-    """Return the layout of fetched images, with reads of at most a block: reading other blocks never pays."""
+    """Return the layout of fetched images; None if there is no useful one.
+
+    The longest gap is reduced until no read is longer than a block, because reading other blocks never pays.
+    """
     image = fetch_image(route.cell_copies, gap_bytes, cuts)
     while image and gap_bytes and image.longest > route.src_stride:
         gap_bytes //= 4
@@ -241,12 +263,12 @@ def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedIma
 
 
 def _read_count(image: PackedImage) -> int:
-    """Return the number of reads per cell."""
+    """Return the number of reads (descriptors) per cell."""
     return sum(len(each.descriptors) for each in image.reads)
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Return the calls of the copy operation and the runs per cell."""
+    """Return the number of calls of the copy operation and the number of runs, per cell."""
     nests = [nest for part in parts for nest in part.nests]
     return len(nests), sum(nest.rows for nest in nests)
 

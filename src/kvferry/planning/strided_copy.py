@@ -1,8 +1,8 @@
-"""Strided copies: loop nests as the compact form of a movement.
+"""Strided copies: nested loops as a compact description of many copies.
 
-A page of a thousand heads, tokens and elements moves by a handful of loops, each with a count and one stride
-per side. The innermost bytes, contiguous on both sides, are the *run*. A copy operation takes the loops as a
-strided view per side; a transport takes the `Descriptors` that `expand_copies` makes of them.
+A few loops describe the copy of a page with thousands of elements. Each loop has a count and one stride per
+side. The innermost bytes, contiguous on both sides, are the *run*. A copy operation uses the loops as a
+strided view per side. A transport uses the `Descriptors` to which `expand_copies` expands them.
 
     for l in range(32):              Loop(32, 65536, 4096)
       for h in range(8):             Loop(8, 512, 65536)
@@ -27,7 +27,7 @@ class Loop:
     """One loop of a strided copy.
 
     Attributes:
-        count: iterations, at least 2.
+        count: number of iterations, at least 2.
         src, dst: stride in bytes on each side.
     """
 
@@ -38,12 +38,12 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """A loop nest: runs of equal length at regular distances.
+    """Nested loops over runs of equal length at regular distances.
 
     Attributes:
-        src, dst: byte offset or address of the first run.
-        run: bytes that are contiguous on both sides.
-        loops: outermost first, by descending stride at the destination.
+        src, dst: byte offset or address of the first run on each side.
+        run: length of a run in bytes. A run is contiguous on both sides.
+        loops: loops over the runs, outermost first, sorted by descending stride at the destination.
     """
 
     src: int
@@ -58,15 +58,15 @@ class StridedCopy:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all runs."""
+        """Total bytes of all runs."""
         return self.rows * self.run
 
     def at(self, src: int, dst: int) -> StridedCopy:
-        """Return the same copy, shifted by `src` and `dst` bytes."""
+        """Return the same copy with addresses shifted by `src` and `dst` bytes."""
         return replace(self, src=self.src + src, dst=self.dst + dst)
 
     def ascending(self) -> tuple[StridedCopy, ...]:
-        """Return the same runs as copies without negative strides, which tensor views do not allow.
+        """Return copies with the same runs and without negative strides, which tensor views do not allow.
 
         >>> StridedCopy(8, 0, 4, (Loop(2, -8, 100),)).ascending()
         (StridedCopy(src=8, dst=0, run=4, loops=()), StridedCopy(src=0, dst=100, run=4, loops=()))
@@ -79,7 +79,7 @@ class StridedCopy:
         return (self,)
 
     def descriptors(self) -> Descriptors:
-        """Return every run, in loop order."""
+        """Return the descriptors of all runs, in loop order."""
         src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)
         for loop in self.loops:
             steps = np.arange(loop.count, dtype=np.int64)
@@ -89,16 +89,16 @@ class StridedCopy:
 
 
 def expand_copies(nests: Iterable[StridedCopy]) -> Descriptors:
-    """Return every run of all copies, sorted by destination; runs that touch on both sides are merged."""
+    """Return the runs of all copies, sorted by destination and merged if adjacent on both sides."""
     return join([nest.descriptors() for nest in nests])
 
 
 def strided_copies(
     item_bytes: int, src: int, dst: int, axes: Sequence[tuple[Int64s, Int64s]]
 ) -> list[StridedCopy]:
-    """Return the strided copies of all combinations of positions along some axes.
+    """Return strided copies of all elements of a multi-dimensional array.
 
-    Two axes, the second contiguous on both sides:
+    Example with two axes. The second one is contiguous on both sides:
 
     >>> rows = np.array([0, 64]), np.array([0, 8])
     >>> columns = np.array([0, 2, 4, 6]), np.array([0, 2, 4, 6])
@@ -106,9 +106,10 @@ def strided_copies(
     [StridedCopy(src=100, dst=0, run=8, loops=(Loop(count=2, src=64, dst=8),))]
 
     Args:
-        item_bytes: bytes of one element, which are contiguous on both sides.
-        src, dst: address or offset of the element at offset 0 of all axes.
-        axes: per axis, byte offsets of its positions on both sides, int64 of shape (n,).
+        item_bytes: bytes of one element. An element is contiguous on both sides.
+        src, dst: address or byte offset to which the offsets of the axes are added, on each side.
+        axes: for each axis, the byte offsets of its elements at the source and at the destination, int64 of
+            shape (n,).
     """
     if any(len(there) == 0 for there, _ in axes):
         return []
@@ -127,7 +128,7 @@ def strided_copies(
 
 
 def coalesce_copy(nest: StridedCopy) -> StridedCopy:
-    """Return the same runs with fewer loops: joins loops that continue each other on both sides."""
+    """Return the same runs with fewer loops, by joining loops that are contiguous on both sides."""
     loops = sorted(nest.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
     run, kept = nest.run, list[Loop]()
     for loop in loops:
@@ -141,7 +142,7 @@ def coalesce_copy(nest: StridedCopy) -> StridedCopy:
 
 
 def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
-    """Return the same runs in fewer copies: equal copies at regular distances become one more loop.
+    """Return the same runs in fewer copies, by replacing equal copies at regular distances with a loop.
 
     This joins K and V of a packed page, and the layers of a cross-layer cache.
 
@@ -165,7 +166,7 @@ def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
-    """Factor pairs of offsets into few loops, in this order; the copies have runs of 0 bytes."""
+    """Express pairs of offsets by few nested loops, in the same order. The copies have runs of 0 bytes."""
     stretches = _progressions(src, dst)
     if len(stretches) == len(src):
         return [StridedCopy(int(a), int(b), 0) for a, b in zip(src, dst, strict=True)]
@@ -189,7 +190,12 @@ def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
 
 
 def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
-    """Split pairs into arithmetic progressions: (index of the first pair, loop or None)."""
+    """Split pairs of offsets into arithmetic progressions.
+
+    Returns:
+        (index of the first pair, loop over the pairs) for each progression; the loop is None for a single
+        pair.
+    """
     found: list[tuple[int, Loop | None]] = []
     steps = np.stack([np.diff(src), np.diff(dst)], 1)
     changes = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1

@@ -1,8 +1,9 @@
-"""Templates: everything that one rank reads from each rank of a peer, computed once per handshake.
+"""Templates: the copies from each rank of a peer to this rank, computed once per handshake.
 
-A `Route` is a set of layers that share a source group, a destination group and a page copy. A `Template`
-holds all routes from one source rank. This module also chooses the source rank of every field: each part is
-read exactly once, however many ranks hold a copy, and readers are spread over the copies.
+A `Route` is a set of layers that share groups, block sizes and block strides on both sides. A `Template`
+holds all routes from one source rank. This module also chooses the source rank of every field. If several
+ranks hold copies, each part of the field is read from exactly one of them, and the readers are spread over
+the copies.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Layers that are read from one source rank with the same page copy.
+    """Layers that are read together from one source rank. They share groups, block sizes and block strides.
+
+    A *cell* is the part of a block that is copied as one unit. Its number of tokens is the greatest common
+    divisor of both block sizes.
 
     Attributes:
-        src_group, dst_group: index of the group on each side; its block table applies.
+        src_group, dst_group: index of the group on each side, whose block table applies.
         layers: names of the layers.
-        cell_tokens: tokens of a cell, 0 for a snapshot.
-        src_cells, dst_cells: cells per block.
-        src_stride, dst_stride: bytes between blocks.
-        src_blocks, dst_blocks: blocks in each pool.
-        cell_copies: strided copies of a cell at absolute addresses of block 0; add ``b * stride`` for block
-            ``b``. Layers at regular distances are one more loop. So a cross-layer cache, which stores a
-            block's layers side by side, has one strided copy, often of one run.
+        cell_tokens: number of tokens per cell; 0 for a snapshot (recurrent state at one position).
+        src_cells, dst_cells: number of cells per block on each side.
+        src_stride, dst_stride: bytes from one block to the next on each side.
+        src_blocks, dst_blocks: number of blocks in the pool of each side.
+        cell_copies: strided copies of a cell, at the absolute addresses of block 0. For block ``b``, add
+            ``b * stride``. Layers at regular distances are one loop. So a cross-layer cache, which stores the
+            layers of a block side by side, needs one strided copy, often with a single run.
     """
 
     src_group: int
@@ -52,22 +56,22 @@ class Route:
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of a cell, the same for every cell of a route."""
+        """Bytes that are copied per cell, over all layers of the route."""
         return sum(nest.bytes for nest in self.nests)
 
     @property
     def nests(self) -> tuple[StridedCopy, ...]:
-        """Strided copies of all cell copies."""
+        """Strided copies that together copy one cell: those of every `CellCopy`, in one flat tuple."""
         return tuple(nest for cell_copy in self.cell_copies for nest in cell_copy.nests)
 
     @property
     def row_count(self) -> int:
-        """Upper bound of the number of `rows`, without expanding them."""
+        """Upper bound of the number of `rows`, computed without expanding them."""
         return sum(nest.rows for nest in self.nests)
 
     @cached_property
     def rows(self) -> Descriptors:
-        """Runs of a cell, expanded per cell copy; runs that touch on both sides are merged."""
+        """Runs of one cell. Within a `CellCopy`, runs that are adjacent on both sides are merged."""
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
 
@@ -77,7 +81,7 @@ class Template:
 
     Attributes:
         src_rank: (pp_rank, tp_rank) of the peer's rank.
-        routes: empty if nothing is read from that rank.
+        routes: routes from that rank; empty if nothing is read from it.
     """
 
     src_rank: tuple[int, int]
@@ -86,7 +90,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RouteKey:
-    """The properties that layers of one route share. Their pages may differ."""
+    """The properties that all layers of one route share. Their page formats may differ."""
 
     src_group: int
     dst_group: int
@@ -104,23 +108,24 @@ _OTHER_SCALES = (
 
 
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
-    """Return the templates of `dst` for every rank of a peer.
+    """Compute the templates by which one rank reads from every rank of a peer.
+
+    Layers of a draft model that the peer cannot supply are left out.
 
     Args:
-        srcs: all ranks of the peer.
-        dst: this rank.
+        srcs: geometry of all ranks of the peer.
+        dst: geometry of this rank.
 
     Returns:
         One template per source rank, in the order of `srcs`.
 
     Raises:
-        Incompatible: the peer cannot supply some layer or part of a field; names all differences. A draft
-            model's layer that it cannot supply is left out instead.
+        Incompatible: the peer cannot supply a layer of the model, or a part of it; lists all differences.
     """
     found: dict[str, list[str]] = defaultdict(list)
     pages = _Pages()
     holders_of = _holders(srcs, pages)
-    # Most layers of a model are alike, and so is the choice.
+    # Most layers of a model are alike, so the choice is cached.
     chosen_for: dict[_Alike, _Choice] = {}
     routes: list[dict[_RouteKey, list[tuple[Layer, Layer]]]] = [defaultdict(list) for _ in srcs]
     for dst_group, group in enumerate(dst.groups):
@@ -159,14 +164,14 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
 
 
 def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeometry:
-    """Return this rank's geometry, reduced to the draft layers that no rank of a peer supplies.
+    """Return this rank's geometry, reduced to the draft model's layers that no rank of the peer supplies.
 
-    The caller must clear these layers' blocks. A load without them is still correct, because the model
-    verifies every token that a draft proposes; but the blocks' former content may be NaN.
+    The caller must clear the blocks of these layers, because their former content may be NaN. A load without
+    them is still correct, because the model verifies every token that a draft model proposes.
 
     Args:
         templates: result of `build_templates` for `dst`.
-        dst: this rank.
+        dst: geometry of this rank.
     """
     had = {name for template in templates for route in template.routes for name in route.layers}
     groups = (
@@ -177,23 +182,23 @@ def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeome
 
 
 def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]) -> list[str]:
-    """Return the names of all draft layers that the peer cannot supply.
+    """Return the names of all layers of draft models that the peer cannot supply.
 
     Args:
-        srcs: ranks of a peer.
-        dsts: ranks of this engine.
+        srcs: geometry of all ranks of the peer.
+        dsts: geometry of all ranks of this engine.
 
     Raises:
-        Incompatible: see `build_templates`.
+        Incompatible: the peer cannot supply a layer of the model itself.
     """
     left = [absent_layers(build_templates(srcs, rank), rank) for rank in dsts]
     return sorted({layer.name for rank in left for group in rank.groups for layer in group.layers})
 
 
 class _Pages:
-    """Numbers page formats; equal formats share a number, which is quicker to compare.
+    """Assigns numbers to page formats, because numbers are faster to compare. Equal formats share a number.
 
-    Mutated by `number`. The formats must outlive this object, which recognises them by identity.
+    `number` mutates the object. The formats must outlive it, because it recognises them by ``id()``.
     """
 
     def __init__(self) -> None:
@@ -201,7 +206,7 @@ class _Pages:
         self._seen: dict[int, int] = {}
 
     def number(self, page: PageFormat) -> int:
-        """Return the number of a format, a new one if none is equal to it."""
+        """Return the number of a format. A format that equals no earlier one gets the next number."""
         if (found := self._seen.get(id(page))) is not None:
             return found
         number = self._numbers.setdefault(page, len(self._numbers))
@@ -211,7 +216,15 @@ class _Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A layer on one source rank. Holders with equal `alike` lead to the same choice."""
+    """A layer on one source rank.
+
+    Attributes:
+        index: index of the source rank.
+        group: index of the group on that rank.
+        kind: kind of the group.
+        layer: geometry of the layer on that rank.
+        alike: (index, kind, number of the page format). Layers with equal values lead to the same choice.
+    """
 
     index: int
     group: int
@@ -228,8 +241,8 @@ class _Choice:
     """The source ranks that supply a layer.
 
     Attributes:
-        takes: (index of a holder, names of the fields that it supplies).
-        differences: reasons why no rank can supply it, a sentence each.
+        takes: (index in the list of holders, names of the fields that this holder supplies).
+        differences: reasons why the peer cannot supply the layer, one sentence each.
     """
 
     takes: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -237,7 +250,7 @@ class _Choice:
 
 
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
-    """Map each layer's identity to the source ranks that hold it; an empty list if none does."""
+    """Map each layer's identity to the source ranks that hold it. A missing key yields an empty list."""
     found: dict[str, list[_Holder]] = defaultdict(list)
     for index, src in enumerate(srcs):
         for number, group in enumerate(src.groups):
@@ -248,10 +261,18 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
 
 
 def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
-    """Choose the holders that supply the fields, so that each part of a field comes from exactly one."""
+    """Choose the holders that supply a layer's fields. Each part of a field comes from exactly one holder.
+
+    Args:
+        holders: source ranks that hold the layer.
+        kind: kind of the destination's group.
+        layer: geometry of the layer at the destination.
+        reader: tensor-parallel rank of the destination, which selects among copies.
+    """
     if not holders:
         return _Choice(differences=("not in the peer's cache",))
-    # A snapshot and a token cache cannot stand for each other; other kinds only clip differently.
+    # Recurrent state and a cache of tokens cannot replace each other. Other kinds differ only in the tokens
+    # that they need.
     if GroupKind.STATE in (kind, holders[0].kind) and kind is not holders[0].kind:
         return _Choice(differences=(f"{holders[0].kind} there, {kind} here",))
     pages = dict.fromkeys(holder.layer.page for holder in holders)
@@ -269,7 +290,16 @@ def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: i
 
 
 def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
-    """Return source ranks whose ranges cover `field`'s, each part once; `reader` selects among copies."""
+    """Return the source ranks that together hold the destination's part of a field, without overlap.
+
+    Args:
+        holders: source ranks that hold the layer.
+        field: field at the destination.
+        reader: tensor-parallel rank of the destination, which selects among ranks with equal parts.
+
+    Raises:
+        Incompatible: some part is missing, or the peer's ranks hold overlapping parts.
+    """
     others = {h.index: next(f for f in h.layer.page.fields if f.name == field.name) for h in holders}
     sharded = {name for f in (field, *others.values()) for name, _, _ in f.held}
     if len(sharded) > 1:
@@ -297,7 +327,7 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
 
 
 def _range(field: Field, along: str) -> tuple[int, int]:
-    """Return the range of an axis that a field holds; (0, 1) for a field that is not sharded."""
+    """Return the range ``(start, stop)`` of an axis that a field holds; (0, 1) if it has no such axis."""
     axis = field.axis(along)
     return (axis.start, axis.stop) if axis else (0, 1)
 
@@ -332,7 +362,11 @@ def _route(
 
 
 def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iterator[CellCopy]:
-    """Yield the cell copies of every layer at absolute addresses."""
+    """Yield the cell copies of all layers, moved to the absolute addresses of block 0.
+
+    Args:
+        found: for each page copy, the addresses of block 0 (source, destination) of each layer that uses it.
+    """
     for retiled, addresses in found:
         for cell_copy in retiled.cell_copies:
             nests = tuple(nest.at(src, dst) for src, dst in addresses for nest in cell_copy.nests)
@@ -340,10 +374,11 @@ def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iter
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return the layers of which the peer keeps fewer tokens than this rank needs of long prompts.
+    """Return a warning for each set of layers whose window is shorter at the peer than at this rank.
 
-    This happens if the hybrid cache manager is enabled there and disabled here, so that windowed layers are
-    full attention here.
+    For long prompts, the peer then keeps fewer tokens of these layers than this rank needs. This happens if
+    the hybrid KV cache manager is enabled at the peer and disabled here, so that sliding-window layers count
+    as full attention here.
     """
     theirs = {layer.identity: group for src in srcs for group in src.groups for layer in group.layers}
     found: dict[str, list[str]] = defaultdict(list)
@@ -363,6 +398,6 @@ def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[s
 
 
 def _named_layers(names: Sequence[str]) -> str:
-    """Return the name of the first layer and the number of others, because differences repeat per layer."""
+    """Return the name of the first layer and the number of further layers, for messages."""
     more = len(names) - 1
     return f"layer {names[0]!r}" + (f" and {more} more" if more else "")
