@@ -1,7 +1,10 @@
-"""The tiered cache: host memory in front of storage.
+"""The tiered KV cache of one engine: host memory in front of storage.
 
-`chunk_cache` serves the engine's scheduling thread. It uses `reading` (reads from storage), `fetch` (a load's
-chunks on their way to host memory), `writing` (writes to storage) and `tier_queue` (threads that wait for
-storage). `prompt_chunks` names a request's chunks. `weights` digests the weights that the content was
-computed with.
+It keeps *chunks*: each is a fixed number of tokens of one KV cache group, or a *snapshot*, the recurrent
+state at one position.
+
+`chunk_cache` is the entry point, used by the engine's scheduling thread. It uses `reading` (reads from
+storage), `fetch` (the chunks of one load on their way to host memory), `writing` (writes to storage) and
+`tier_queue` (threads that block on storage). `prompt_chunks` computes the keys of a request's chunks.
+`weights` digests the model weights, which are part of the scope of all keys.
 """

@@ -1,12 +1,13 @@
-"""The tiered cache of one engine: chunks by key, in host memory and in slower tiers.
+"""The tiered cache of one engine: chunks of KV by key, in host memory and in slower tiers.
 
-The engine's scheduling thread uses it. Every chunk passes through host memory. Ranks copy chunks between host
-memory and their blocks. Threads copy chunks between host memory and storage.
+Only the engine's scheduling thread uses it. Every chunk passes through host memory. The engine's ranks copy
+chunks between host memory and their KV blocks. Background threads copy them between host memory and storage.
 
     store   reserve ─▶ (ranks copy) ─▶ filled ─▶ in host memory, and queued for every slow tier (`writing`)
     load    fetch ─▶ in host memory, from any tier, and held (`reading`) ─▶ (ranks copy) ─▶ close
 
-No call blocks, except `shutdown`. A tier's failure raises no exception.
+A *held* chunk is not evicted. Only `shutdown` blocks. A tier that fails raises no exception: its chunks count
+as missed, or are not stored.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class ChunkCache:
     """The chunks of one engine in host memory and storage. Not thread-safe.
 
     Attributes:
-        counts: numbers of chunks since the start.
-        writing: chunks to be written to each slow tier, the fastest tier first.
-        reading: reads from the slow tiers, and the loads that wait for them.
+        counts: numbers of stored, failed, fetched and missed chunks since the start.
+        writing: queued and running writes of each slow tier, the fastest tier first.
+        reading: reads from the slow tiers, and the loads that wait for them. Loads call its `fetch`.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class ChunkCache:
         groups: Sequence[CanonicalGroup],
         slow_tiers: Sequence[SlowTier] = (),
     ) -> None:
-        """Create the cache with the chunks that the slow tiers already have.
+        """Create a cache. Chunks that the slow tiers already have can be loaded at once.
 
         Args:
-            host: an empty host tier, which the cache takes over.
-            body: function from an offset and a size in bytes to writable memory of the arena.
-            groups: the canonical groups that chunks belong to.
-            slow_tiers: slow tiers, the fastest first, which the cache takes over.
+            host: empty host tier, from now on used only through the cache.
+            body: function that maps an offset and a size, in bytes, to writable host memory of the arena.
+            groups: canonical KV cache groups of the model; a chunk's group is an index into them.
+            slow_tiers: slow tiers, the fastest first, from now on used only through the cache.
 
         Raises:
             ValueError: the tiers do not share one key table.
@@ -71,24 +72,27 @@ class ChunkCache:
 
     @property
     def events(self) -> int:
-        """The number of operations so far. While it stays the same, so do all counts."""
+        """The number of operations so far. The counts change only when this number changes."""
         return self._events + self.reading.events
 
     @property
     def busy(self) -> bool:
-        """Return whether a load waits for chunks, or chunks are due or being written.
+        """Return whether a load waits for chunks, or chunks are due to be written or being written.
 
-        A read that no load waits for does not count; the next `poll` collects it.
+        A read whose load was cancelled does not count. A later `poll` collects its result.
         """
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
     @property
     def host(self) -> HostTier:
-        """The host tier, to be read and not changed."""
+        """The host tier. Callers may read its state, but must not change it."""
         return self._host
 
     def why_missed(self, key: bytes) -> HostMissReason:
-        """Return why a chunk is missing, as far as the tiers remember; ABSENT if it was never stored."""
+        """Return why a chunk is missing.
+
+        EVICTED means that a tier evicted it recently. ABSENT means that no tier remembers it.
+        """
         why = self._host.miss_reason(key)
         if why is HostMissReason.ABSENT and any(
             queue.tier.keys.recently_evicted(key) for queue in self._queues
@@ -98,9 +102,10 @@ class ChunkCache:
 
     @property
     def same_name_namespace(self) -> str:
-        """Digest of another namespace whose model has the same name, in a tier where this namespace is empty.
+        """Digest, in hex, of another namespace whose model has the same name; empty if none is known.
 
-        An empty string if no tier reports one.
+        A tier reports it while it has no chunk of this engine's namespace. It hints that the configurations
+        differ. A *namespace* is the scope of keys: model, weights and format.
         """
         return next(
             (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
@@ -108,11 +113,11 @@ class ChunkCache:
         )
 
     def available(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
-        """Return which chunks can be loaded now: bool of shape (len(keys),).
+        """Return a mask of the chunks that can be loaded now: bool of shape (len(keys),).
 
         Args:
-            keys: chunk keys.
-            without: names of tiers to leave out.
+            keys: keys of the chunks.
+            without: names of tiers to ignore.
         """
         return self.reading.tier_numbers(tags_of(keys), without) < NO_TIER
 
@@ -122,15 +127,25 @@ class ChunkCache:
         return [queue.name for queue in self._queues]
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Reserve a slot for a chunk that ranks will fill; None if there is no room, which is counted."""
+        """Reserve a slot of host memory for a chunk that ranks will fill.
+
+        Return None, and count a dropped chunk, if host memory has the chunk already or has no room for it.
+
+        Args:
+            key: key of the chunk.
+            group: index of its KV cache group.
+        """
         self._events += 1
         return self._host.reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None) -> None:
-        """Commit a slot that ranks have filled, or abort it if they failed. Ranks no longer touch it.
+        """Commit a slot that the ranks have filled, or free it if they failed.
+
+        A committed chunk can be loaded, and is queued for every slow tier. Call this only when no rank uses
+        the slot any more.
 
         Args:
-            slot: the slot that `reserve` returned.
+            slot: slot that `reserve` returned.
             tokens: number of tokens in the chunk; 0 for a snapshot.
             failure: reason why the ranks failed; None if they filled the slot.
         """
@@ -144,14 +159,14 @@ class ChunkCache:
                 writing.owe(slot.key, self._file(slot.group, tokens))
 
     def close(self, slot: Slot) -> None:
-        """Release a slot that a load no longer needs."""
+        """Release a slot that a load has held and no longer needs."""
         self._host.close(slot)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Mark all chunks of a prompt as used, so that its last chunks are evicted first.
+        """Mark all chunks of a prompt as used, in an order that evicts its last chunks first.
 
         Args:
-            keys: keys of all its chunks, the first chunk first, whether or not a tier has them.
+            keys: keys of all chunks of the prompt, the first chunk first. Tiers need not have them all.
         """
         self._host.mark_used(keys)
         for queue in self._queues:
@@ -175,7 +190,10 @@ class ChunkCache:
             self._events += writing.pump()
 
     def take_times(self) -> TransferTimes:
-        """Return the transfer times since the last call. The engine calls it once per step."""
+        """Return the transfer times recorded since the last call, and clear them.
+
+        The engine calls it once per step.
+        """
         times, self._times = self._times, TransferTimes()
         return times
 
@@ -187,7 +205,10 @@ class ChunkCache:
             writing.forget()
 
     def shutdown(self, patience_seconds: float) -> None:
-        """Write all queued chunks and end all threads, within `patience_seconds`."""
+        """Write all queued chunks, then end all threads. Blocks for at most about `patience_seconds`.
+
+        Operations that have not ended by then are abandoned, with a warning.
+        """
         for writing in self.writing:
             writing.flush()
         ends = time.monotonic() + patience_seconds
@@ -195,10 +216,16 @@ class ChunkCache:
             queue.close(max(ends - time.monotonic(), 0))
 
     def _body(self, slot: Slot) -> memoryview:
+        """Return the writable memory of a slot."""
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
 
     def _file(self, group: int, tokens: int) -> ChunkGroup:
-        """Return the chunk-file group of a chunk of `tokens` tokens."""
+        """Return the description of a chunk's content as its file has it.
+
+        Args:
+            group: index of the KV cache group.
+            tokens: number of tokens in the chunk; 0 for a snapshot.
+        """
         if (group, tokens) not in self._files:
             self._files[group, tokens] = chunk_group(self._groups[group], tokens)
         return self._files[group, tokens]

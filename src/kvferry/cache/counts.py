@@ -1,4 +1,4 @@
-"""Counts and times of a tiered cache, in addition to the counts of its tiers."""
+"""Counts and transfer times of a tiered cache. Each tier has counts of its own in addition."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class CacheCounts:
     """Numbers of chunks since the start.
 
     Attributes:
-        stored: chunks that ranks have filled.
-        failed: chunks that ranks could not fill.
-        fetched: chunks that loads took, by tier.
-        missed: chunks that a tier should have had but did not deliver, by tier and reason.
+        stored: number of chunks that ranks have copied to host memory.
+        failed: number of chunks that ranks failed to copy to host memory.
+        fetched: number of chunks made ready for a load, by name of the tier that they came from.
+        missed: number of failed reads of chunks that a tier should have had, by name of the tier and outcome.
     """
 
     stored: int = 0
@@ -27,11 +27,11 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class TransferTimes:
-    """The time of each chunk's transfer between host memory and a storage tier, by tier.
+    """Durations of successful chunk transfers between host memory and storage tiers.
 
     Attributes:
-        reads: seconds of each read.
-        writes: seconds of each write.
+        reads: seconds that each read took, by name of the tier.
+        writes: seconds that each write took, by name of the tier.
     """
 
     reads: dict[str, list[float]] = field(default_factory=dict)

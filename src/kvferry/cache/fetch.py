@@ -1,4 +1,4 @@
-"""Chunks of one load on their way into host memory."""
+"""The chunks of one load on their way into host memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvferry.tiers.outcome import GetOutcome
 
 @dataclass(frozen=True, slots=True)
 class WantedChunk:
-    """A chunk that a load takes.
+    """A chunk that a load needs.
 
     Attributes:
-        group: number of the canonical group.
-        number: index of the chunk in the prompt.
-        key: key of the chunk, with its group.
-        tokens: number of tokens that it holds; 0 for a snapshot.
+        group: index of the KV cache group.
+        number: index of the chunk in the prompt, counted in whole chunks.
+        key: key of the chunk in this group.
+        tokens: number of tokens in the chunk; 0 for a snapshot of recurrent state.
     """
 
     group: int
@@ -28,18 +28,20 @@ class WantedChunk:
 
 @dataclass(slots=True)
 class Fetch:
-    """The chunks of one load on their way to host memory. `reading.Reading` fills it, the load empties it.
+    """The chunks of one load on their way to host memory.
+
+    `reading.Reading` moves each chunk from `remaining` to `ready`, and the load takes it from there.
 
     Attributes:
-        remaining: chunks that are not yet held or being read.
-        without: names of tiers to leave out.
+        remaining: chunks that are neither held in host memory nor being read.
+        without: names of tiers that the load must not read from.
         reading: chunks that are being read, by key.
-        ready: chunks that lie in host memory, held for this load until they are closed.
-        tiers: names of the tiers that chunks came from.
-        failed: names of tiers that could not read a chunk. A tier that no longer has a chunk has not failed:
-            that chunk is not offered again.
-        failure: reason why the fetch cannot continue; ready chunks stay ready.
-        miss: outcome of the chunk that caused the failure.
+        ready: chunks in host memory, each with the slot that is held for this load until the load closes it.
+        tiers: names of the tiers that chunks have come from.
+        failed: names of tiers with an I/O error in a read of this load. A tier that no longer has a chunk is
+            not among them, because it will not offer that chunk again.
+        failure: reason why the fetch cannot continue; None if it can. Ready chunks stay ready.
+        miss: outcome of the read that caused the failure; None if there is no failure or no such read.
     """
 
     remaining: deque[WantedChunk] = field(default_factory=deque)
@@ -57,7 +59,7 @@ class Fetch:
         return self.failure is not None or not (self.remaining or self.reading)
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:
-        """Return the chunks that became ready since the last call; the caller closes their slots."""
+        """Remove all ready chunks and return them with their slots. The caller must close the slots."""
         found = list(self.ready)
         self.ready.clear()
         return found

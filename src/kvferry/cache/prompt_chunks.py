@@ -1,7 +1,8 @@
-"""The chunks of one request, by group: their keys, and the longest cached prefix.
+"""The chunks of one request in each KV cache group: their keys, and the longest cached prefix.
 
-The key of a group's chunk is the chunk's key (`keys.chunk`) with its last byte replaced by the group's
-number. This leaves 248 bits of digest, and one mapping or directory holds all groups.
+`keys.chunk` gives each chunk of the prompt one key for all groups. The key of a group's chunk is that key
+with its last byte replaced by the index of the group. This leaves 248 bits of digest, and one mapping or
+directory can hold the chunks of all groups. A *tail* is the incomplete chunk at the end of a prompt.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
 
 
 class PromptChunks:
-    """Keys and look-ups of one request's chunks. Not thread-safe.
+    """The keys of one request's chunks in each group, and their look-up in the tiers. Not thread-safe.
 
     Attributes:
-        keys: chunk keys of the request, extended as it grows.
+        keys: chunk keys of the request. The caller extends them as the request grows.
     """
 
     def __init__(self, groups: Sequence[CanonicalGroup], keys: ChunkKeys) -> None:
@@ -35,22 +36,24 @@ class PromptChunks:
 
     @property
     def has_tail(self) -> bool:
-        """Return whether a prefix may end inside a chunk; False if any group is a state."""
+        """Return whether a prefix may end with a tail. It may not if any group has a recurrent state."""
         return all(group.kind is not GroupKind.STATE for group in self._groups)
 
     def key(self, group: int, number: int) -> bytes:
-        """Return the key of a whole chunk."""
+        """Return the key of the whole chunk with index `number` in a group."""
         return _of_group(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
-        """Return the key of the chunk from the last chunk boundary before `tokens` to `tokens`."""
+        """Return the key, in a group, of the last chunk or tail of the request's first `tokens` tokens."""
         return _of_group(self.keys.at(tokens), group)
 
     def all_keys(self, prompt: int) -> list[bytes]:
-        """Return the keys of all chunks that a tier may have, the first chunk first.
+        """Return the keys of all chunks of the request in all groups, the first chunk first.
+
+        They include the tail at the end of the prompt, if a prefix may end there.
 
         Args:
-            prompt: number of tokens of the prompt, which may end in a tail.
+            prompt: number of tokens in the prompt.
         """
         whole, rest = divmod(prompt, self.keys.chunk_tokens)
         of_any = self.keys.chunks()
@@ -59,7 +62,13 @@ class PromptChunks:
         return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
-        """Return the key of a chunk of the prompt: a whole chunk or the tail."""
+        """Return the key of a whole chunk or of the tail of a prompt.
+
+        Args:
+            chunked: the prompt, as cut into chunks.
+            group: index of the KV cache group.
+            number: index of the chunk; the last one may be the tail.
+        """
         whole = (number + 1) * chunked.chunk_tokens <= chunked.tokens
         return self.key(group, number) if whole else self.tail(group, chunked.tokens)
 
@@ -71,13 +80,15 @@ class PromptChunks:
         *,
         in_full: bool = True,
     ) -> Coverage:
-        """Return the longest prefix that the engine can continue from.
+        """Look up the request's chunks in the tiers, and return how far the engine could continue from them.
 
         Args:
-            tokens: number of tokens of the request, all of which `keys` covers.
-            local_tokens: number of tokens that the engine has.
-            tier_numbers: function from key tags to the numbers of the tiers that chunks would come from.
-            in_full: whether all tokens may be loaded, including the last one.
+            tokens: number of tokens of the request to look up; `keys` must have at least as many.
+            local_tokens: number of tokens of the prefix that the engine has already computed.
+            tier_numbers: function that maps key tags to the number of the tier of each chunk, as
+                `Reading.tier_numbers` does.
+            in_full: whether the last token may be loaded too. If False, only whole chunks that end before
+                the last token are looked up.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
         ends_inside = in_full and rest > 0 and self.has_tail
@@ -91,7 +102,12 @@ class PromptChunks:
         return coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
-        """Yield the chunks to load for a prefix, or for a part of it, in order of their numbers."""
+        """Yield the chunks to load for a prefix or a part of it, in order of the prompt.
+
+        Args:
+            found: result of `look_up`.
+            span: tokens to load.
+        """
         chunked = found.chunked
         numbers = chunks_to_load(self._groups, chunked, span.total, span.part)
         each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
@@ -104,7 +120,7 @@ class PromptChunks:
             yield WantedChunk(group, number, key, 0 if state else last - number * size)
 
     def _tags(self, chunked: ChunkedPrompt) -> Tags:
-        """Return the tags of all chunks' keys, uint64 of shape (groups, chunks)."""
+        """Return the tags (last 8 bytes) of the keys of all chunks: uint64 of shape (groups, chunks)."""
         whole, rest = divmod(chunked.tokens, chunked.chunk_tokens)
         if len(self._of_any) < whole:
             self._of_any = np.concatenate((self._of_any, self._more()))
@@ -114,7 +130,7 @@ class PromptChunks:
         return tags | self._numbers
 
     def _more(self) -> Tags:
-        """Return, for the new chunks, the part of the tags that all groups share."""
+        """Return the tags of the chunks added since the last call, with 0 in place of the group's byte."""
         return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
 
 
@@ -123,4 +139,5 @@ _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
 def _of_group(key: bytes, group: int) -> bytes:
+    """Return a chunk's key in a group."""
     return key[:-1] + bytes((group,))

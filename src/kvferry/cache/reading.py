@@ -29,11 +29,11 @@ class _Incoming:
     """A chunk that is being read into host memory.
 
     Attributes:
-        slot: the slot that is filled.
-        group: the chunk-file group of the chunk.
-        source: index of the slow tier that it is read from.
-        others: indices of the slow tiers to try next.
-        waiting: fetches that want it.
+        slot: slot of host memory that the read fills.
+        group: group, shape and tokens of the chunk.
+        source: index of the slow tier that the chunk is read from.
+        others: indices of the slow tiers to try after a miss, the fastest first.
+        waiting: fetches that need the chunk.
     """
 
     slot: Slot
@@ -48,8 +48,9 @@ class Reading:
 
     Attributes:
         incoming: chunks that are being read, by key.
-        fetches: fetches that are not over.
-        events: number of operations so far.
+        fetches: fetches that are in progress.
+        events: number of operations so far. The counts change only when this number changes, or when
+            `on_read_ended` is called.
     """
 
     def __init__(
@@ -60,14 +61,16 @@ class Reading:
         file: Callable[[int, int], ChunkGroup],
         counts: CacheCounts,
     ) -> None:
-        """Create it without reads.
+        """Create the object without reads.
 
         Args:
-            host: the host tier that chunks are read into.
-            writing: the writes of every slow tier, the fastest first.
-            body: function from a slot to its writable memory.
-            file: function from a group's number and a number of tokens to the chunk-file group.
-            counts: counts of the cache, which are updated.
+            host: host tier that chunks are read into.
+            writing: write queues of the slow tiers, the fastest tier first. A chunk that was read from one
+                tier is queued for all faster ones.
+            body: function that returns the writable memory of a slot.
+            file: function that maps the index of a group and a number of tokens to the description of such a
+                chunk's content, as its file has it.
+            counts: counts of the cache; reads update them.
         """
         self.incoming: dict[bytes, _Incoming] = {}
         self.fetches: list[Fetch] = []
@@ -78,14 +81,14 @@ class Reading:
         self._counts = counts
 
     def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
-        """Return the tier that each chunk would come from now: int64 of shape (len(tags),).
+        """Return the number of the tier that each chunk would come from now: int64 of shape (len(tags),).
 
         0 stands for host memory, n for the n-th slow tier, `NO_TIER` for none. A chunk that is being read
-        comes from the tier that it is read from, or from none if that tier is stuck or left out.
+        comes from the tier that it is read from, or from none if that tier is stuck or excluded.
 
         Args:
-            tags: tags of chunk keys.
-            without: names of tiers to leave out.
+            tags: tags of the chunks' keys, as `tags_of` returns them.
+            without: names of tiers to exclude.
         """
         names = frozenset(without)
         asked = (True, *(queue.name not in names and not queue.refuses_reads for queue in self._queues))
@@ -96,13 +99,13 @@ class Reading:
         return found
 
     def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
-        """Start to bring chunks to host memory and hold them there. `advance` continues the returned fetch.
+        """Start to bring chunks to host memory, and hold them there. `advance` continues the returned fetch.
 
-        Chunks in host memory are held first, before room for others is made there.
+        Chunks that are in host memory are held first, so that they are not evicted to make room for others.
 
         Args:
-            wanted_chunks: chunks, in the order in which they are looked up.
-            without: names of tiers to leave out.
+            wanted_chunks: chunks to bring, in the order in which to read them.
+            without: names of tiers to exclude.
         """
         self.events += 1
         fetch = Fetch(without=frozenset(without))
@@ -117,7 +120,7 @@ class Reading:
         return fetch
 
     def cancel(self, fetch: Fetch) -> None:
-        """Cancel a fetch and release its slots. Chunks that are being read still go to host memory."""
+        """Cancel a fetch and release its slots. Reads in flight still bring their chunks to host memory."""
         for _, slot in fetch.take():
             self._host.close(slot)
         fetch.remaining.clear()
@@ -128,12 +131,20 @@ class Reading:
         return {self._queues[self.incoming[key].source].name for key in fetch.reading}
 
     def origin(self, fetch: Fetch) -> str:
-        """Return the name of the slowest tier that a fetch has used so far; host memory if none."""
+        """Return the name of the slowest tier that a fetch has used or waits for; the host tier if none."""
         asked = self.awaited_tiers(fetch) | fetch.tiers
         return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
 
     def on_read_ended(self, key: bytes, what: GetOutcome) -> None:
-        """Process the end of a read: keep the chunk, or read it from the next tier if there is one."""
+        """Process the end of a read.
+
+        After a hit, the chunk becomes ready for the fetches that wait for it. After a miss, it is read from
+        the next slow tier that should have it. If there is none, these fetches fail.
+
+        Args:
+            key: key of the chunk.
+            what: outcome of the read.
+        """
         incoming = self.incoming[key]
         name = self._queues[incoming.source].name
         if what is GetOutcome.HIT:
@@ -153,14 +164,18 @@ class Reading:
         self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
 
     def advance(self) -> None:
-        """Continue all fetches as far as host memory has room."""
+        """Continue all fetches as far as host memory has room, and drop those that are over."""
         self.events += bool(self.fetches)
         for fetch in self.fetches:
             self._advance(fetch)
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
 
     def _first_of(self, asked: tuple[bool, ...]) -> TierNumbers:
-        """Return a table from the tier bits of a tag to its fastest tier, among those marked in `asked`."""
+        """Return a table that maps the tier bits of a tag to the number of its fastest allowed tier.
+
+        Args:
+            asked: whether each tier is allowed, by tier number.
+        """
         if asked not in self._firsts:
             marks = np.arange(1 << MAX_TIERS)
             found = self._firsts[asked] = np.full(len(marks), NO_TIER)
@@ -171,7 +186,10 @@ class Reading:
         return self._firsts[asked]
 
     def _coming(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
-        """Return the tier that each chunk is being read from, as in `tier_numbers`; 0 if it is none."""
+        """Return the number of the tier that each chunk is being read from, or 0 if it is not being read.
+
+        A tier that is stuck for reading or excluded gives `NO_TIER`.
+        """
         reads = [
             NO_TIER if queue.name in without or queue.stuck_for_reading else number
             for number, queue in enumerate(self._queues, 1)
@@ -183,12 +201,15 @@ class Reading:
         return np.where(coming[at] == tags, tier_numbers[at], 0)
 
     def _advance(self, fetch: Fetch) -> None:
-        """Hold or read the remaining chunks of a fetch as far as host memory has room."""
+        """Hold the remaining chunks of a fetch, or start their reads, as far as host memory has room."""
         while fetch.remaining and fetch.failure is None and self._bring(fetch, fetch.remaining[0]):
             fetch.remaining.popleft()
 
     def _bring(self, fetch: Fetch, want: WantedChunk) -> bool:
-        """Hold a chunk of host memory, or start its read; return False if there is no room for it yet."""
+        """Hold a chunk that is in host memory, start its read, or wait for a read that another load started.
+
+        Return False if host memory has no room for the chunk yet.
+        """
         if incoming := self.incoming.get(want.key):
             incoming.waiting.append(fetch)
             fetch.reading[want.key] = want
@@ -220,6 +241,7 @@ class Reading:
         self._queues[incoming.source].read(slot.key, incoming.group, self._body(slot))
 
     def _keep(self, incoming: _Incoming, name: str) -> None:
+        """Commit a chunk that was read, queue it for faster tiers, and hold it for the waiting fetches."""
         key = incoming.slot.key
         if not self._host.commit(incoming.slot):
             self._fail(incoming, "the cache was reset")
@@ -232,11 +254,13 @@ class Reading:
                 self._give(fetch, want, slot, name)
 
     def _give(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
+        """Add a held chunk to the ready chunks of a fetch. `name` is the tier that it came from."""
         fetch.ready.append((want, slot))
         fetch.tiers.add(name)
         self._counts.fetched[name] += 1
 
     def _fail(self, incoming: _Incoming, why: str, what: GetOutcome | None = None) -> None:
+        """Record why the fetches that wait for a chunk cannot continue."""
         for fetch in incoming.waiting:
             if fetch.reading.pop(incoming.slot.key, None) is not None and fetch.failure is None:
                 fetch.failure, fetch.miss = why, what

@@ -1,10 +1,9 @@
-"""A slow tier and the threads that wait for its storage.
+"""A slow tier and the threads that block on its storage.
 
-The engine's thread starts reads and writes and collects their results. It does not wait for a mount that
-hangs.
-If reads are under way and none has ended for `STUCK_SECONDS`, the tier is *stuck* for reading: it gets no
-further reads until one ends. Writes are treated in the same way, independently of reads. An operation owns
-the memory that it reads or writes until it ends, however long that takes.
+The engine's thread starts reads and writes, and collects their results later. So it never waits for storage,
+even if a mount hangs. If reads are in flight and none has ended for `STUCK_SECONDS`, the tier is *stuck* for
+reading: it offers no chunks until a read ends. Writes are treated in the same way, independently of reads. An
+operation uses its memory until it ends, however long that takes.
 """
 
 from __future__ import annotations
@@ -29,14 +28,22 @@ from kvferry.tiers.storage_tier import StorageTier, StoreUsage
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 5.0
+"""Time without an ended operation after which a tier with operations in flight is stuck."""
 _MOST_USES = 1 << 12
 """Maximum number of prompts whose use is not yet recorded. If the tier hangs, the latest ones are kept."""
 REFRESH_SECONDS = 2.0
+"""Time between two refreshes of a tier, which record uses and look for chunks of other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """The result of a store, which no longer reads its memory."""
+    """The result of a write that has ended. Its memory may be reused.
+
+    Attributes:
+        key: key of the chunk.
+        what: outcome of the write.
+        seconds: duration of the write.
+    """
 
     key: bytes
     what: PutOutcome
@@ -45,7 +52,13 @@ class WriteEnded:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """The result of a fetch, which no longer writes its memory."""
+    """The result of a read that has ended. The read no longer writes to its memory.
+
+    Attributes:
+        key: key of the chunk.
+        what: outcome of the read.
+        seconds: duration of the read.
+    """
 
     key: bytes
     what: GetOutcome
@@ -56,11 +69,12 @@ Done: TypeAlias = WriteEnded | ReadEnded
 
 
 class TierQueue:
-    """Reads and writes of one storage tier. Only the engine's thread calls its methods.
+    """Reads and writes of one storage tier, done by background threads. Only the engine's thread may use it.
 
     Attributes:
         name: name of the tier, unique within an engine.
-        usage: last known usage of the tier's storage.
+        tier: the storage tier.
+        usage: usage of the tier's storage, as last read by a background thread.
     """
 
     def __init__(
@@ -71,13 +85,13 @@ class TierQueue:
         writers: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the threads.
+        """Start the threads that read, write and refresh the tier.
 
         Args:
-            tier: the tier, which the queue takes over and closes.
+            tier: storage tier, which the queue closes in `close`.
             name: name of the tier, unique within an engine.
             readers, writers: number of threads for reads and for writes.
-            clock: monotonic seconds.
+            clock: function that returns monotonic seconds.
         """
         self.name = name
         self.tier, self.usage = tier, StoreUsage()
@@ -96,22 +110,25 @@ class TierQueue:
         self._refresher.start()
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return which keys can be read now: bool of shape (len(keys),), all False if stuck for reading."""
+        """Return a mask of the keys that can be read now: bool of shape (len(keys),).
+
+        It is all False while the tier is stuck for reading or paused.
+        """
         return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.contains(keys)
 
     @property
     def refuses_reads(self) -> bool:
-        """Return whether the tier currently accepts no reads: it is stuck for reading or paused."""
+        """Return whether the tier should get no reads now, because it is stuck for reading or paused."""
         return self._reading.stuck or self.tier.paused
 
     @property
     def reading(self) -> int:
-        """The number of fetches whose result `done` has not returned."""
+        """The number of reads that have started and that `done` has not returned yet."""
         return self._reading.count
 
     @property
     def writing(self) -> int:
-        """The number of stores whose result `done` has not returned."""
+        """The number of writes that have started and that `done` has not returned yet."""
         return self._writing.count
 
     @property
@@ -121,39 +138,58 @@ class TierQueue:
 
     @property
     def stuck_for_reading(self) -> bool:
-        """Return whether fetches are under way and none ended in the last `STUCK_SECONDS`."""
+        """Return whether reads are in flight and none ended in the last `STUCK_SECONDS`."""
         return self._reading.stuck
 
     @property
     def stuck_for_writing(self) -> bool:
-        """Return whether stores are under way and none ended in the last `STUCK_SECONDS`."""
+        """Return whether writes are in flight and none ended in the last `STUCK_SECONDS`."""
         return self._writing.stuck
 
     @property
     def can_write(self) -> bool:
-        """Return whether the queue has room for another store and is not stuck for writing."""
+        """Return whether the queue has room for another write and is not stuck for writing."""
         return self.writing < self._most_writes and not self._writing.stuck
 
     def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
-        """Start to fetch a chunk. The fetch owns `into` until it ends."""
+        """Queue a read of a chunk into `into`. Keep that memory reserved until `done` returns the read.
+
+        Args:
+            key: key of the chunk.
+            group: expected group, shape and tokens of the chunk.
+            into: writable memory, as long as the chunk's body.
+        """
         self._reading.begin()
         self._reads.put(partial(self._read, key, group, into))
 
     def write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
-        """Start to store a chunk. The store owns `body` until it ends."""
+        """Queue a write of a chunk from `body`. Keep that memory unchanged until `done` returns the write.
+
+        Args:
+            key: key of the chunk.
+            group: group, shape and tokens of the chunk.
+            body: writable memory with the chunk's sections; the tier sets the padding between them to zero.
+        """
         self._writing.begin()
         self._writes.put(partial(self._write, key, group, body))
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Mark a prompt's chunks as used, the first chunk first. The next refresh records it in the tier."""
+        """Mark a prompt's chunks as used. The refresh thread records that in the tier later.
+
+        Args:
+            keys: keys of the chunks, the first chunk first.
+        """
         self._uses.append(keys)
 
     def done(self) -> list[Done]:
-        """Return the reads and writes that ended since the last call."""
+        """Return the results of the reads and writes that ended since the last call."""
         return [*self._reading.done(), *self._writing.done()]
 
     def close(self, patience_seconds: float) -> None:
-        """Finish the reads and writes in the queue within `patience_seconds`, then end the threads."""
+        """Finish all queued reads and writes, end the threads, and close the tier.
+
+        What has not ended after `patience_seconds` is abandoned with a warning, and the tier stays open.
+        """
         self._closing.set()
         ends = time.monotonic() + patience_seconds
         idle = [threads.close(ends) for threads in (self._writes, self._reads)]
@@ -189,7 +225,7 @@ class TierQueue:
 
     def _look_around(self) -> None:
         try:
-            with self._looking:  # what was looked at last is what is told last
+            with self._looking:  # so that an older result does not replace a newer one
                 self.usage = self.tier.usage()
         except Exception:
             logger.exception("%s tier: what lies around", self.name)
@@ -207,9 +243,9 @@ class TierQueue:
                 logger.exception("%s tier: refresh", self.name)
 
     def _note_uses(self) -> None:
-        """Record the used chunks in the tier, each once.
+        """Record the used chunks in the tier, each once, and clear them.
 
-        A chunk comes after the later chunks that depend on it.
+        A prompt's later chunks precede its earlier ones, because the tier evicts in this order.
         """
         order: dict[bytes, None] = {}
         while self._uses:
@@ -224,30 +260,33 @@ class TierQueue:
 
 
 class _Operations:
-    """The reads or the writes whose result has not been collected.
+    """The reads, or the writes, whose results the engine's thread has not collected.
 
     Worker threads call `end`. The engine's thread calls the other methods.
+
+    Attributes:
+        count: number of operations that have begun and that `done` has not returned.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
         self._clock = clock
-        self._moved_at = clock()  # when one has last ended, or begun where none was under way
+        self._moved_at = clock()  # time when an operation last ended, or began while none was in flight
         self._ended: deque[Done] = deque()
 
     def begin(self) -> None:
-        """Count an operation that starts."""
+        """Record the start of an operation."""
         if not self._at_work:
             self._moved_at = self._clock()
         self.count += 1
 
     def end(self, what: Done) -> None:
-        """Record the end of an operation."""
+        """Record the result of an operation that has ended."""
         self._ended.append(what)
         self._moved_at = self._clock()
 
     def done(self) -> list[Done]:
-        """Return the operations that ended since the last call."""
+        """Return the results of the operations that ended since the last call."""
         found: list[Done] = []
         while self._ended:
             found.append(self._ended.popleft())
@@ -256,7 +295,7 @@ class _Operations:
 
     @property
     def stuck(self) -> bool:
-        """Return whether operations are running and none ended in the last `STUCK_SECONDS`."""
+        """Return whether operations are in flight and none ended in the last `STUCK_SECONDS`."""
         return self._at_work > 0 and self._clock() - self._moved_at > STUCK_SECONDS
 
     @property
@@ -265,7 +304,7 @@ class _Operations:
 
 
 class _Threads:
-    """Daemon threads that serve one queue. A thread that hangs does not keep the process from ending."""
+    """Daemon threads that run the jobs of one queue. A hanging thread does not keep the process alive."""
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -280,13 +319,13 @@ class _Threads:
         self._jobs.put(job)
 
     def close(self, ends: float) -> bool:
-        """End the threads once the queue is empty.
+        """Let the threads end when the queue is empty, and wait for them.
 
         Args:
             ends: deadline, in seconds of `time.monotonic`.
 
         Returns:
-            Whether all threads ended by then.
+            True if all threads ended before the deadline.
         """
         for _ in self._threads:
             self._jobs.put(None)

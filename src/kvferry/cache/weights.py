@@ -1,12 +1,12 @@
-"""Digests of the content of checkpoints.
+"""Digests of the weights in a checkpoint.
 
 A model's name does not identify its weights, and files of different weights can have equal headers and sizes.
-So all bytes are digested: several GB/s with BLAKE3 on all cores. Digests are remembered per file by device,
-inode, size, modification time and change time. A copy over a file of the same size can keep the modification
-time, but not the change time.
+So all bytes are digested, at several GB/s, with BLAKE3 on all cores. A JSON file, the *memory file*, keeps
+the digest of each weight file by device, inode, size, modification time and change time. A file that is
+copied over another of the same size can keep the modification time, but not the change time.
 
-The memory file is only a cache. If it is missing, damaged or not writable, the files are read again.
-Concurrent writers may lose each other's new digests, but do not damage it.
+The memory file is only a cache. If it is missing, damaged or not writable, the weights are read again.
+Concurrent writers may lose each other's new digests, but do not damage the file.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _BUFFER_BYTES = 4 << 20
 _TOLD_BYTES = 8 << 30
-"""Bytes between two progress messages; reading fewer takes seconds."""
+"""Number of bytes read between two progress messages. Reading so many takes seconds."""
 _SETTLED_SECONDS = 2.0
 """Granularity of file times on some file systems. A file changed more recently may change again unnoticed."""
 _MOST_FILES = 4096
+"""Maximum number of digests in the memory file."""
 
 
 def weights_of(model: Path) -> str | None:
-    """Return the digest of the weights of a checkpoint; None if there are none.
+    """Return the digest of the weights of a checkpoint, 32 hex digits; None if it has no weight files.
 
-    File names do not enter the digest, but files are digested in the order of their names.
+    The files are digested in the order of their names. The names themselves do not affect the digest.
 
     Args:
-        model: directory of the checkpoint, or its only file.
+        model: directory of the checkpoint, or path of its only file.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
@@ -55,12 +56,12 @@ def weights_of(model: Path) -> str | None:
 def digest_of_files(
     files: Sequence[Path], memory: Path | None = None, now: Callable[[], float] = time.time
 ) -> str:
-    """Return the digest of the content of files, in this order; 32 hex digits.
+    """Return the digest of the content of files, in the given order: 32 hex digits.
 
     Args:
-        files: files to read.
-        memory: JSON file that remembers digests; by default in the user's cache directory.
-        now: clock of the file system's times, in seconds.
+        files: paths of the files.
+        memory: path of the memory file; None for the one in the user's cache directory.
+        now: function that returns the time of the file system's clock, in seconds since 1970.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
@@ -92,17 +93,21 @@ def digest_of_files(
 
 
 def _key(stat: os.stat_result) -> str:
+    """Return the key of a file in the memory file."""
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
 def remembered() -> tuple[Path | None, int]:
-    """Return the file that remembers this user's digests, if there is one, and the number of digests."""
+    """Return the path of this user's memory file, and the number of digests in it.
+
+    The path is None if the user has no cache directory. The file need not exist.
+    """
     memory = _default_memory()
     return memory, len(_read_memory(memory))
 
 
 class _Progress:
-    """A counter of bytes read that logs progress from time to time."""
+    """A counter of bytes read that logs a message after every `_TOLD_BYTES`."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._of = f"{len(files)} weight files"
@@ -115,7 +120,10 @@ class _Progress:
 
 
 def _digest(file: FileIO, progress: _Progress) -> str:
-    """Digest a file by read calls: a memory-mapped file that is truncated would kill the process (SIGBUS)."""
+    """Return the digest of an open file, in hex.
+
+    The file is read by system calls. With a memory map, a truncated file would kill the process (SIGBUS).
+    """
     hasher = blake3(max_threads=blake3.AUTO)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     while count := file.readinto(buffer):
@@ -133,7 +141,7 @@ def _default_memory() -> Path | None:
 
 
 def _read_memory(memory: Path | None) -> dict[str, str]:
-    """Return the remembered digests by file; none if the memory is missing or damaged."""
+    """Return the digests in the memory file, by key; empty if the file is missing or damaged."""
     if memory is None:
         return {}
     try:
@@ -145,11 +153,12 @@ def _read_memory(memory: Path | None) -> dict[str, str]:
 
 
 def _check(files: dict[str, str]) -> str:
+    """Return the checksum of the digests, which the memory file contains."""
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _remember(memory: Path | None, news: dict[str, str]) -> None:
-    """Add new digests to those now in the memory file, and drop the oldest beyond `_MOST_FILES`."""
+    """Add new digests to the memory file, and drop the oldest ones beyond `_MOST_FILES`."""
     if memory is None:
         return
     kept = {key: digest for key, digest in _read_memory(memory).items() if key not in news} | news

@@ -1,8 +1,9 @@
-"""Writes from host memory to slow tiers. A chunk is *owed* to a tier until its write starts.
+"""Writes of chunks from host memory to slow tiers.
 
-*Write-through* writes a chunk as soon as the tier has room for another write. *Write-back* writes it once
-host memory is fuller than `WRITE_BACK_SHARE`, and at shutdown. A tier that is too slow loses chunks: they
-leave host memory before their turn. Losses are counted and delay no other work.
+Each slow tier has a queue of chunks still to be written. With *write-through*, a queued chunk is written as
+soon as the tier accepts another write. With *write-back*, it is written when host memory is fuller than
+`WRITE_BACK_SHARE`, or at shutdown. If a tier is too slow, host memory evicts queued chunks before they are
+written. These losses are counted, and delay no other work.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
 
 WRITE_BACK_SHARE = 0.5
-"""The share of host memory that chunks may fill before write-back starts to write."""
+"""Share of host memory, from 0 to 1. Above it, write-back starts to write."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowTier:
-    """A slow tier behind host memory, and when chunks are written to it.
+    """A slow tier behind host memory, and its write mode.
 
     Attributes:
-        queue: the tier and its threads.
-        write_back: whether to write only when host memory fills up, or at shutdown.
+        queue: queue of the tier's reads and writes, with its threads.
+        write_back: True to write chunks only when host memory fills up or at shutdown; False for
+            write-through.
     """
 
     queue: TierQueue
@@ -34,13 +36,15 @@ class SlowTier:
 
 @dataclass(slots=True)
 class Writing:
-    """The chunks owed to one tier, and those being written. Only the engine's thread may use it.
+    """Writes chunks from host memory to one slow tier: those queued and those in flight.
+
+    Only the engine's thread may use it.
 
     Attributes:
-        slow_tier: the slow tier.
-        host: the host tier that has the chunks.
-        body: function from a slot to its writable memory.
-        lost: number of chunks that were evicted from host memory before they were written.
+        slow_tier: slow tier to write to.
+        host: host tier that holds the chunks.
+        body: function that returns the memory of a slot.
+        lost: number of queued chunks that host memory evicted before their write started.
     """
 
     slow_tier: SlowTier
@@ -51,26 +55,32 @@ class Writing:
     _held: dict[bytes, Slot] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return the number of chunks that are owed or being written."""
+        """Return the number of chunks that are queued or being written."""
         return len(self._owed) + len(self._held)
 
     def owe(self, key: bytes, group: ChunkGroup) -> None:
-        """Queue a chunk of host memory for writing, unless the tier has it or is writing it."""
+        """Queue a chunk in host memory for writing, unless the tier has it or is writing it."""
         if key not in self._held and not self.slow_tier.queue.tier.contains([key])[0]:
             self._owed[key] = group
 
     @property
     def due(self) -> bool:
-        """Return whether chunks are to be written once the tier has room; False for a stuck tier."""
+        """Return whether queued chunks can be written as soon as the tier accepts a write.
+
+        False in write-back mode while host memory has room, and while the tier is stuck.
+        """
         return bool(self._owed) and self._wanted and not self.slow_tier.queue.stuck_for_writing
 
     @property
     def under_way(self) -> bool:
-        """Return whether chunks are being written; False for a stuck tier."""
+        """Return whether chunks are being written; False while the tier is stuck."""
         return bool(self._held) and not self.slow_tier.queue.stuck_for_writing
 
     def pump(self) -> int:
-        """Start as many writes as the tier has room for; return the number of chunks no longer owed."""
+        """Start as many writes as the tier accepts; return the number of chunks that left the queue.
+
+        A queued chunk that host memory has evicted leaves the queue too, and counts as lost.
+        """
         if not (before := len(self._owed)):
             return 0
         while self._owed and self._wanted and self.slow_tier.queue.can_write:
@@ -78,24 +88,26 @@ class Writing:
         return before - len(self._owed)
 
     def on_write_ended(self, key: bytes) -> None:
-        """Release the slot of a chunk whose write has ended, whether or not the tier stored it."""
+        """Release the slot of a chunk whose write has ended, whatever the outcome."""
         self.host.close(self._held.pop(key))
 
     def flush(self) -> None:
-        """Start writes of all chunks that are owed, even if the tier has no room."""
+        """Start the writes of all queued chunks, even more than the tier would accept."""
         while self._owed:
             self._write_next()
 
     def forget(self) -> None:
-        """Drop all owed chunks; writes that have started continue."""
+        """Drop all queued chunks. Writes in flight continue."""
         self._owed.clear()
 
     @property
     def _wanted(self) -> bool:
+        """Return whether the write mode allows to write now."""
         full = self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
         return full or not self.slow_tier.write_back
 
     def _write_next(self) -> None:
+        """Start the write of the oldest queued chunk, or count it as lost if host memory has evicted it."""
         key, group = self._owed.popitem(last=False)
         slot = self.host.hold(key)
         if slot is None:

@@ -1,27 +1,28 @@
 """Keys of the chunks of one request.
 
-A chunk's KV depends on every token before it, so its key does too. Each key is a digest of the key before it
-and of the chunk's own tokens. Equal keys mean equal content for all engines, parallel sizes, layouts and
-block sizes. The namespace (`kvferry.keys.namespace`) covers the model and the format.
+A chunk's KV depends on every token before it, so its key does too. Each key is a digest of the previous
+chunk's key and of the chunk's own tokens. Equal keys mean equal content for all engines, parallel sizes,
+layouts and block sizes. The namespace (`kvferry.keys.namespace`) covers the model and the format.
 
-The digest is BLAKE2b of 32 bytes. It is cryptographic because tenants choose tokens: a tenant who could make
-two prompts with one key could cause one to be answered with the KV of the other. With 16 bytes, two such
-prompts are 2^64 digests away. 32 bytes cost no time (a message of 256 tokens is as many BLAKE2b blocks) and
-16 KiB per 128k tokens. Every Python has BLAKE2b in its standard library, and its `person` parameter separates
-the three uses below.
+The digest is BLAKE2b with 32 bytes of output. It is cryptographic because tenants choose tokens. A tenant who
+finds two prompts with one key can cause an engine to answer one prompt with the KV of the other. With 16
+bytes of output, that takes about 2^64 digests. An output of 32 bytes takes no more time than one of 16, and
+16 KiB of keys per 128k tokens. Every Python has BLAKE2b in its standard library. Its `person` parameter
+separates the three uses below.
 
-The inputs of the digests follow. Integers are little-endian and unsigned, ``text`` is its length in 8 bytes,
-then UTF-8::
+The digests have the following inputs. Integers are little-endian and unsigned. A ``text`` is its length in 8
+bytes, then its UTF-8 encoding::
 
     root   person "kvferry-root-1"     chunk_tokens (8 bytes), lora (text), salt (text)
     chunk  person "kvferry-chunk-1"    the key before, or the root (32 bytes)
                                        count of tokens (8 bytes), their ids (4 bytes each)
-                                       count of items that begin in it (8 bytes), of each:
+                                       count of items that begin in it (8 bytes), then for each item:
                                        first token (8 bytes), tokens (8 bytes), identity (text)
-    tail   person "kvferry-tail-1"     as of a chunk, over the incomplete chunk after the last boundary
+    tail   person "kvferry-tail-1"     same as for a chunk, over the incomplete chunk after the last boundary
 
-Every variable part follows its length, so no two inputs give the same bytes. A tail of any length never has
-the key of a chunk.
+A *boundary* is the end of a whole chunk. A *tail* is the incomplete chunk after the last boundary. Every part
+of variable length follows its length, so no two inputs give the same bytes. A tail never has the key of a
+chunk.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ _TAIL = blake2b(digest_size=KEY_BYTES, person=b"kvferry-tail-1")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Item:
-    """Content in place of tokens: an image, a piece of audio, embeddings.
+    """Multimodal content in place of tokens: an image, a piece of audio, or embeddings.
 
     Attributes:
-        start: position of its first token.
-        tokens: number of its placeholder tokens.
-        identity: digest of its content, from the engine.
+        start: position of the first placeholder token in the request.
+        tokens: number of placeholder tokens, at least 1.
+        identity: digest of the content, computed by the engine.
     """
 
     start: int
@@ -65,10 +66,10 @@ class Item:
 
 
 class ChunkKeys:
-    """The keys of one request, extended as it grows. Not thread-safe.
+    """The keys of one request, extended as the request grows. Not thread-safe.
 
-    The object keeps the keys, and the token ids (4 bytes each) for `at`. It can only add tokens. A request
-    whose tokens change needs a new object.
+    The object keeps the keys, and the token ids (4 bytes each) because `at` needs them. It can only append
+    tokens. A request whose tokens change needs a new object.
 
     >>> keys = ChunkKeys(4, range(6))
     >>> len(keys.chunks()), keys.at(4) == keys.chunks()[0], keys.at(6) == keys.chunks()[0]
@@ -87,18 +88,19 @@ class ChunkKeys:
         lora: str = "",
         salt: str = "",
     ) -> None:
-        """Digest the known part of a request, usually its prompt.
+        """Compute the keys of the known part of a request, usually its prompt.
 
         Args:
-            chunk_tokens: tokens of a chunk.
-            tokens: token ids, each below 2^32.
-            items: content in place of tokens, in any order. Items may lie beyond the tokens so far. An item
-                enters the key of the chunk in which it begins, and the chain carries it into all later keys.
-            lora: identity of the adapter, empty without one. Its name does not identify its weights.
-            salt: the tenant's cache salt, empty without one. Other tenants cannot find these keys.
+            chunk_tokens: number of tokens in a whole chunk, at least 1.
+            tokens: token ids, each below 2^32: a sequence or an integer array of shape (tokens,).
+            items: multimodal items of the request, in any order. Items may lie beyond the tokens given so
+                far. An item affects the key of the chunk in which it begins, and thus all later keys.
+            lora: digest or other identity of the LoRA adapter's weights; empty without an adapter. A name is
+                not enough, because two adapters can have one name.
+            salt: cache salt of the tenant; empty without one. Another salt gives other keys.
 
         Raises:
-            Unnameable: a token id does not fit into 4 bytes, or chunks have no tokens.
+            Unnameable: a token id does not fit into 4 bytes, or `chunk_tokens` is below 1.
         """
         if chunk_tokens < 1:
             raise Unnameable(f"chunks of {chunk_tokens} tokens")
@@ -111,17 +113,20 @@ class ChunkKeys:
         root.update(_count(chunk_tokens) + _text(lora) + _text(salt))
         self._root = root.digest()
         self._chunks: list[bytes] = []
-        self._digests = bytearray()  # the same in one piece
+        self._digests = bytearray()  # the keys of `_chunks`, concatenated
         self.extend(tokens)
 
     def __len__(self) -> int:
-        """Return the number of tokens so far."""
+        """Return the number of tokens that the request has so far."""
         return len(self._ids) // _ID_BYTES
 
     def extend(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Append tokens, and digest the chunks that they complete.
+        """Append tokens, and compute the keys of the chunks that they complete.
 
-        This takes one pass of Python per *completed* chunk: 2 us for a chunk of 256 tokens.
+        Each completed chunk takes one pass of a Python loop: 2 us for a chunk of 256 tokens.
+
+        Args:
+            tokens: token ids, each below 2^32.
 
         Raises:
             Unnameable: a token id does not fit into 4 bytes. The keys then stay unchanged.
@@ -142,26 +147,31 @@ class ChunkKeys:
             self._digests += key
 
     def chunks(self, first: int = 0) -> list[bytes]:
-        """Return the keys of the complete chunks from number `first` on, `KEY_BYTES` each, in order.
+        """Return the keys of the complete chunks, in order, as `bytes` of length `KEY_BYTES`.
 
-        Mappings, file names and messages take keys as bytes. To look all of them up, write
-        ``[key in index for key in keys.chunks()]``.
+        Use `digests` for the same keys in one array.
+
+        Args:
+            first: index of the first chunk to return.
         """
         return self._chunks[first:]
 
     def digests(self, first: int = 0) -> npt.NDArray[np.uint8]:
-        """Return the keys of `chunks` as an array: uint8 of shape (chunks, KEY_BYTES)."""
+        """Return the same keys as `chunks`, as an array: uint8 of shape (chunks, KEY_BYTES)."""
         return np.frombuffer(self._digests[first * KEY_BYTES :], np.uint8).reshape(-1, KEY_BYTES)
 
     def chunk(self, number: int) -> bytes:
-        """Return the key of a complete chunk."""
+        """Return the key of the complete chunk with index `number`."""
         return self._chunks[number]
 
     def at(self, tokens: int) -> bytes:
-        """Return the key of the tokens from the last boundary before `tokens` up to `tokens`.
+        """Return the key of the last chunk or tail of the request's first `tokens` tokens.
 
-        If `tokens` is a boundary, this is the key of a chunk, otherwise the key of a tail. The key of a tail
-        is for exactly these tokens: a longer tail has another key.
+        If `tokens` is a boundary, this is the key of the whole chunk that ends there. Otherwise it is the key
+        of a tail. A tail's key is for exactly these tokens: a longer tail has another key.
+
+        Args:
+            tokens: number of tokens from the start of the request.
 
         Raises:
             Unnameable: `tokens` is below 1 or exceeds the tokens of the request.
@@ -178,21 +188,23 @@ class ChunkKeys:
         return digest.digest()
 
     def _before(self, index: int) -> bytes:
-        """Return the key before chunk `index`: the root for the first chunk."""
+        """Return the key of the chunk before chunk `index`; for the first chunk, the root digest."""
         return self._chunks[index - 1] if index else self._root
 
 
 def _count(number: int) -> bytes:
+    """Encode a number as 8 bytes, little-endian."""
     return number.to_bytes(8, "little")
 
 
 def _text(text: str) -> bytes:
-    """Return bytes unique to a `str`. Lone surrogates, which JSON can put into a salt, are allowed."""
+    """Encode a text as its length and its UTF-8 bytes. Lone surrogates, as JSON may have, are allowed."""
     data = text.encode("utf-8", "surrogatepass")
     return _count(len(data)) + data
 
 
 def _items(items: Sequence[Item]) -> bytes:
+    """Encode the number of items, and each item."""
     parts = [_count(item.start) + _count(item.tokens) + _text(item.identity) for item in items]
     return _count(len(items)) + b"".join(parts)
 
@@ -202,7 +214,7 @@ def _little_endian(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     if isinstance(tokens, np.ndarray):
         return _of_array(tokens)
     try:
-        # Three times as fast as an ndarray of a list, and it refuses what is no integer or has no room.
+        # Three times as fast as an ndarray of a list. It also refuses all but integers from 0 to 2^32 - 1.
         ids = array("I", tokens if isinstance(tokens, list) else list(tokens))
     except (OverflowError, TypeError) as error:
         raise Unnameable(f"token ids must be whole numbers from 0 to 2^32 - 1: {error}") from error
@@ -212,6 +224,7 @@ def _little_endian(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 
 
 def _of_array(tokens: npt.NDArray[np.integer]) -> bytes:
+    """Return an array of token ids as little-endian integers of 4 bytes each. Raises Unnameable."""
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise Unnameable(
             f"token ids must be one row of whole numbers, not {tokens.dtype} of shape {tokens.shape}"

@@ -1,16 +1,17 @@
-"""The namespace of keys: all facts that must be equal for one engine to use another's chunks.
+"""The namespace of keys: all facts that must be equal before one engine may use another's chunks.
 
-A chunk's key identifies its tokens. Its namespace identifies the model and the form of the bytes. Engines
-compare namespaces as a whole, and never read the content of another namespace. A namespace keeps the facts
-besides their digest, so that kvferry can tell people which facts differ.
+A chunk's key identifies its tokens. Its namespace identifies the model and the format of the bytes. Engines
+compare namespaces as a whole, and never read the chunks of another namespace. A namespace keeps its facts in
+addition to their digest, so that kvferry can tell an operator which facts differ.
 
-The text of the facts is JSON with only one spelling: sorted keys, one space of indentation, ASCII, a line
-feed at the end. It has whole numbers, floats (the shortest decimal that reads back as the same float, always
-with a point or an exponent), texts, true, false, null, lists and mappings. The digest is over this text.
+The text of the facts is canonical JSON: sorted keys, one space of indentation, ASCII, a line feed at the end.
+It may contain whole numbers, floats, texts, true, false, null, lists and mappings. A float is written as the
+shortest decimal that reads back as the same float, always with a point or an exponent. The digest is over
+this text.
 
-The *note* beside the chunks is JSON of the same form, with the facts under "facts" and the model's display
-name under "name". Different weights with the same name have different namespaces. The same weights with
-another name have the same namespace.
+A *note* is a small file that a tier keeps beside the chunks of a namespace. It is JSON of the same form, with
+the facts under "facts" and the model's display name under "name". Different weights with the same name have
+different namespaces. The same weights with another name have the same namespace.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _DEEPEST = 32
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A namespace with its facts. `of` makes it from facts, `read` from a note.
+    """A namespace with its facts. Create it from facts with `of`, or from a note with `read`.
 
     Attributes:
-        text: the facts, in the JSON form of this module.
-        name: display name of the model. Neither comparison nor digest includes it.
+        text: facts as canonical JSON.
+        name: display name of the model. Comparison and digest ignore it.
     """
 
     text: str
@@ -60,16 +61,18 @@ class Namespace:
         """Return the namespace of an engine.
 
         Args:
-            weights: digest of the weights' content.
-            model: the model's own configuration with overrides applied: rope, windows, heads, ...
-            dtype: element type of the computation.
-            kv_dtype: element type of the cache.
-            scales: scales of quantised KV, by name. Scales computed at run time differ from run to run.
-            form: the form of a chunk's bytes, as the lines of `CanonicalForm.describe`.
+            weights: digest of the content of the weights.
+            model: configuration of the model after overrides, such as rope, windows and heads.
+            dtype: element type of the model's activations.
+            kv_dtype: element type of the KV cache.
+            scales: scales of a quantised KV cache, by name; empty if it is not quantised. Scales that an
+                engine computes at run time differ from run to run, so they give another namespace each time.
+            form: format of a chunk's bytes, as the lines of `CanonicalForm.describe`.
             name: display name of the model.
 
         Raises:
-            Unnameable: a fact has no exact text. The message names the fact, and what to give instead.
+            Unnameable: a required fact is empty, or a fact cannot be written exactly. The message names the
+                fact, and what to give instead.
         """
         facts: dict[str, Fact] = {
             "dtype": dtype,
@@ -85,10 +88,13 @@ class Namespace:
 
     @classmethod
     def read(cls, note: str) -> Namespace:
-        """Return the namespace of a note. Its digest tells whether it is the expected one.
+        """Return the namespace that a note describes. Compare its digest with the expected one.
+
+        Args:
+            note: text of the note.
 
         Raises:
-            Unnameable: the text is not a note.
+            Unnameable: the text is not a valid note.
         """
         found = _parsed(note)
         facts, name = found.get("facts"), found.get("name")
@@ -98,7 +104,7 @@ class Namespace:
 
     @property
     def note(self) -> str:
-        """Text of the note beside the chunks: facts and name."""
+        """Text of the note that a tier stores beside the chunks: facts and name."""
         return _dumped({"facts": self.facts, "name": self.name})
 
     @property
@@ -109,12 +115,12 @@ class Namespace:
 
     @property
     def digest(self) -> bytes:
-        """BLAKE2b digest of the text, 32 bytes, as by ``b2sum -l 256``."""
+        """BLAKE2b digest of `text`, 32 bytes; the same as the output of ``b2sum -l 256``."""
         return blake2b(self.text.encode("ascii"), digest_size=32).digest()
 
 
 def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
-    r"""Return the differences of two namespaces, a sentence each, in the order of the facts' names.
+    r"""Return one sentence for each fact in which two namespaces differ, sorted by the name of the fact.
 
     >>> a = Namespace('{\n "window": 64\n}\n')
     >>> b = Namespace('{\n "kind": "mla",\n "window": 128\n}\n')
@@ -125,6 +131,7 @@ def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
 
 
 def _differences(where: str, a: Any, b: Any) -> Iterator[str]:
+    """Yield the differences of two values. `where` is their dotted path in the facts."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in sorted(a.keys() | b.keys()):
             yield from _differences(
@@ -140,12 +147,14 @@ def _differences(where: str, a: Any, b: Any) -> Iterator[str]:
 
 
 _NONE = object()
-"""Marks an absent value, as distinct from null."""
+"""A marker for an absent fact, as distinct from null."""
 
 _LONGEST = 400
+"""Maximum length of the two values in a message; longer values are only described."""
 
 
 def _said(value: Any) -> str:
+    """Return a value as text for a message."""
     return "none" if value is _NONE else json.dumps(value, sort_keys=True)
 
 
@@ -157,6 +166,7 @@ def _kind(value: Any) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises Unnameable if the text is anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -167,17 +177,22 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _canonical(facts: Mapping[str, Fact]) -> str:
+    """Return facts as canonical JSON. Raises Unnameable if a fact cannot be written exactly."""
     return _dumped(_plain("", facts, 0))
 
 
 def _dumped(plain: Any) -> str:
+    """Return a value of built-in types as canonical JSON."""
     return json.dumps(plain, sort_keys=True, indent=1, separators=(",", ": "), allow_nan=False) + "\n"
 
 
 def _plain(where: str, value: Any, depth: int) -> Any:
-    """Return a value in built-in types.
+    """Return a value converted to built-in types.
 
-    An instance of a subclass can compare equal and mean something else.
+    Subclasses of built-in scalar types are refused: an instance can compare equal and mean something else.
+
+    Raises:
+        Unnameable: the value cannot be written exactly as JSON. `where`, its dotted path, is in the message.
     """
     if depth > _DEEPEST:
         raise Unnameable(f"namespace: {where[:60]}... is nested deeper than {_DEEPEST}")
@@ -208,13 +223,18 @@ def _plain(where: str, value: Any, depth: int) -> Any:
 
 
 def _name(where: str, key: Any) -> str:
+    """Return the key of a mapping. Raises Unnameable if it is not a text that JSON can hold exactly."""
     if type(key) is not str:
         raise Unnameable(f"namespace: {where} has the key {key!r}, which is no text; 1 and '1' would be one")
     return _encodable(f"{where}.{key!a}", key)
 
 
 def _encodable(where: str, text: str) -> str:
-    """Refuse surrogates: a pair of them has the same JSON text as the character that it encodes."""
+    """Return `text` if it has no surrogates: a pair of them has the same JSON as the character it encodes.
+
+    Raises:
+        Unnameable: the text has a surrogate.
+    """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise Unnameable(f"namespace: {where} has half a character (a surrogate) in it; give whole ones")
     return text

@@ -1,8 +1,8 @@
 """A digest of the prompt that KV was computed from.
 
-A router can pair the wrong halves of two requests, and two engines can apply different chat templates to the
-same text. The producer states which tokens its blocks hold. A consumer with other tokens computes the KV
-itself.
+A router can pair the prefill of one request with the decode of another. Two engines can apply different chat
+templates to the same text. So the producer sends the digest of the prompt whose KV is in its blocks. A
+consumer whose prompt has another digest computes the KV itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 
 
 def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
-    """Return the hex digest (128 bits, BLAKE2b) of token ids and everything else that decides the content.
+    """Return the digest of token ids and of other inputs that decide the KV: BLAKE2b, 32 hex digits.
 
     Args:
         tokens: token ids of the prompt, in order.
-        extras: other inputs, in a fixed order: LoRA adapter, multimodal hashes, cache salt.
+        extras: texts of the other inputs, such as LoRA adapter, multimodal hashes or cache salt. Their order
+            affects the digest.
 
     >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3))
     True
@@ -26,9 +27,9 @@ def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
     False
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvferry-prompt")
-    # Lengths come first, so that no tokens read like an extra, nor two extras like one.
+    # Each part follows its length. So tokens cannot be read as an extra, nor two extras as one.
     digest.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, dtype="<i8").tobytes())
     for extra in extras:
-        data = extra.encode("utf-8", "surrogatepass")  # JSON can carry half a pair into a cache salt
+        data = extra.encode("utf-8", "surrogatepass")  # a cache salt from JSON may have a lone surrogate
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

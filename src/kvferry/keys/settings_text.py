@@ -1,4 +1,4 @@
-"""Settings as flat, bounded text, by which engines compare them and report differences."""
+"""Settings as flat text of limited size, so that engines can compare them and report the differences."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NOT_CONTENT = frozenset(
         "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",
         "model_type_vllm", "torchscript", "_attn_implementation", "_attn_implementation_internal",
         "_attn_implementation_autoset", "_experts_implementation", "_experts_implementation_internal",
-        # compared by themselves, as they were resolved
+        # compared separately, with their resolved values
         "dtype", "torch_dtype",
-        # how long a prompt may be: what follows from it is in the built model
+        # the longest prompt: its effects are visible in the built model
         "max_model_len",
-        # what is done with the answer
+        # sampling and other treatment of the output
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
         "forced_bos_token_id", "forced_eos_token_id", "tie_word_embeddings", "tie_encoder_decoder",
         "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "finetuning_task",
@@ -30,29 +30,32 @@ NOT_CONTENT = frozenset(
         "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix",
         # training
         "initializer_range", "use_bfloat16", "tf_legacy_loss", "pruned_heads", "gradient_checkpointing",
-        # of drafts: how far they look ahead, for how long prompts
+        # draft models: number of speculated tokens
         "num_lookahead_tokens", "n_predict",
     }
 )  # fmt: skip
-"""Keys of a model's or processor's configuration that do not decide what its KV cache holds."""
+"""Keys in the configuration of a model or processor that do not affect the content of its KV cache."""
 
 MOST = 4096
+"""Maximum number of settings; further ones are combined into a digest."""
 _LONGEST = 120
+"""Maximum length of a key or value, in characters; a longer one is its beginning and a digest."""
 _HEAD = 72
+"""Length of the beginning that a shortened text keeps, in characters."""
 _DEEPEST = 6
-"""Maximum nesting of objects, because an object may contain itself."""
+"""Maximum nesting depth of objects, because an object may contain itself."""
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten a nested configuration to settings by dotted key, without those that do not decide content.
+    """Flatten a nested configuration to a mapping from dotted key to text, without `NOT_CONTENT`.
 
-    Null settings are left out: versions of a library differ in the defaults that they write.
+    Null settings are left out, because versions of a library differ in the defaults that they write.
 
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}
 
-    A model's own code may keep objects. They are read by their attributes: Python prints an object
-    differently in every process.
+    A model's own code may put objects into its configuration. They are read by their attributes, because
+    Python prints an object differently in every process.
 
     >>> from types import SimpleNamespace
     >>> settings_of({"blocks": [SimpleNamespace(heads={2, 10})], "first": SimpleNamespace(heads=2)})
@@ -67,15 +70,16 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text; a long value as its beginning and a digest.
+    """Return a value as text. The text of a long value is its beginning and a digest.
 
-    Whole numbers have one spelling, with a point or without.
+    An integer and a float of the same whole value have the same text.
     """
     text = value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True)
     return text if len(text) <= _LONGEST else f"{text[:_HEAD]}... ({_digest(text)})"
 
 
 def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield dotted key and text of each setting below the key `where`."""
     for key, value in config.items():
         if str(key) in NOT_CONTENT or value is None:
             continue
@@ -87,7 +91,7 @@ def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON types, the same in every process."""
+    """Convert a value to JSON types. The result is the same in every process."""
     parts = _parts(value) if depth <= _DEEPEST else None
     if isinstance(parts, Mapping):
         return {str(key): _plain(each, depth + 1) for key, each in parts.items()}
@@ -97,23 +101,24 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
-    """Return the contents of a collection or an object; None for anything else."""
+    """Return the members of a collection, or the attributes of an object; None for any other value."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, list | tuple):
         return list(value)
-    if isinstance(value, set | frozenset):  # each process keeps one in an order of its own
+    if isinstance(value, set | frozenset):  # the order of a set differs between processes
         return sorted(value, key=str)
     named = isinstance(value, type | Enum) or callable(value)
     return None if named else getattr(value, "__dict__", None)
 
 
 def _single(value: Any) -> bool | int | float | str | None:
+    """Convert a value without members to a JSON scalar."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if callable(value) or repr(value) == object.__repr__(value):  # printed by its address
+    if callable(value) or repr(value) == object.__repr__(value):  # its text would contain its address
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     return str(value)
 
