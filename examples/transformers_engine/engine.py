@@ -185,7 +185,7 @@ class Engine:
             while (tokens := self._half.admission.matched(request, 0)) is None:
                 self._step()  # a source is still looking
                 time.sleep(_POLL_SECONDS)
-            # The last token is computed even if its K and V are loaded, so its window must be here.
+            # The last token is computed even if its K and V are loaded, so it needs the blocks of its window.
             request.tables.cover(max(tokens, 1), min(tokens, request.num_tokens - 1))
             self._half.admission.allocated(request, request.tables, tokens)
             if not tokens:

@@ -14,7 +14,7 @@ DECIDES: Mapping[str, tuple[str, ...]] = {
     ),
     "model configuration": (
         "hf_config_path", "hf_overrides", "config_format",
-        # The code of a model writes what it derives from these into its configuration.
+        # A model's code writes the values that it derives from these into its configuration.
         "max_model_len", "generation_config", "override_generation_config", "disable_sliding_window",
     ),
     "built model": ("model_impl", "model_class_overrides", "trust_remote_code", "code_revision"),

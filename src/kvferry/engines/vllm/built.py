@@ -31,7 +31,7 @@ _POSITIONS = (1, 2, 63)
 _NOT_CONTENT = frozenset(
     {
         "training",
-        "max_position_embeddings",  # how long the table is; factors that follow from it are in the table
+        "max_position_embeddings",  # length of the table; the table shows factors that follow from it
         "cache_max_position_num",
         "use_flashinfer",  # kernels
         "use_aiter",

@@ -51,5 +51,5 @@ def _checkpoint(name: str, revision: str | None) -> Path | None:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for names that are not folders
 
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:  # noqa: BLE001 - any reason for not having it is the same to us
+    except Exception:  # noqa: BLE001 - whatever the reason, there is no checkpoint to read
         return None

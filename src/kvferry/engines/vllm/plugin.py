@@ -15,7 +15,7 @@ CONNECTORS = {
 
 def register() -> None:
     """Register the connectors with vLLM's factory, which imports their modules when it first needs them."""
-    # Does not import `compat`, which loads much of vLLM: this runs in every vLLM where kvferry is installed.
+    # This runs in every vLLM where kvferry is installed, so it must not import `compat`, which loads much.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 
     for name, module in CONNECTORS.items():

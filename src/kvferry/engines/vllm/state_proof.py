@@ -31,7 +31,7 @@ def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
             return why
         if state.recurrent:
             return _heads_disproved(layer, next(field for field in fields if field.name == "ssm"))
-    except Exception as error:  # noqa: BLE001 - a layer that cannot be asked is a layer that is not proved
+    except Exception as error:  # noqa: BLE001 - a layer whose weight loaders fail is not proved
         return f"its weight loaders could not be asked: {type(error).__name__}: {error}"
     return ""
 

@@ -18,7 +18,7 @@ def tracing() -> Listener:
 
 
 def _exported() -> Callable[[TraceSpan], None]:
-    from opentelemetry import trace  # noqa: PLC0415 - only a traced engine has, or needs, it
+    from opentelemetry import trace  # noqa: PLC0415 - installed and needed only in an engine with tracing
 
     tracer = trace.get_tracer("kvferry", kvferry.__version__)
 

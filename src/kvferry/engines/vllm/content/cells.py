@@ -63,10 +63,12 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Return the reason if a change to tokens or heads does not change all of their cells and no others.
+    """Check that a change to tokens or heads changes all of their cells, and no others.
 
-    Empty if it does. Each bit of the token or head index selects two sets to change: those with the bit, and
-    those without.
+    Each bit of the token or head index selects two sets to change: those with the bit, and those without.
+
+    Returns:
+        Reason why this does not hold; empty if it does.
     """
     first, second = _random(s, 1), _random(s, 2)
     before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)

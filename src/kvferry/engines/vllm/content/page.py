@@ -68,7 +68,10 @@ def _backend(layer: Any) -> str:
 
 
 def _kv_dtype(layer: Any, spec: Any) -> str:
-    """Return the KV cache dtype of a layer. A layer that only holds a cache (an indexer) may not name it."""
+    """Return the KV cache dtype that a layer names, or else its spec; ``auto`` if neither names one.
+
+    A layer that only holds a cache (an indexer) may leave it to its spec.
+    """
     return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
 
 

@@ -1,6 +1,6 @@
 """Proof that an adapter is right: the backend writes known values, which must be where the adapter says.
 
-A digit of the element's index is written in place of K and V, for one axis and one digit at a time. An
+In place of K and V, the probe writes the index of each element along one axis, one digit at a time. An
 adapter is right if every element of every field reads as the digit of its own index, for every digit, and if
 the operation writes no byte outside of the fields.
 """

@@ -257,4 +257,4 @@ class ChildAdmission:
             self.counts.ended(load.plan.bid.source, succeeded=not load.invalid)
             if not load.invalid:
                 known.bidding.succeeded()
-                known.bidding.computed()  # in the step that loaded
+                known.bidding.computed()  # the step that loaded has also computed tokens
