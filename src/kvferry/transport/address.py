@@ -9,7 +9,7 @@ IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_ip(host: str) -> IP | None:
-    """Return the IP address that `host` spells, or None if it is a name. IPv4 mapped into IPv6 becomes IPv4.
+    """Parse an IP address; return None if `host` is a name. An IPv4-mapped IPv6 address becomes IPv4.
 
     >>> parse_ip("::ffff:10.0.0.7"), parse_ip("[::1]"), parse_ip("node7"), parse_ip("127.1")
     (IPv4Address('10.0.0.7'), IPv6Address('::1'), None, None)
@@ -22,7 +22,7 @@ def parse_ip(host: str) -> IP | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only its own machine can reach a host.
+    """Return whether `host` is a loopback address, which only this machine can reach.
 
     >>> is_loopback("localhost"), is_loopback("127.8.8.8"), is_loopback("0.0.0.0"), is_loopback("node7")
     (True, True, False, False)

@@ -1,8 +1,10 @@
 """A NIXL agent, reduced to the operations that kvferry uses.
 
-No engine hook calls it, because a post may run the whole READ inside the call. NIXL cannot cancel a READ: its
-bytes still land after its handle is released. So `release` is for finished handles only, and the owner of the
-memory keeps it until then.
+A READ is a one-sided read of remote memory, as in RDMA. `Agent.post` starts it and may run all of it inside
+the call, so no engine hook calls it.
+
+NIXL cannot cancel a READ: its bytes still arrive after its handle is released. So release a handle only when
+the READ has ended, and keep the destination memory allocated until then.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadState(Enum):
-    """The state of a READ."""
+    """State of a READ (a one-sided read of remote memory)."""
 
     IN_FLIGHT = "PROC"
     DONE = "DONE"
@@ -39,19 +41,19 @@ _BACKEND = "UCX"
 
 
 class Agent:
-    """One NIXL agent: registered memory, prepared lists, READs."""
+    """A NIXL agent with its registered memory, prepared descriptor lists and READs."""
 
     def __init__(self, name: str, *, progress: bool = True) -> None:
-        """Start an agent.
+        """Start a NIXL agent with the UCX backend.
 
         Args:
-            name: unique among all agents that ever talk to each other.
-            progress: run NIXL's progress thread. An agent that is read from needs it. An agent that reads
-                polls by itself, and is faster without: the thread wakes for every short descriptor and
-                contends with the thread that posts.
+            name: name of the agent, unique among all agents that ever communicate.
+            progress: True to run NIXL's progress thread. An agent that peers read from needs it. An agent
+                that reads polls by itself and is faster without it: the thread wakes for every short
+                descriptor and contends with the thread that posts.
 
         Raises:
-            ConfigError: NIXL is missing, does not start here, or has no UCX.
+            ConfigError: NIXL is missing, cannot start on this machine, or has no UCX backend.
         """
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         self.name = name
@@ -76,10 +78,12 @@ class Agent:
             self._registered.append(self._nixl.register_memory(rows, memory))
 
     def metadata(self) -> bytes:
-        """Return the metadata with which another agent reads this one's memory. For authenticated peers only.
+        """Return the metadata that lets another agent read this agent's memory.
+
+        Send it to authenticated peers only.
 
         Raises:
-            ConfigError: it is not in the format that peers can check.
+            ConfigError: the installed NIXL writes a metadata format that peers cannot check.
         """
         metadata = bytes(self._nixl.get_agent_metadata())
         try:
@@ -92,11 +96,11 @@ class Agent:
         return metadata
 
     def add_peer(self, metadata: bytes) -> str:
-        """Load the metadata of another agent; return its name.
+        """Load the metadata of another agent and return that agent's name.
 
         Raises:
-            TransferError: no backend reaches the peer.
-            ProtocolError: the metadata is not NIXL's.
+            TransferError: NIXL cannot use the metadata, for example because it cannot reach the peer.
+            ProtocolError: the data is not valid NIXL metadata.
         """
         sealed = parse_metadata(metadata).sealed
         try:
@@ -108,19 +112,23 @@ class Agent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Undo one `add_peer`; undoing the last one removes the peer. No READ from it may be in flight."""
+        """Undo one `add_peer`. Undoing the last one removes the peer.
+
+        No READ from the peer may be in flight then.
+        """
         self._uses[name] -= 1
         if not self._uses[name]:
             self._nixl.remove_remote_agent(name)
 
     def prepare(self, owner: str | None, region: Region, rows: npt.NDArray[np.int64]) -> Any:
-        """Prepare a list of descriptors.
+        """Prepare a list of descriptors (address and length), which READs select by index.
 
         Args:
             owner: name of the peer that owns the memory; None for this agent.
-            region: a region of that memory; the list gets its kind and device.
-            rows: int64 of shape (n, 4): address and length in bytes of a row's first descriptor, bytes to the
-                next, number of descriptors. The descriptors of a row follow those of the row before.
+            region: any region of that memory; all descriptors get its memory kind and device.
+            rows: int64 of shape (n, 4). A row describes evenly spaced descriptors: address and length in
+                bytes of the first, distance in bytes between neighbours, number of descriptors. Descriptors
+                are numbered row after row.
 
         Returns:
             A handle for `read`.
@@ -136,18 +144,25 @@ class Agent:
         remote: Any,
         remote_indices: npt.NDArray[np.int32],
     ) -> Any:
-        """Create a READ of pairs of prepared descriptors and return its handle; `post` starts it."""
+        """Create a READ and return its handle; `post` starts it.
+
+        Args:
+            local: handle of the prepared list of local memory.
+            local_indices: indices into `local`, int32 of shape (n,): the destinations.
+            remote: handle of the prepared list of the peer's memory.
+            remote_indices: indices into `remote`, int32 of shape (n,): the sources, in the same order.
+        """
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
     def post(self, handle: Any) -> ReadState:
-        """Start a READ and return its state. The call may take as long as the READ itself."""
+        """Start a READ and return its state. The call may last as long as the READ itself."""
         return ReadState(self._nixl.transfer(handle))
 
     def state(self, handle: Any) -> ReadState:
-        """Return the state of a READ; an exception of the transport means FAILED."""
+        """Poll a READ and return its state. An exception of the transport counts as FAILED."""
         try:
             return ReadState(self._nixl.check_xfer_state(handle))
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing more can be learned
+        except Exception as error:  # noqa: BLE001 - any exception means that the READ failed
             logger.debug("transport error while polling: %s", error)
             return ReadState.FAILED
 
@@ -155,11 +170,11 @@ class Agent:
         """Release the handle of a READ that is DONE or FAILED."""
         try:
             self._nixl.release_xfer_handle(handle)
-        except Exception as error:  # noqa: BLE001 - of a READ that is finished: nothing can land any more
+        except Exception as error:  # noqa: BLE001 - the READ has ended, so no more bytes can arrive
             logger.debug("transport error while releasing a read: %s", error)
 
     def release_list(self, handle: Any) -> None:
-        """Release a prepared list."""
+        """Release a prepared descriptor list, which no READ in flight may use."""
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:

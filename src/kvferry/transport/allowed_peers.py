@@ -1,7 +1,7 @@
-"""The setting ``peers``: machines that may be dialled and may connect.
+"""The setting ``peers``: machines that this engine may connect to, and that may connect to it.
 
-A peer must have the key as well. These rules limit the addresses to which a request, or a peer with the key,
-can make an engine connect.
+A peer must have the key as well. A request or a peer can name any address for the engine to connect to. These
+rules limit the addresses.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _KINDS = "a host name, an address, or a network such as 10.0.0.0/8"
 
 @dataclass(frozen=True, slots=True)
 class AllowedPeers:
-    """Machines that may be peers.
+    """The machines that may be peers.
 
     Attributes:
-        networks: networks that their addresses are in; None for all addresses.
-        names: names that may be resolved, in lower case; the addresses found are allowed too.
+        networks: networks whose addresses are allowed; None to allow all addresses.
+        names: host names that may be resolved, in lower case; their addresses are allowed too.
     """
 
     networks: tuple[Network, ...] | None = None
     names: tuple[str, ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Return whether a peer may have this address. Names are not considered.
+        """Return whether `networks` allow this address. Names are not considered.
 
         >>> AllowedPeers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
         True
@@ -47,11 +47,11 @@ class AllowedPeers:
         return self.networks is None or any(address in network for network in self.networks)
 
     def lists(self, name: str) -> bool:
-        """Return whether a name may be resolved."""
+        """Return whether a host name is listed, so that it may be resolved."""
         return normalize_name(name) in self.names
 
     def could_be(self, host: str) -> bool:
-        """Return whether a host may be a peer, as far as that is known before names are resolved."""
+        """Return whether a host may be a peer, without resolving names. If unknown, return True."""
         address = _address_of(host)
         if address is None:
             return self.lists(host)
@@ -59,16 +59,16 @@ class AllowedPeers:
 
     @property
     def only_here(self) -> bool:
-        """True if peers are on this machine alone."""
+        """True if only loopback addresses are allowed."""
         return self.networks == _LOOPBACK and not self.names
 
 
 ANY_PEER = AllowedPeers()
-"""All addresses, and no names."""
+"""Allows all addresses, and no names."""
 
 
 def normalize_name(name: str) -> str:
-    """Return a name in the form used for comparison: lower case, without the trailing dot."""
+    """Normalize a host name for comparison: lower case, without the trailing dot."""
     return name.lower().removesuffix(".")
 
 
@@ -77,17 +77,18 @@ def _address_of(host: str) -> IP | None:
 
 
 def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: str | None) -> AllowedPeers:
-    """Return the peers of a configuration.
+    """Parse the setting ``peers``.
 
     Args:
-        entries: the setting ``peers``; None if it is not set. Then an engine on loopback has peers on this
-            machine only, and any other engine accepts all addresses.
+        entries: value of the setting; None if it is not set. Then an engine that listens on loopback accepts
+            loopback addresses only, and any other engine accepts all addresses.
         host: address that the engine listens on.
-        advertised: name or address that it sends to peers. A name is resolved, because other engines of the
-            machine may send the same one.
+        advertised: name or address that the engine sends to peers; None if not set. If it is a name and
+            `entries` is None, the name may be resolved, because other engines of this machine may send it
+            too.
 
     Raises:
-        ConfigError: an entry is malformed.
+        ConfigError: an entry is malformed, or there are no entries or too many.
     """
     if entries is None:
         if is_loopback(host):
@@ -111,7 +112,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
 
 
 def _network(entry: str, number: int) -> Network | None:
-    """Return the network of an entry; None if the entry is a name."""
+    """Parse an entry that is an address or a network; return None if it is a name."""
     if (address := parse_ip(entry)) is not None:
         return ipaddress.ip_network(address)
     if "/" not in entry:

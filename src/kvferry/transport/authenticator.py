@@ -1,8 +1,8 @@
-"""A ZAP handler (rfc.zeromq.org/spec/27): ZeroMQ asks it about every client of a listener.
+"""Authenticate the clients of a listener: a ZAP handler (rfc.zeromq.org/spec/27).
 
-ZeroMQ lets in any CURVE client unless a handler listens in the listener's context, so the handler is bound
-before the listener is. A client's key is checked before its address, so nobody without the key can cause a
-name to be resolved.
+ZeroMQ asks the handler about every new client. Without a handler in the listener's context, ZeroMQ admits any
+CURVE client, so the handler is bound before the listener. The handler checks a client's key before its
+address, so a client without the key cannot make the engine resolve names.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ logger = logging.getLogger(__name__)
 
 _VERSION = b"1.0"
 _FRAMES = 7
-"""Frames of a ZAP request: version, request, domain, address, routing id, mechanism and CURVE key."""
+"""Number of frames in a ZAP request: version, id, domain, address, routing id, mechanism, CURVE key."""
 
 _TRY_AGAIN = b"300"
-"""ZAP status code upon which ZeroMQ closes the connection and the client connects again."""
+"""ZAP status code of a temporary error: ZeroMQ closes the connection, and the client connects again."""
 
 
 class Authenticator:
-    """Admits clients that hold the listener's own key pair, until closed."""
+    """A thread that admits clients with the listener's own key pair and an allowed address, until closed."""
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, peers: AllowedPeers) -> None:
-        """Bind and start the thread. Only one listener may use `context`."""
+        """Bind the ZAP socket and start the thread.
+
+        Args:
+            context: ZeroMQ context of the listener; only one listener may use it.
+            keys: CURVE key pair that a client must have.
+            peers: machines that may connect.
+        """
         self._public, self._names = z85.decode(keys.public), PeerResolver(peers)
         self._log = LimitedLog(logger)
         self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
@@ -46,7 +52,7 @@ class Authenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Close the listener first, because its clients are no longer authenticated."""
+        """End the thread. Close the listener first, because nothing authenticates its clients afterwards."""
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
@@ -67,7 +73,7 @@ class Authenticator:
         self._socket.close()
 
     def _verdict(self, frames: list[bytes]) -> tuple[bytes, bytes]:
-        """Return the ZAP status code and text for a client."""
+        """Return the ZAP status code and the status text for a client's request."""
         if len(frames) != _FRAMES or frames[0] != _VERSION:
             return b"400", b"not a CURVE client"
         _, _, _, client, _, mechanism, key = frames

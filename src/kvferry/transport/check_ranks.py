@@ -1,7 +1,7 @@
-"""Check a peer's description of its ranks: sizes within limits, and no contradiction between ranks.
+"""Check a peer's description of its ranks: sizes must be within limits, and ranks must agree.
 
-A peer with the right key may still send wrong sizes. Planning runs in the thread that keeps leases alive, and
-its time and memory grow with the sizes in a geometry. So sizes are checked before planning.
+A peer with the right key may still send wrong sizes. Planning runs in the thread that extends leases, and its
+time and memory grow with the sizes in a geometry. So sizes are checked before planning.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MEMORIES = ("DRAM", "VRAM")
 
 
 def check_ranks(cards: Sequence[RankCard]) -> None:
-    """Check all ranks of a peer.
+    """Check the descriptions of all ranks of a peer.
 
     Raises:
-        ProtocolError: a size is out of bounds, or two ranks contradict each other.
-        GeometryError: a rank contradicts itself.
+        ProtocolError: a size or an address is out of bounds, or two ranks contradict each other.
+        GeometryError: the geometry of a rank is inconsistent.
     """
     for card in cards:
         for what, count, most in _sizes(card.geometry):
@@ -53,7 +53,7 @@ def _layers(rank: RankGeometry) -> int:
 
 
 def _sizes(rank: RankGeometry) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, size, limit) for every size in a rank's geometry."""
+    """Yield (name for messages, size, limit) for every size in a rank's geometry."""
     yield "groups of a rank", len(rank.groups), MAX_GROUPS
     yield "layers of a rank", _layers(rank), MAX_LAYERS
     yield "regions of a rank", len(rank.regions), MAX_REGIONS
@@ -101,7 +101,7 @@ def _check_words(card: RankCard) -> None:
 
 
 def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
-    """Raise ProtocolError unless these are all ranks of one engine, with the same groups."""
+    """Raise ProtocolError unless these are all ranks of one engine, and all have the same KV cache groups."""
     if not ranks:
         return
     first = ranks[0]

@@ -1,8 +1,8 @@
-"""A connected peer: its prepared lists, and the plans of reads from it.
+"""A connected peer: its prepared descriptor lists, and the plans of reads from it.
 
-At connect, two descriptor lists are prepared for every rank of the peer that supplies KV: one of local
-memory, one of the rank's memory, with corresponding entries. A read is then two index arrays per rank. Two
-more lists cover the lease words.
+When a peer connects, two descriptor lists are prepared for each of its ranks that supplies KV: one of local
+memory and one of the rank's memory. A read then needs only an array of indices into each list. Two more lists
+cover the lease words, which are integers in registered memory that change before leased blocks are freed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 
 MAX_SOURCES = 256
-"""Ranks of a peer that one rank may read from."""
+"""Maximum number of ranks of a peer."""
 
 
 class ConnectedPeer:
     """A peer that can be read from.
 
     Attributes:
-        sources: its ranks that supply KV.
+        sources: ranks of the peer, in the order of their cards. A rank that supplies nothing has no routes.
+        src_groups: number of KV cache groups of the peer.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class ConnectedPeer:
         context: zmq.Context[Any],
         settings: TransferSettings,
     ) -> None:
-        """Prepare all lists.
+        """Load the peer's transport metadata and prepare the descriptor lists of all its ranks.
 
         Args:
-            agent: the NIXL agent of the lane.
-            ours: our rank.
-            cards: all ranks of the peer.
-            words: registered memory that lease words are read into.
+            agent: NIXL agent of the lane.
+            ours: geometry of this rank.
+            cards: descriptions of all ranks of the peer.
+            words: registered memory of this rank that lease words are read into.
             landing: staging area that packed cells are read into.
-            context: ZeroMQ context for the gather clients.
-            settings: strategies and costs.
+            context: ZeroMQ context of the gather clients.
+            settings: settings of transfers, such as strategy and costs.
 
         Raises:
-            Incompatible: we cannot read from it.
-            TransferError: the transport cannot reach it.
+            Incompatible: the peer's geometry does not supply what this rank needs.
+            TransferError: the transport cannot reach the peer, or the lists would exceed a limit.
         """
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
@@ -93,10 +94,10 @@ class ConnectedPeer:
             self._made = made.pop_all()
 
     def plan(self, order: ReadOrder) -> ReadPlan:
-        """Plan the read for an order.
+        """Plan the reads of one order: the cells, the transfer methods and the descriptor indices.
 
         Raises:
-            TransferError: the block tables do not fit the geometries, or name blocks that do not exist.
+            TransferError: the block tables do not match the KV cache groups, or contain an invalid block id.
         """
         started = time.perf_counter()
         self._check(order)
@@ -148,11 +149,14 @@ class ConnectedPeer:
         )
 
     def close(self) -> None:
-        """Release the prepared lists and remove the peer. No READ may be in flight."""
+        """Release the prepared lists and remove the peer. No READ from it may be in flight."""
         self._made.close()
 
     def _clears_of_absent(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return (copies, blocks) to zero in draft layers that the peer lacks. The first lane zeroes them."""
+        """Return (copies that zero blocks, block ids) for draft layers that the peer lacks.
+
+        Only the lane with share 0 zeroes them; for the others the list is empty.
+        """
         if order.share.number:
             return []
         found = []
@@ -178,7 +182,7 @@ class ConnectedPeer:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """Shared arguments for preparing the ranks of a peer; `made` collects the callbacks that undo it."""
+    """Shared arguments for preparing a peer's ranks. `made` collects callbacks that undo the preparation."""
 
     agent: Agent
     ours: RankGeometry

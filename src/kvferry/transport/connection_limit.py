@@ -1,13 +1,14 @@
-"""Limit the connections of a listener: anyone who reaches its port can open them, before authentication.
+"""Limit the number of connections of a listener.
 
-Every connection costs a descriptor of the engine's process, which must not run out of them. At the limit the
-kernel is told to drop what arrives at the listening socket, until a quarter of the connections have ended.
-Connected peers are not affected. The kernel of a peer that connects meanwhile retries.
+Anyone who reaches the port can open connections before authentication. Each takes a file descriptor, and the
+engine's process must not run out of them. At the limit, the kernel drops new connection requests, until a
+quarter of the connections have ended. Connected peers are not affected. A peer that connects meanwhile
+retries.
 
-ZeroMQ can neither refuse a connection nor stop listening without closing those it has, hence the filter on
-the socket: SO_ATTACH_FILTER, see socket(7), with one instruction that takes no byte of any packet. ZeroMQ
-reports connections after it has accepted them, so a flood exceeds the limit by the connections accepted
-before the listener's thread runs. ZeroMQ stops accepting once a thousand events wait.
+ZeroMQ cannot refuse a connection, and it cannot stop listening without closing the open connections. So a
+socket filter (SO_ATTACH_FILTER, see socket(7)) drops every packet that arrives at the listening socket.
+ZeroMQ reports a connection only after accepting it. So a flood can exceed the limit by the connections that
+are accepted before the listener's thread runs. ZeroMQ stops accepting when a thousand events are queued.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 2.0
-"""Seconds that a client may take to prove that it has the key; a peer needs milliseconds."""
+"""Timeout of a client's authentication in seconds; a peer needs milliseconds."""
 
 BACKLOG = 128
 _SHARE_OF_DESCRIPTORS = 4
 _EVENT = struct.Struct("=Hi")
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER of asm-generic/socket.h
 _OTHER_KEY = 0x11000001
-"""ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: a client's first message cannot be decrypted."""
+"""ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: the first message of a client cannot be decrypted."""
 
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
 _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 
 
 class ConnectionLimiter:
-    """Counts the connections of one socket, and stops and resumes accepting more; one thread uses it.
+    """Counts the connections of one socket, and pauses accepting at the limit. Only one thread may use it.
 
     Attributes:
-        open: connections that were accepted and have not ended.
+        open: number of open connections.
         paused: True while new connections are not accepted.
         events: monitor socket to poll; readable if `process_events` has work.
     """
 
     def __init__(self, listener: zmq.Socket[Any], max_connections: int | None = None) -> None:
-        """Set the limit of a socket and monitor its connections.
+        """Start to monitor the connections of a socket.
 
         Args:
-            listener: a socket that is not bound yet.
-            max_connections: maximum number of open connections; by default a share of the process's
-                descriptor limit.
+            listener: ZeroMQ socket, not bound yet.
+            max_connections: maximum number of open connections; None for a quarter of the process's limit of
+                file descriptors, at most `MAX_CONNECTIONS`.
         """
         self.open, self.paused = 0, False
         self._listener, self._most = listener, max_connections or _limit()
@@ -73,11 +74,11 @@ class ConnectionLimiter:
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
         )
         self.events: zmq.Socket[Any] = listener.context.socket(zmq.PAIR)
-        self.events.rcvhwm = 1  # beside the 1000 that the other end of it holds
+        self.events.rcvhwm = 1  # in addition to the 1000 events that the other end queues
         self.events.connect(told)
 
     def process_events(self) -> None:
-        """Process connection events; stop or resume accepting."""
+        """Process the queued connection events; pause or resume accepting."""
         while (said := self._next()) is not None:
             event, value = said
             if event == zmq.EVENT_LISTENING:
@@ -92,9 +93,9 @@ class ConnectionLimiter:
             self._resume()
 
     def close(self) -> None:
-        """Stop watching. Call it before the listener's socket is closed."""
-        # Where events wait for room, ZeroMQ holds a lock that `disable_monitor` needs. So make room, and let
-        # no more strangers in meanwhile.
+        """Stop monitoring. Call it before the listener's socket is closed."""
+        # While events wait for space in the queue, ZeroMQ holds a lock that `disable_monitor` needs. So drain
+        # the queue, and accept no new connections meanwhile.
         self.process_events()
         self._filter(_ATTACH_FILTER, _PROGRAM)
         while self._next() is not None:
@@ -105,7 +106,7 @@ class ConnectionLimiter:
             self._accepting.close()
 
     def _next(self) -> tuple[int, int] | None:
-        """Return an event and its value, see zmq_socket_monitor(3); None if there is none."""
+        """Return the next (event, value), as in zmq_socket_monitor(3); None if no event is queued."""
         try:
             frames = self.events.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -114,7 +115,7 @@ class ConnectionLimiter:
         return event, value
 
     def _on_failed_handshake(self, cause: int) -> None:
-        """Log that a client has another key. ZeroMQ does not report its address."""
+        """Log that a client has another key. The message cannot name the client: ZeroMQ hides its address."""
         if cause == _OTHER_KEY:
             self._log.say(
                 "key",

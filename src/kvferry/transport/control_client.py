@@ -1,10 +1,13 @@
 """The consumer's end of the control channel: one thread for all peers.
 
-The engine's thread calls `look_up` in every step that needs a peer. The call returns at once, with `Pending`
-while a handshake is under way. Handshakes with many peers run at the same time (`handshake`).
+The engine's thread calls `ControlClient.look_up` in every step that needs a peer. The call never blocks. It
+returns `Pending` while the handshake is under way. Handshakes with several peers run concurrently
+(`handshake`).
 
-A ticket is redeemed as soon as its request arrives, in parallel with the handshake if the producer is new.
-The client sends heartbeats for claimed leases, so they live while their request waits in the engine's queue.
+A ticket is a random id that the consumer redeems: it exchanges the ticket for block tables and a lease. The
+client redeems a ticket as soon as the request arrives, in parallel with the handshake if the producer is new.
+It sends heartbeats for claimed leases, so that they do not expire while the request waits in the engine's
+queue.
 """
 
 from __future__ import annotations
@@ -51,19 +54,19 @@ MAX_UNRESOLVED = 4096
 """Maximum number of commands that wait for a peer's name to be resolved."""
 
 _LINGER_MILLISECONDS = 500
-"""Time in which queued messages to a peer may still be sent after its socket was closed."""
+"""Time in milliseconds to send the queued messages of a socket after it is closed."""
 
 _Command: TypeAlias = tuple[Address, Request | None]
-"""A peer and the message to send to it; None to start a handshake."""
+"""A peer's address and the message to send to it; None instead of a message starts a handshake."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    """State that the thread keeps for one address.
+    """The thread's state of the connection to one peer.
 
     Attributes:
-        socket: the connection.
-        held: tickets whose leases get heartbeats.
+        socket: connection to the peer's control channel.
+        held: tickets of the leases that heartbeats keep alive.
     """
 
     socket: ControlSocket
@@ -71,7 +74,7 @@ class _Peer:
 
 
 class ControlClient:
-    """Asks peers, and keeps leases alive."""
+    """A thread that does handshakes, redeems tickets and sends heartbeats, for all peers of a consumer."""
 
     def __init__(
         self,
@@ -85,11 +88,12 @@ class ControlClient:
         """Start the thread.
 
         Args:
-            facts: facts about this engine.
-            check: raises Incompatible for ranks that this engine cannot read; called in the thread.
+            facts: facts about this engine, which it sends to peers.
+            check: function that raises Incompatible for ranks that this engine cannot read; the thread calls
+                it.
             keys: CURVE keys.
             peers: machines that may be dialled.
-            handshake_seconds: time for a peer to answer a handshake.
+            handshake_seconds: timeout of each reply in a handshake, and of a redemption.
             heartbeat_seconds: time between heartbeats.
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
@@ -113,7 +117,13 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
-        """Return the status of the peer at `address`; start a handshake if there is none."""
+        """Return the status of a peer. Start a handshake if the peer is unknown, and return Pending.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+            incarnation: random number of the run of the peer that the caller expects; None for any run. If
+                the known peer has another one, it may have restarted, so a new handshake is started.
+        """
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
             if self._handshakes.is_full:
@@ -123,20 +133,32 @@ class ControlClient:
         return answer
 
     def forget(self, address: Address) -> None:
-        """Forget what is known of a peer that failed; the next `look_up` starts a new handshake."""
+        """Forget a peer that failed, so that the next `look_up` starts a new handshake."""
         self._handshakes.forget(address)
 
     def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
-        """Exchange a ticket for a grant, which claims the lease; return the redemption's number."""
+        """Start to exchange a ticket for a grant (block tables and lease); return the redemption's number.
+
+        Args:
+            address: (host, port) of the producer's control channel.
+            ticket: random id that names the lease.
+            tokens: number of tokens in the offer.
+            content: digests of these tokens of the own prompt, which the producer compares with its own.
+        """
         self._questions.note_ticket(address)
         message = self._redemptions.begin(address, ticket, tokens, content)
         self._command(address, message)
         return message.number
 
     def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return a redemption's reply (see `Redemptions.answer`).
+        """Return the reply to a redemption: Redeemed, Unusable if it was refused, or Pending.
 
-        The next use of a silent producer starts a new handshake.
+        If the producer has not replied in time, return Unusable and forget the producer, so that its next use
+        starts a new handshake.
+
+        Args:
+            number: number that `redeem` returned.
+            wait_seconds: maximum time to wait for the reply.
         """
         answer = self._redemptions.answer(number, wait_seconds)
         if isinstance(answer, Unusable) and (silent := self._redemptions.silent_producer(number)) is not None:
@@ -144,11 +166,14 @@ class ControlClient:
         return answer
 
     def end_redemption(self, number: int) -> bool:
-        """Forget a redemption; return whether the producer may still hold the lease for this engine."""
+        """Forget a redemption. Return whether the producer may hold the lease for this engine.
+
+        If so, the caller must release the lease.
+        """
         return self._redemptions.end(number)
 
     def hold(self, address: Address, ticket: bytes) -> None:
-        """Send heartbeats for the lease of an earlier turn until it is released."""
+        """Send heartbeats for the lease of an earlier turn of a conversation, until `release`."""
         self._command(address, Heartbeat(self._consumer, [ticket]))
 
     def release(self, address: Address, ticket: bytes) -> None:
@@ -156,9 +181,14 @@ class ControlClient:
         self._command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
-        """Ask peers for an earlier turn with this content.
+        """Ask peers for the KV of an earlier turn of a conversation with this content.
 
-        Return the query's number, or None if no peer is asked.
+        Args:
+            peers: addresses of the peers, with their incarnations.
+            content: content of the prompt.
+
+        Returns:
+            Number of the query; None if no peer is asked.
         """
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
@@ -169,15 +199,15 @@ class ControlClient:
         return number if asked else None
 
     def turns(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return (peer, turn) for all turns found and drop the query; None while it is open."""
+        """Return (peer's address, turn) for all turns found, and end the query; None while it is open."""
         return self._questions.answers(number)
 
     def drop_question(self, number: int) -> None:
-        """Drop a query."""
+        """Drop a query for earlier turns; later replies to it are ignored."""
         self._questions.drop(number)
 
     def close(self) -> None:
-        """Send the queued messages and end the thread."""
+        """Send the queued messages and wait until the thread has ended."""
         self._stop = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -185,7 +215,7 @@ class ControlClient:
         os.close(self._wake)
 
     def _command(self, address: Address, message: Request | None) -> None:
-        """Queue a message for the thread; None starts a handshake."""
+        """Queue a message for the thread to send; None starts a handshake."""
         self._commands.append((address, message))
         os.eventfd_write(self._wake, 1)
 
@@ -200,7 +230,7 @@ class ControlClient:
         while not stop:
             heard = poller.poll(int(delay.before_wait(self._wait_seconds(self._next_beat)) * 1000))
             delay.after_wait()
-            stop = self._stop  # what was asked for before is still sent
+            stop = self._stop  # messages queued before `close` are still sent
             try:
                 self._turn(poller, [source for source, _ in heard])
             except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
@@ -210,7 +240,7 @@ class ControlClient:
         self._context.term()
 
     def _turn(self, poller: zmq.Poller, heard: list[Any]) -> None:
-        """Run one iteration of the thread: receive messages, execute commands, handle deadlines."""
+        """Run one iteration of the thread: receive replies, execute commands, handle deadlines."""
         for source in heard:
             if source == self._wake:
                 os.eventfd_read(self._wake)
@@ -231,12 +261,16 @@ class ControlClient:
             self._close_if_idle(poller, address)
 
     def _wait_seconds(self, beat: float) -> float:
-        """Return the time to the next deadline, at most a second, to detect delays of the thread."""
+        """Return the seconds until the next deadline, at most 1 so that delays of the thread are detected.
+
+        Args:
+            beat: time of the next heartbeat, in monotonic seconds.
+        """
         soonest = min([beat, *self._handshakes.deadlines])
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
-        """Send heartbeats, and close sockets to unusable peers, because requests can name any address."""
+        """Send heartbeats. Close sockets to unknown peers without leases: requests can name any address."""
         self._handshakes.forget_refusals()
         for address, peer in list(self._peers.items()):
             held = sorted(peer.held)
@@ -248,8 +282,8 @@ class ControlClient:
     def _execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         try:
             self._carry_out(poller, address, message)
-        except Exception as error:  # noqa: BLE001 - it costs the request it came with, and no other
-            # Of an address that is none or not allowed, one of these two is expected.
+        except Exception as error:  # noqa: BLE001 - only the request of this command fails
+            # These two are expected: the address is malformed or not allowed.
             if not isinstance(error, AddressNotAllowed | zmq.ZMQError):
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
             if message is None:
@@ -262,16 +296,16 @@ class ControlClient:
     def _carry_out(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         peer = self._peers.get(address)
         if peer is None and isinstance(message, Redeem):
-            return  # the handshake that is to come asks it too; an address in a ticket opens nothing else
+            return  # the handshake will send it; a ticket alone must not open a connection
         opened = peer is None
         if peer is None or message is None:
-            # A name may be resolved at any moment: what comes after a command that waits, waits too.
+            # A name may be resolved at any moment. So commands that follow a waiting command wait too.
             place = None if address in self._unnamed else self._names.resolve(address[0])
             if place is None:
                 self._wait_for_name((address, message))
                 return
-            # A socket that a handshake failed on may never connect again: ZeroMQ gives it up for good when
-            # something that is no ZeroMQ has answered.
+            # A socket whose handshake failed may never connect again: ZeroMQ gives up for good if the other
+            # side does not speak its protocol.
             held = self._close(poller, address)
             socket = self._connect(place, address[1])
             peer = self._peers[address] = _Peer(socket, held)
@@ -279,7 +313,7 @@ class ControlClient:
         if message is None:
             self._send(peer, self._handshakes.open(address))
             for question in self._redemptions.unanswered(address):
-                self._send(peer, question)  # the old socket, which would get the answer, is closed
+                self._send(peer, question)  # replies on the old socket are lost, because it is closed
             return
         self._send(peer, message)
         if isinstance(message, Heartbeat):
@@ -287,10 +321,10 @@ class ControlClient:
         elif isinstance(message, Release):
             peer.held.difference_update(message.tickets)
         if opened and isinstance(message, Release):
-            self._close(poller, address)  # opened for this message alone, which still goes out
+            self._close(poller, address)  # opened for this message only, which is still sent
 
     def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:
-        """Close the socket to a peer, if it is open; return the tickets whose leases it holds."""
+        """Close the socket to a peer, if there is one; return the tickets that it sent heartbeats for."""
         peer = self._peers.pop(address, None)
         if peer is None:
             return set()
@@ -299,13 +333,13 @@ class ControlClient:
         return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
-        """Close the socket to a peer that cannot be used, unless it holds leases."""
+        """Close the socket to a peer that cannot be used, unless leases of that peer need heartbeats."""
         peer = self._peers.get(address)
         if peer is not None and not peer.held:
             self._close(poller, address)
 
     def _wait_for_name(self, command: _Command) -> None:
-        """Queue a command until its peer's name is resolved. Commands keep their order."""
+        """Queue a command until its peer's name is resolved. The commands for a peer stay in order."""
         if len(self._unresolved) >= MAX_UNRESOLVED:
             raise AddressNotAllowed(
                 f"{MAX_UNRESOLVED} messages already wait for names of peers; see whether the name "
@@ -315,7 +349,7 @@ class ControlClient:
         self._unnamed.add(command[0])
 
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
-        """Return a peer's ranks with addresses to dial; raise Incompatible if they cannot be read."""
+        """Return a peer's ranks with resolved addresses; raise Incompatible if they cannot be read."""
         self._check_ranks(ranks)
         return tuple(resolve_gather_address(card, address, self._names, self._log) for card in ranks)
 
@@ -334,6 +368,6 @@ class ControlClient:
             self._questions.handle_reply(address, answer)
         elif answer is not None:
             if (ticket := self._redemptions.handle_reply(address, answer)) is not None:
-                peer.held.add(ticket)  # before a release of it can be carried out by this thread
+                peer.held.add(ticket)  # before this thread can execute its release
         elif message := self._handshakes.handle_reply(address, data):
             self._send(peer, message)
