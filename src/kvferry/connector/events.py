@@ -1,6 +1,6 @@
 """Events of requests and tiers, emitted where the decision is made, in the order in which they happen.
 
-All events of one request (those in brackets may be missing or repeat):
+The events of one request, of which those in brackets may be missing or repeated:
 
     Arrived ─▶ [SourcesAsked …] ─▶ [LoadBegan ─▶ LoadEnded [─▶ SourceRefused ─▶ SourcesAsked …]] ─▶ Scheduled
     ─▶ … ─▶ Finished
@@ -29,10 +29,11 @@ class Arrived:
     """A request reached the scheduler.
 
     Attributes:
-        tokens: length of its prompt.
-        sources: names of the sources that may serve it.
-        declined: misses of sources that cannot serve it.
-        trace_headers: W3C headers of the trace that the request belongs to; empty without one.
+        tokens: number of tokens of its prompt.
+        sources: names of the sources that may be able to serve it.
+        declined: reasons of the sources that cannot serve it.
+        trace_headers: (name, value) of the W3C headers of the trace that the request belongs to; empty
+            without a trace.
     """
 
     request_id: str
@@ -49,11 +50,11 @@ class SourcesAsked:
     """Admission asked the sources. Emitted again only if an answer has changed.
 
     Attributes:
-        local_tokens: tokens in the engine's own prefix cache.
-        bids: all bids, in the order of their sources.
-        compute_value: the policy's value of computing the whole rest.
-        misses: sources that bid nothing.
-        chosen: the best bid, None to compute. A bid that is still looking is waited for.
+        local_tokens: number of tokens in the engine's own prefix cache.
+        bids: all bids with their values, in the order of their sources.
+        compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
+        misses: reasons of the sources that have no bid.
+        chosen: the best bid; None to compute. If its source is still looking, the request waits for it.
         why: reason for the choice.
     """
 
@@ -70,15 +71,15 @@ class SourcesAsked:
 
 @dataclass(frozen=True, slots=True)
 class LoadBegan:
-    """The engine allocated blocks for the chosen bid, and its load was ordered.
+    """The engine allocated blocks for the chosen bid, and one of its loads began.
 
     Attributes:
         load: unique name of the load.
-        source: name of the source.
+        source: name of the source: ``peer`` or ``tiers``.
         peer: name of the peer; the source's name for tiers.
-        parts: tokens by place, as in the bid.
-        begin, end: the loaded tokens, half-open.
-        attempt: name of the attempt, shared by the loads of two parts of one prefix.
+        parts: number of tokens by place, as in the bid.
+        begin, end: range of the loaded tokens, half-open.
+        attempt: name of the attempt. If two sources load one prefix together, both loads share it.
     """
 
     request_id: str
@@ -99,12 +100,12 @@ class LoadEnded:
 
     Attributes:
         load, source: as in `LoadBegan`.
-        outcome: how it ended.
-        miss: kind of failure; None if it did not fail.
-        failure: text for people; empty if it did not fail.
-        seconds: time since the load began.
-        moved: bytes by group; empty for a failed load.
-        figures: amounts and times of a load from a peer, also of a failed one.
+        outcome: outcome of the load.
+        miss: kind of failure; None if it did not fail, or if its request no longer waits for it.
+        failure: reason for the failure or for dropping the load, as text for people; empty without one.
+        seconds: seconds since the load began.
+        moved: bytes moved per KV cache group; empty for a failed load.
+        figures: amounts and stage times of a load from a peer, also of a failed one.
     """
 
     request_id: str
@@ -125,8 +126,8 @@ class SourceRefused:
     """A source is excluded for the rest of this request.
 
     Attributes:
-        source: name of the peer, or of what caused the failure.
-        reason: text for people.
+        source: name of the peer, or of the source that failed.
+        reason: reason as text for people.
     """
 
     request_id: str
@@ -140,9 +141,9 @@ class Scheduled:
     """The engine schedules a request, and computes the tokens that are not cached.
 
     Attributes:
-        cached_tokens: tokens that need no computation.
-        tokens: all tokens of the request.
-        other_connector_tokens: cached tokens that another connector of this engine loaded.
+        cached_tokens: number of tokens that need no computation.
+        tokens: number of all tokens of the request.
+        other_connector_tokens: number of cached tokens that another connector of this engine loaded.
     """
 
     request_id: str
@@ -166,8 +167,8 @@ class StoreBegan:
 
     Attributes:
         store: unique name of the order.
-        group: number and kind of the KV cache group.
-        chunks: number of chunks.
+        group: label (number and kind) of the KV cache group.
+        chunks: number of chunks, each a fixed number of tokens of the group.
     """
 
     request_id: str
@@ -183,9 +184,9 @@ class StoreEnded:
 
     Attributes:
         store: as in `StoreBegan`.
-        failure: text for people; empty if it succeeded.
-        size: bytes over all ranks.
-        seconds: time of the slowest rank.
+        failure: reason for the failure as text for people; empty if the store succeeded.
+        size: number of bytes copied by all ranks.
+        seconds: seconds that the slowest rank took.
     """
 
     request_id: str
@@ -203,8 +204,8 @@ class LeaseGranted:
 
     Attributes:
         tokens: number of tokens offered.
-        seconds: time until the lease expires without a heartbeat.
-        turn: the blocks are kept for the next turn, for any reader.
+        seconds: seconds without a heartbeat after which the lease expires.
+        turn: True if the blocks are kept for the next turn of the conversation, which any peer may read.
     """
 
     request_id: str
@@ -227,8 +228,8 @@ class LeaseEnded:
     """The consumer released a lease, or it expired, or the producer withdrew it.
 
     Attributes:
-        expired: no heartbeat came in time.
-        withdrawn: the cache was reset, or the request was aborted after one of its samples had ended.
+        expired: True if no heartbeat arrived in time.
+        withdrawn: True if the cache was reset, or if another sample of the same prompt was aborted.
     """
 
     request_id: str
@@ -239,16 +240,19 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """What changed in a tier since its last event. Belongs to no request.
+    """The changes in a tier since its last event. Belongs to no request.
 
     Attributes:
         tier: name of the tier.
-        used, capacity: bytes; None if unknown.
-        owed: chunks that wait to be written to the tier; None for host memory.
-        fetched, stored, evicted: number of chunks since the last event.
-        stored_bytes: bytes since the last event.
-        missed, dropped: number of chunks since the last event, by reason.
-        fetch_seconds, store_seconds: time of each chunk that the tier's threads read or wrote.
+        used: number of bytes in use; None if unknown.
+        capacity: size of the tier in bytes; None if unknown.
+        owed: number of chunks still to be written to the tier; None for host memory.
+        fetched, stored, evicted: number of chunks read, stored and evicted since the last event.
+        stored_bytes: number of bytes stored since the last event.
+        missed: number of chunks not found since the last event, by reason.
+        dropped: number of chunks not stored since the last event, by reason.
+        fetch_seconds, store_seconds: seconds of each read and write of a chunk since the last event. For host
+            memory, `fetch_seconds` are the times of copies to KV blocks.
     """
 
     at: float
@@ -269,7 +273,13 @@ class TierChanged:
 
 @dataclass(frozen=True, slots=True)
 class LateBlocks:
-    """The number of blocks held by loads past their deadline, or of ended requests, changed."""
+    """The number of blocks changed that late loads hold.
+
+    A load is late after its deadline, or after its request has ended.
+
+    Attributes:
+        blocks: number of these blocks now.
+    """
 
     at: float
     blocks: int

@@ -1,4 +1,4 @@
-"""The connector's half in the engine's scheduler process: it makes all decisions."""
+"""The connector's half in the engine's scheduler process. It makes all decisions."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
 
 
 class SchedulerHalf:
-    """Producer, admission and tiers of one engine, and its two ends of the control channel.
+    """The scheduler half of one engine's connector.
 
-    Only the engine's thread calls it. The order is: `start`, then for every step `on_new_request` for what
-    came in, `admission` for what is scheduled, `orders` before the step, `take_reports` after it, `finished`
-    for what ended.
+    It owns the admission, the tiers, the producer, which offers KV to peers, and both ends of the control
+    channel: a server for peers and a client. Only the engine's thread calls it. The engine calls `start`
+    once. For every step it calls `on_new_request` for new requests, `admission` for requests to schedule,
+    `orders` before the step, `take_reports` after it, and `finished` for requests that have ended.
 
     Attributes:
-        events: receives events about requests.
+        events: stream that receives the events about requests.
         incarnation: random number of this run of the engine.
         adapters: the engine's LoRA adapters.
     """
@@ -55,13 +56,13 @@ class SchedulerHalf:
     def __init__(
         self, engine: EngineFacts, config: ConnectorConfig, adapters: Adapters, events: EventStream
     ) -> None:
-        """Make what needs no worker.
+        """Create the parts that need no worker. `start` creates the others.
 
         Args:
-            engine: facts of the engine.
+            engine: facts about the engine.
             config: the connector's settings.
             adapters: the engine's LoRA adapters.
-            events: receives events.
+            events: stream that receives the events.
 
         Raises:
             ConfigError: a setting cannot be used.
@@ -98,17 +99,17 @@ class SchedulerHalf:
         facts: Facts,
         namespace: NamespaceOf,
     ) -> None:
-        """Start the control channel and open the tiers; called when all workers are up.
+        """Start the control channel and open the tiers. Called when all workers have started.
 
         Args:
-            workers: all workers, sorted by rank.
+            workers: descriptions of all workers, sorted by rank.
             pool: the engine's block pool.
-            facts: facts that peers compare at the handshake.
-            namespace: returns the namespace of chunks of a form.
+            facts: facts about the engine, which peers compare at the handshake.
+            namespace: function that returns the namespace of chunk keys for a storage format of chunks.
 
         Raises:
-            ConfigError: the control channel cannot listen at its address, the tiers could keep nothing, or a
-                worker has another key.
+            ConfigError: the control channel cannot listen at its address, no chunk could ever be stored in
+                the tiers, or a worker has a different key.
         """
         geometries = [worker.geometry for worker in workers]
         parts = Composition(
@@ -146,7 +147,7 @@ class SchedulerHalf:
     def _meet_peers(
         self, parts: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts, pool: BlockPool
     ) -> PeerSource:
-        """Start both ends of the control channel; return the source of peers' KV."""
+        """Start both ends of the control channel, and return the source that loads KV from peers."""
         config, peers = self._config, peers_allowed(self._config)
         port = config.port + self._engine.port_offset if config.port else 0
         self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
@@ -165,19 +166,19 @@ class SchedulerHalf:
 
     @property
     def admission(self) -> Admission:
-        """Chooses sources for requests; set when the workers are up, before the first request."""
+        """The admission, which chooses sources for requests; available after `start`."""
         assert self._admission is not None
         return self._admission
 
     @property
     def parts(self) -> PartBlocks:
-        """Blocks that loads fill in part; set with `admission`."""
+        """Record of the blocks that loads fill only in part; available after `start`."""
         assert self._parts is not None
         return self._parts
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must keep stepping even without requests."""
+        """Whether the engine must run steps even without requests."""
         return self._producer.busy or (self._tiering is not None and self._tiering.busy)
 
     @property
@@ -186,7 +187,7 @@ class SchedulerHalf:
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:
-        """Handle a new request."""
+        """Tell the producer, the admission and the tiers about a new request."""
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)
@@ -194,7 +195,15 @@ class SchedulerHalf:
             self._tiering.on_new_request(request)
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request; see `Producer.finished`."""
+        """Handle the end of a request: store its last chunks, and offer or keep its KV for peers.
+
+        Args:
+            request: the request.
+            block_ids: its block table of each group, up to the last computed token.
+
+        Returns:
+            Whether the engine must keep the blocks, and the ``kv_transfer_params`` of the response.
+        """
         self.admission.finished(request.request_id)
         whole = self.parts.without(request.request_id, block_ids)
         self.parts.forget(request.request_id)
@@ -203,7 +212,7 @@ class SchedulerHalf:
         return self._producer.finished(request, whole) if self._config.transfers else (False, None)
 
     def orders(self, step: Step) -> StepOrders:
-        """Return the workers' orders for the coming step."""
+        """Return the orders of the coming step for all workers."""
         computed = sum(step.tokens.values())
         self._steps.scheduled(computed)
         orders = StepOrders(epoch=self._epoch, computes=computed > 0)
@@ -220,7 +229,7 @@ class SchedulerHalf:
         return orders
 
     def take_reports(self, reports: StepReports) -> None:
-        """Handle the workers' reports of the last step."""
+        """Process the workers' reports of the last step."""
         if reports.stale is not None:
             self._weights_changed(reports.stale)
         if self._tiering is not None:
@@ -229,20 +238,20 @@ class SchedulerHalf:
         self._producer.raised(reports.raised)
 
     def sent(self, request_ids: set[str]) -> None:
-        """Note requests whose lease words all workers have raised."""
+        """Record the requests whose lease words all workers have raised. Their leases are over."""
         self._producer.sent(request_ids)
 
     def step_done(self) -> None:
-        """Note that the engine has taken the output of a step; called once per step, in their order."""
+        """Record that a step is done: the engine has taken its output. Called once per step, in order."""
         self._steps.done()
         if self._tiering is not None:
             self._tiering.step_done()
 
     def _weights_changed(self, stale: int) -> None:
-        """Exchange nothing any more; use tiers again after a reset.
+        """Stop exchanging KV with peers for good, and stop using tiers until the next cache reset.
 
         Args:
-            stale: the last epoch that has seen other weights.
+            stale: last epoch in which the weights changed. If the cache was reset since, tiers stay in use.
         """
         if not self._changed:
             self._changed = True
@@ -258,7 +267,7 @@ class SchedulerHalf:
             self._tiering.suspend(f"{CHANGED}, and its cache was not reset: {RESET}")
 
     def reset(self) -> None:
-        """Make everything that was kept so far unusable."""
+        """Invalidate all KV that was kept, offered or stored so far, because the engine's cache is reset."""
         self._epoch += 1
         self._turn_names.start_anew()
         self._producer.reset()
@@ -268,7 +277,7 @@ class SchedulerHalf:
             self._tiering.start_anew()
 
     def shutdown(self) -> None:
-        """End all threads."""
+        """Close the control channel and the tiers, and end all threads."""
         if self._client is not None:
             self._client.close()
         if self._server is not None:
@@ -278,7 +287,10 @@ class SchedulerHalf:
         self._client = self._server = self._tiering = None
 
     def _save_completed(self, step: Step, orders: StepOrders) -> None:
-        """Order copies of prompts that the coming step completes to the host buffer, before their offer."""
+        """Order workers to copy the prompts that the coming step completes to the host buffer.
+
+        Only prompts that will be offered to peers are copied. Mutates `orders`.
+        """
         for request in self._producer.completed_by(step.tokens):
             tokens, name = request.num_prompt_tokens, request.request_id
             whole = self.parts.without(name, step.block_ids(name))

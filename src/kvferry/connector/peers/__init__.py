@@ -1,4 +1,6 @@
-"""KV exchanged with other engines.
+"""Exchange of KV with other engines.
 
-`producer` makes offers, `source` uses them; `turn_keeper` keeps finished requests, `turn_finder` finds them.
+`producer` offers the KV of computed prompts to peers. `source` reads the KV that peers offer. `turn_keeper`
+keeps the KV of finished requests for the next turn of their conversation. `turn_finder` finds such KV at
+peers.
 """

@@ -1,8 +1,10 @@
-"""Leases that this engine's requests claim at producers: redeemed once and released once for all of them.
+"""Claims of this engine's requests on leases at producers, shared by requests with the same ticket.
 
-Samples of a prompt (``n`` above 1) come with one ticket, and share one redemption. Requests with the same
-ticket and other prompts redeem it each for themselves, because the producer compares the prompt. The lease is
-released with the last request that has the ticket, if the producer may keep it for this engine.
+A ticket is a random id that claims a lease. To *redeem* it is to send it to the producer, which replies with
+the block tables. Samples of a prompt (``n`` above 1) arrive with the same ticket and share one redemption.
+Requests with the same ticket but different prompts each redeem it, because the producer compares the prompt.
+When the last request with the ticket ends its claim, the lease is released, if the producer may have granted
+it to this engine.
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ from kvferry.transport.handshake import Address, Pending, Unusable
 from kvferry.transport.redeem import PromptContent, Redeemed
 
 STEP_WAIT_SECONDS = 0.0005
-"""Time that a step waits at most for producers to answer, all requests together. A known peer nearby answers
-within it, so its prompt need not wait for the next step."""
+"""Maximum seconds that a step waits for answers of producers, over all requests. A nearby peer that is
+already connected answers within this time, so the prompt need not wait for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One request's part in a redemption.
+    """One request's share in a redemption.
 
     Attributes:
-        address: of the producer.
-        ticket: names the lease there.
-        prompt: content that the ticket is redeemed with.
-        number: of the redemption.
+        address: address of the producer's control channel.
+        ticket: ticket that claims the lease.
+        prompt: digests of the prompt content, sent with the ticket.
+        number: number of the redemption in the control client.
     """
 
     address: Address
@@ -38,12 +40,12 @@ class Claim:
 
 @dataclass(slots=True)
 class _Shared:
-    """Requests with the same ticket.
+    """The redemptions of one ticket.
 
     Attributes:
-        users: requests with a claim, by the redemption they share.
-        numbers: the redemption of each prompt.
-        held: a redemption that has ended may have claimed the lease.
+        users: number of requests that share each redemption, by redemption number.
+        numbers: redemption number of each prompt content.
+        held: True if a redemption that has ended may have claimed the lease.
     """
 
     users: dict[int, int] = field(default_factory=dict)
@@ -52,20 +54,27 @@ class _Shared:
 
 
 class Claims:
-    """Claims by ticket. Only the engine's thread calls it."""
+    """The claims of an engine's requests, by ticket. Only the engine's thread calls it."""
 
     def __init__(self, client: ControlClient) -> None:
-        """Begin without any; `client` speaks to producers."""
+        """Create the record without claims. `client` is the control channel to the producers."""
         self._client = client
         self._shared: dict[tuple[Address, bytes], _Shared] = {}
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def __len__(self) -> int:
-        """Tickets that requests of this engine have redeemed, or are redeeming."""
+        """Return the number of tickets on which requests of this engine have a claim."""
         return len(self._shared)
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Claim:
-        """Redeem a ticket for a request, or join a request with the same ticket and prompt."""
+        """Redeem a ticket for a request, or join the redemption of the same ticket and prompt.
+
+        Args:
+            address: address of the producer's control channel.
+            ticket: the ticket.
+            tokens: number of offered tokens, from the start of the prompt.
+            content: digests of the content of these tokens.
+        """
         shared = self._shared.setdefault((address, ticket), _Shared())
         number = shared.numbers.get(content)
         if number is None:
@@ -74,18 +83,18 @@ class Claims:
         return Claim(address, ticket, content, number)
 
     def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
-        """Return the producer's answer; waits for it as far as this step's time allows."""
+        """Return the producer's answer. Waits for it for at most the rest of this step's waiting time."""
         began = time.monotonic()
         answer = self._client.redemption(claim.number, self._wait_seconds)
         self._wait_seconds -= time.monotonic() - began
         return answer
 
     def step(self) -> None:
-        """Begin a step, which has its full time to wait again."""
+        """Begin a step: reset the time for which it may wait."""
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def end(self, claim: Claim) -> None:
-        """End a request's claim; the last one of a ticket releases the lease."""
+        """End a request's claim. The last claim on a ticket releases the lease."""
         name = claim.address, claim.ticket
         shared = self._shared[name]
         shared.users[claim.number] -= 1

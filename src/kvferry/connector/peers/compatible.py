@@ -1,4 +1,4 @@
-"""Checks that this engine can read what a peer keeps."""
+"""Check that this engine can read the KV of a peer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ logger = logging.getLogger(__name__)
 
 
 def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
-    """Check that each of our ranks can read what it needs from a peer's.
+    """Check that each rank of this engine can read the layers that it needs from the peer's ranks.
+
+    Logs a warning if the peer lacks layers of this engine's draft model.
+
+    Args:
+        theirs: cards of the peer's ranks.
+        ours: cards of this engine's ranks.
 
     Raises:
-        Incompatible: a rank cannot; names every difference.
+        Incompatible: a rank cannot; the message names every difference.
     """
     peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
     absent = absent_layer_names(peer, here)

@@ -1,8 +1,8 @@
-"""One lease for all samples of a prompt (``n`` above 1).
+"""One shared lease for all samples of a prompt (``n`` above 1).
 
-The engine makes a request of each sample, and each computes the prompt. The response carries the offer of
-only one of them, so leases of the others would keep blocks until they expire. Therefore the first sample that
-ends gets a lease, and the others repeat its offer: they hold the same prompt.
+The engine turns each sample into a request of its own, and each computes the prompt. The response carries the
+offer of only one of them, so leases of the others would keep blocks until they expire. Therefore the first
+sample that ends gets a lease, and the others repeat its offer, because they have the same prompt.
 """
 
 from __future__ import annotations
@@ -12,29 +12,34 @@ from typing import Any
 
 
 class Siblings:
-    """Offers of samples whose leases have not ended, by their parent request."""
+    """The offers that samples share, by parent request, until their leases end."""
 
     def __init__(self, parent_of: Callable[[str], str | None]) -> None:
-        """Begin without offers; `parent_of` is that of `EngineInfo`."""
+        """Create the record without offers.
+
+        Args:
+            parent_of: function from a request id to the id that all samples of one prompt share; None for a
+                request that is not one of several samples.
+        """
         self._parent_of = parent_of
         self._offers: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def __len__(self) -> int:
-        """Number of parent requests of which a sample has a lease."""
+        """Return the number of parent requests of which a sample has a lease."""
         return len(self._offers)
 
     def offered(self, request_id: str, offer: dict[str, Any]) -> None:
-        """Remember the offer of a request that got a lease, if it is one of several samples."""
+        """Remember the offer of a request whose lease was granted, if it is one of several samples."""
         if (parent := self._parent_of(request_id)) is not None:
             self._offers[parent] = request_id, offer
 
     def offer_of(self, request_id: str) -> dict[str, Any] | None:
-        """Return the offer that another sample of the same parent made; None if there is none."""
+        """Return the offer of another sample of the same prompt; None if there is none."""
         _, offer = self._offers.get(self._parent_of(request_id) or "", ("", None))
         return offer
 
     def lease_of(self, request_id: str) -> str | None:
-        """Return the name of that offer's lease; None if there is none."""
+        """Return the name of the lease that the samples of this prompt share; None if there is none."""
         name, _ = self._offers.get(self._parent_of(request_id) or "", (None, None))
         return name
 

@@ -1,4 +1,7 @@
-"""Names of the content of a request's blocks, by which other engines find an earlier turn."""
+"""Names of the content of a request's blocks, by which other engines find an earlier turn.
+
+A turn is a finished request's KV, kept for the next turn of its conversation.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,24 @@ from kvferry.errors import Unnameable
 from kvferry.transport.turns import TurnContent
 
 CHUNK_TOKENS = 256
-"""Whatever the tiers have: peers need not have the same."""
+"""Number of tokens per chunk key here. It is the same for all engines, whatever their tiers use."""
 
 
 class TurnNames:
-    """Names under which blocks are kept and looked for."""
+    """Computes the names under which turns are kept and looked up."""
 
     def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Begin, with the engine's adapters; `prompts_only` as of `Prompts`."""
+        """Create the names of one engine.
+
+        Args:
+            adapters: the engine's LoRA adapters.
+            prompts_only: True to name no generated tokens, because their KV differs from that of a prompt.
+        """
         self._prompts_only = prompts_only
         self._adapters, self._epoch = adapters, ""
 
     def content(self, request: Request, tokens: int) -> TurnContent | None:
-        """Return the content of the first tokens of a request; None if it has no certain name."""
+        """Return the content of a request's first `tokens` tokens; None if it has no certain name."""
         if self._prompts_only and tokens > request.num_prompt_tokens:
             return None
         ids = request.all_token_ids[:tokens]
@@ -36,5 +44,9 @@ class TurnNames:
         return TurnContent(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
 
     def start_anew(self) -> None:
-        """Rename everything: nothing from before is found, and nothing new either, as blocks may mix both."""
+        """Change all names from now on, so that turns from before the reset are not found.
+
+        The names are random, so that no other engine finds new turns either. Their blocks may still contain
+        KV from before.
+        """
         self._epoch = f"{secrets.token_hex(16)} "
