@@ -1,10 +1,11 @@
-"""Offers of KV that travel with a request as its ``kv_transfer_params``: a ticket, and who redeems it.
+"""Offers of KV, which travel with a request as its ``kv_transfer_params``.
 
-The keys of vLLM's NixlConnector mean the same here, so routers made for it work unchanged: they copy the
-object from one answer to the next request. ``remote_request_id`` carries the ticket, 128 random bits.
-``remote_num_tokens`` says how many tokens it is for. Block tables and leases never pass through users: the
-engine that redeems the ticket with a prompt of the same content gets them over the control channel
-(`transport.redeem`). An offer comes from a user, so it is checked against a schema before it is used.
+The keys are those of vLLM's NixlConnector, so routers made for it work unchanged: they copy the object from
+the prefill engine's response to the request to the decode engine. ``remote_request_id`` carries a ticket, a
+random 128-bit id. ``remote_num_tokens`` is the number of offered tokens. Block tables and leases never pass
+through clients. The reading engine sends the ticket and the digest of its prompt over the control channel,
+and the offering engine replies with them (`transport.redeem`). An offer comes from a client, so it is checked
+against a schema before it is used.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _Tokens = Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A ticket for the blocks of the beginning of a prompt.
+    """An engine's offer of the KV blocks of a prompt prefix.
 
     Attributes:
-        remote_engine_id: the engine that keeps them.
+        remote_engine_id: id of the offering engine.
         remote_host, remote_port: address of its control channel.
-        remote_request_id: the ticket as 32 hex digits.
-        remote_num_tokens: tokens offered, from the start of the prompt.
+        remote_request_id: ticket that claims the lease on the blocks, as 32 hex digits.
+        remote_num_tokens: number of offered tokens, from the start of the prompt.
     """
 
     remote_engine_id: _EngineId
@@ -41,25 +42,25 @@ class Offer(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> Address:
-        """Address of the producer's control channel."""
+        """Address (host, port) of the offering engine's control channel."""
         return self.remote_host, self.remote_port
 
     @property
     def ticket(self) -> bytes:
-        """The ticket as the control channel carries it."""
+        """The ticket as 16 bytes."""
         return bytes.fromhex(self.remote_request_id)
 
 
 def wants_prefill(params: Any) -> bool:
-    """Return whether a request asks this engine to compute a prompt for another."""
+    """Return whether a request's parameters ask this engine to compute a prompt for another engine."""
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
 def read_offer(params: Any) -> Offer | None:
-    """Return the offer that came with a request; None if none did.
+    """Return the offer in a request's ``kv_transfer_params``; None if they contain none.
 
     Raises:
-        ProtocolError: there is one and it cannot be used.
+        ProtocolError: the offer is malformed.
     """
     if params is None or (isinstance(params, dict) and not params.get("do_remote_prefill")):
         return None
@@ -70,11 +71,14 @@ def read_offer(params: Any) -> Offer | None:
 
 
 def write_offer(offer: Offer) -> dict[str, Any]:
-    """Return an offer as ``kv_transfer_params`` of the response."""
+    """Return ``kv_transfer_params`` for a response that carries an offer."""
     params: dict[str, Any] = msgspec.to_builtins(offer)
     return {"do_remote_prefill": True, "do_remote_decode": False, **params}
 
 
 def write_nothing() -> dict[str, Any]:
-    """Return ``kv_transfer_params`` without an offer: the decode engine computes the prompt itself."""
+    """Return ``kv_transfer_params`` for a response without an offer.
+
+    The decode engine then computes the prompt itself.
+    """
     return {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}

@@ -1,9 +1,11 @@
-"""The scheduler half of an engine that computes prompts for others.
+"""The producer: offers the KV of computed prompts to other engines, and keeps the blocks under leases.
 
-A finished prompt's blocks stay where they are, under a lease, until all consumers that have redeemed its
-ticket release it, or stay silent for too long. A lease that no consumer has claimed gives way to requests
-that wait for blocks (`unclaimed`). Ending a lease goes through the workers: each raises the lease word, then
-says that the request is sent, and only then does the engine give the blocks back.
+The blocks of a finished prompt stay allocated under a lease. A consumer claims the lease with a ticket, a
+random id that travels with the request. The lease ends when all consumers that have claimed it release it or
+stay silent for too long. A lease that no consumer has claimed may end early if requests wait for blocks
+(`unclaimed`). When a lease ends, each worker raises its lease word, an integer in registered memory, so that
+a consumer that is still reading notices. Then the worker reports the request as sent. The engine frees the
+blocks only after all workers have reported.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ LEASE_SLOTS = 8192
 
 
 class Producer:
-    """Grants leases for finished prompts, and ends them."""
+    """Grants leases for finished prompts, and ends them. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -55,19 +57,19 @@ class Producer:
         names: TurnNames,
         adapters: Adapters,
     ) -> None:
-        """Begin without leases.
+        """Create a producer without leases. `start` must be called before it grants any.
 
         Args:
-            engine: facts of the engine.
+            engine: facts about the engine.
             config: the connector's settings.
-            incarnation: of this engine.
-            events: receives an event for each lease.
-            names: names of earlier turns.
+            incarnation: random number of this run of the engine.
+            events: stream that receives the events of each lease.
+            names: names of prompt content, under which finished requests are kept for their next turn.
             adapters: the engine's LoRA adapters.
         """
         self._engine, self._adapters = engine, adapters
-        # Drafts of several modules combine what was computed of a token with tokens that only the consumer
-        # has. A prefix that ends earlier is whole, but recurrent state has no earlier one.
+        # Draft layers combine the KV of a token with later tokens that only the consumer has. So the last
+        # tokens are not offered, except with recurrent state, of which there is no earlier snapshot.
         self._unsettled = 0 if engine.has_state else max(engine.draft_lookahead - 1, 0)
         self._book = LeaseBook(incarnation, LEASE_SLOTS, config.lease_seconds, time.monotonic)
         self._host = config.advertise_host or config.host
@@ -94,12 +96,12 @@ class Producer:
         self.port = 0
 
     def start(self, server: ControlServer, pool: BlockPool, workers: int) -> None:
-        """Begin to grant leases and to publish tickets and turns.
+        """Begin to grant leases, and to publish tickets and kept turns to the control channel.
 
         Args:
-            server: the control channel, which answers from them.
+            server: control channel that answers consumers.
             pool: the engine's block pool.
-            workers: number of workers, which all have lease words.
+            workers: number of workers, each of which has lease words.
         """
         self.port, self._tickets = server.port, server.tickets
         self._unclaimed.start(pool)
@@ -108,7 +110,7 @@ class Producer:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must keep stepping even without requests."""
+        """Whether the engine must run steps even without requests."""
         return self._turns is not None and self._turns.busy
 
     @property
@@ -118,22 +120,25 @@ class Producer:
 
     @property
     def keeps_turns(self) -> Address | None:
-        """Address at which peers ask for earlier turns; None if none are kept."""
+        """Address (host, port) at which peers ask for kept turns; None if this engine keeps none."""
         return None if self._turns is None else (self._host, self.port)
 
     def on_new_request(self, request: Request) -> None:
-        """Stop short of the last prompt token, which the consumer computes; mutates `request`."""
+        """Drop the last prompt token of a request to be offered, because the consumer computes it.
+
+        Mutates `request`.
+        """
         self._wanted.add(request)
         if wants_prefill(request.kv_transfer_params) and request.trim_prompt():
             self._prompts[request.request_id] = request
             with suppress(Unnameable):
-                self._adapters.name(request.adapter)  # it is read by the time the prompt is computed
+                self._adapters.name(request.adapter)  # starts to read it while the prompt is computed
 
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Request]:
-        """Return requests to be offered whose prompt the coming step completes.
+        """Return the requests to be offered whose prompt the coming step completes.
 
         Args:
-            scheduled: tokens per request in that step.
+            scheduled: number of tokens that the step computes, by request id.
         """
         return [
             request
@@ -143,11 +148,15 @@ class Producer:
         ]
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request; return whether its blocks are kept, and its ``kv_transfer_params``.
+        """Handle the end of a request: offer its prompt's KV to a consumer, or keep it for the next turn.
 
         Args:
             request: the request.
-            block_ids: by position per group, up to what was computed.
+            block_ids: its block table of each group, up to the last computed token.
+
+        Returns:
+            Whether the engine must keep the blocks until `sent`, and the ``kv_transfer_params`` of the
+            response, None for a request that does not ask for an offer.
         """
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
@@ -156,7 +165,7 @@ class Producer:
             return False, None
         if self._prompts.pop(request.request_id, None) is None or not request.is_complete:
             if (lease := self._siblings.lease_of(request.request_id)) is not None:
-                self._withdrawn.append(lease)  # without this sample there is no response
+                self._withdrawn.append(lease)  # without this sample no response carries the offer
             return False, write_nothing()
         if (made := self._siblings.offer_of(request.request_id)) is not None:
             return False, made
@@ -182,7 +191,10 @@ class Producer:
         return True, params
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
-        """Handle what consumers said; add the leases that end now to the orders of workers."""
+        """Process the messages of consumers, and add the leases that end now to the workers' orders.
+
+        Mutates `events` and `orders`.
+        """
         while events:
             event = events.popleft()
             if isinstance(event, LeasesClaimed):
@@ -208,7 +220,7 @@ class Producer:
         orders.ended.update(expired)
 
     def _end_unclaimed(self, orders: StepOrders) -> None:
-        """End leases that nobody has claimed, as far as requests wait for their blocks."""
+        """End as many unclaimed leases as requests wait for blocks. Mutates `orders`."""
         leases = self._ended(self._book.end(self._unclaimed.leases_to_end()), expired=True)
         for name in leases:
             self._log.say(
@@ -229,25 +241,25 @@ class Producer:
         return leases
 
     def reset(self) -> None:
-        """Withdraw all offers and earlier turns: what was computed so far must not be used again."""
+        """Withdraw all offers and kept turns, because the KV computed so far must not be used again."""
         self._withdrawn = [name for name in self._book.held if self._turns is None or name not in self._turns]
         self._tickets.withdraw(self._withdrawn)
         if self._turns is not None:
             self._turns.give_up()
 
     def stop_offering(self) -> None:
-        """Withdraw everything, and offer nothing from now on."""
+        """Withdraw all offers and kept turns, and make no new ones from now on."""
         self.reset()
         self._stopped = True
 
     def sent(self, request_ids: set[str]) -> None:
-        """Note requests whose lease words all workers have raised."""
+        """Record the requests whose lease words all workers have raised. Their leases are over."""
         for name in request_ids:
             self._book.ended(name)
             self._unclaimed.on_blocks_freed(name)
 
     def raised(self, turns: Mapping[str, int]) -> None:
-        """Note the number of workers that have raised the words of each of these turns."""
+        """Record the number of further workers that have raised each turn's lease word, by lease name."""
         for name, workers in turns.items():
             if self._turns is not None and self._turns.raised(name, workers):
                 self._book.ended(name)

@@ -1,4 +1,4 @@
-"""KV that a request may read from a peer."""
+"""The state of a request that may read KV from a peer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from kvferry.transport.redeem import Grant
 
 @dataclass(slots=True)
 class Pull:
-    """KV that one request may read from a peer.
+    """The KV at one peer that one request may read, and how far the exchange with the peer is.
 
     Attributes:
         address: address of the producer's control channel.
         engine_id: id of the producer.
-        ticket: name of the lease at the producer.
+        ticket: random id that claims the lease at the producer.
         tokens: number of offered tokens, from the start of the prompt.
-        bidding: the request's bids and attempts.
+        bidding: the request's excluded sources and remaining attempts.
         until: deadline for redeeming the ticket, monotonic seconds.
-        claim: the redemption of the ticket; None before it has begun, and for a turn.
+        claim: the request's share in the redemption of the ticket; None before it has begun, and for a turn
+            (a finished request's KV that the peer keeps).
         grant: the producer's block tables and lease word; None until they are known.
-        incarnation: the producer's run that gave the grant.
-        settled: True once nothing more is read.
-        bid: the last bid.
+        incarnation: number of the producer's run that gave the grant; None until it is known.
+        settled: True once the request no longer reads from this peer.
+        bid: the last bid; None without one.
     """
 
     address: Address
@@ -44,7 +45,7 @@ class Pull:
 
     @property
     def peer(self) -> str:
-        """The name by which workers know the peer. It names the producer's run once that is known."""
+        """The name of the peer for workers. It contains the producer's incarnation once that is known."""
         host, port = self.address
         run = "" if self.incarnation is None else f"#{self.incarnation:x}"
         return f"{self.engine_id}@{host}:{port}{run}"

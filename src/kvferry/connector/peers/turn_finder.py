@@ -1,8 +1,9 @@
-"""Asks peers for earlier turns of a conversation that a request goes on with.
+"""Look-up of earlier turns of a request's conversation at peers.
 
-A request that came without a ticket may go on with what another engine has computed: the answer of the last
-turn, where it was decoded. Peers that keep such blocks have said so when they first read from here. All of
-them are asked as the request comes in, and what shares most is taken. Its grant comes with the answer.
+A *turn* is a finished request's KV, which the engine that decoded it keeps for the next turn of its
+conversation. A peer that keeps turns says so when it first reads from this engine. When a request arrives
+without a ticket, all such peers are asked. The turn that shares most tokens with the prompt is used. The
+peer's answer already contains the grant: the block tables and the lease word.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from kvferry.transport.turns import TurnContent, shared_tokens
 
 @dataclass(frozen=True, slots=True)
 class FoundTurn:
-    """An earlier turn with which a prompt can go on.
+    """A turn at a peer with which a prompt begins.
 
     Attributes:
-        tokens: from the start of the prompt.
-        address: of the peer that keeps it.
-        kept: what the peer says of it.
+        tokens: number of usable tokens, from the start of the prompt.
+        address: address of the peer that keeps the turn.
+        kept: the peer's answer.
     """
 
     tokens: int
@@ -34,27 +35,28 @@ class FoundTurn:
 
 
 class TurnFinder:
-    """Looks for earlier turns at peers. Only the engine's thread calls it."""
+    """Asks peers for earlier turns of requests. Only the engine's thread calls it."""
 
     def __init__(
         self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
     ) -> None:
-        """Begin without questions.
+        """Create a finder without questions.
 
         Args:
-            client: to the peers.
-            keepers: those that keep earlier turns, each with its run.
-            names: what prompts hold.
+            client: control channel to the peers.
+            keepers: function that returns the addresses of the peers that keep turns, each with its
+                incarnation, a random number of the peer's run.
+            names: names of the content of prompts.
         """
         self._client, self._keepers, self._names = client, keepers, names
         self._asked: dict[str, tuple[int, TurnContent]] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether peers were asked for this request, and `found` has not taken their answers yet."""
+        """Return whether peers were asked for this request and `found` has not returned the result yet."""
         return request_id in self._asked
 
     def ask(self, request: Request) -> bool:
-        """Ask the peers that may keep an earlier turn of a new request; return whether there are any."""
+        """Ask peers whether they keep an earlier turn of a new request. Return whether any peer was asked."""
         keepers = self._keepers()
         if not keepers or request.num_tokens <= CHUNK_TOKENS:
             return False
@@ -65,7 +67,10 @@ class TurnFinder:
         return True
 
     def found(self, request: Request) -> FoundTurn | Pending | None:
-        """Take the peers' answers: the turn that shares most tokens, None if none does, or still pending."""
+        """Return the turn that shares most tokens with the prompt; None if there is no usable turn.
+
+        Return Pending while peers have not answered.
+        """
         number, content = self._asked[request.request_id]
         answers = self._client.turns(number)
         if answers is None:
@@ -79,13 +84,16 @@ class TurnFinder:
         return FoundTurn(*max(usable, key=lambda one: one[0])) if usable else None
 
     def drop(self, request_id: str) -> None:
-        """Forget a request."""
+        """Forget a request and drop its unanswered question."""
         number, _ = self._asked.pop(request_id, (None, None))
         if number is not None:
             self._client.drop_question(number)
 
 
 def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
-    """Return the tokens of a turn that a prompt can use, which computes its last token itself."""
+    """Return the number of tokens of a turn that a prompt can use; 0 if they are too few to continue from.
+
+    The last token of the prompt is always computed.
+    """
     shared = min(shared_tokens(content, kept), tokens - 1)
     return shared if shared >= kept.least else 0

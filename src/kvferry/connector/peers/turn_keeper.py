@@ -1,15 +1,16 @@
-"""Blocks of finished requests, kept for a while: the next turn of a conversation begins with the same tokens.
+"""Kept turns: blocks of finished requests, kept for the next turn of their conversation.
 
-Its prompt goes to an engine that has computed the last prompt, but not the answer; the answer's blocks are
-here. So they are pinned in the engine's pool under a lease, and whoever asks finds them by their content
-(`transport.turns`); for the engine itself the request has ended, and it may rest. The lease ends when its
-time is up, when a longer turn of the same conversation has taken its place, or when the engine needs the
-room: kept blocks give way to requests, those that wait for more room than there is included.
+The prompt of the next turn begins with the tokens of the last prompt and answer. It goes to a prefill engine,
+which has computed the last prompt but not the answer. The answer's KV is here. So the blocks stay pinned in
+the engine's pool under a lease, and peers find them by their content (`transport.turns`). For the engine
+itself the request has ended. The lease ends when its time is over, when a longer turn of the same
+conversation is kept, or when requests of this engine need the blocks.
 
-    kept ─all steps under way have ended─▶ found ─lease ends─▶ leaving ─all words raised─▶ given back
+    kept ─all steps under way have ended─▶ published ─lease ends─▶ leaving ─all words raised─▶ freed
 
-With steps in flight a request can end before its last forward has run, so a turn is found only after all
-steps that were under way have ended.
+With steps in flight a request can end before its last forward pass has run. So a turn is published only after
+all steps that were under way have ended. A lease word is an integer in registered memory. Workers raise it
+when the lease ends, so that a peer that is still reading notices that the blocks may be reused.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.turns import TurnContent, TurnIndex
 
 _FREE = 1 / 16
-"""Share of the pool below which kept blocks give way."""
+"""Share of free blocks in the pool below which kept turns are released."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn that is kept.
+    """A kept turn.
 
     Attributes:
-        content, kept: as the index wants them.
-        blocks: how many it holds.
-        steps: that are still to be begun before it can be found.
+        content: content of its tokens, by which peers find it.
+        kept: answer to a peer that finds it.
+        blocks: number of blocks that it holds.
+        steps: number of steps that must still begin before it is published.
     """
 
     content: TurnContent
@@ -53,7 +55,7 @@ class _Turn:
 
 
 class TurnKeeper:
-    """The kept turns of an engine. Only the engine's thread calls it."""
+    """Keeps and releases the turns of an engine. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -66,57 +68,57 @@ class TurnKeeper:
         seconds: float,
         share: float,
     ) -> None:
-        """Begin without any.
+        """Create a keeper without turns. `start` must be called before it keeps any.
 
         Args:
-            engine: facts of the engine.
-            book: that grants leases.
-            names: what blocks hold.
-            wanted: by requests that wait for blocks.
-            events: told of leases.
-            seconds: how long blocks are kept.
-            share: of the pool, that they may be at most.
+            engine: facts about the engine.
+            book: record that grants leases.
+            names: names of the content of blocks.
+            wanted: counter of the blocks that requests wait for.
+            events: stream that receives an event for each granted lease.
+            seconds: seconds for which a turn is kept.
+            share: maximum share of the block pool for kept turns.
         """
         self._engine = engine
         self._book, self._names, self._wanted, self._events = book, names, wanted, events
         self._seconds, self._most = seconds, int(share * engine.num_blocks)
         self._least_free = int(_FREE * engine.num_blocks)
         self._turns: dict[str, _Turn] = {}
-        self._leaving: dict[str, int] = {}  # leases that have ended, and blocks that are not free yet
+        self._leaving: dict[str, int] = {}  # number of blocks not freed yet, by ended lease
         self._over: list[str] = []
         self._index, self._pins = TurnIndex(), Pins[Block](0)
         self._pool: BlockPool | None = None
 
     def __contains__(self, lease: str) -> bool:
-        """Return whether a lease is that of a kept turn."""
+        """Return whether a lease belongs to a kept turn."""
         return lease in self._turns
 
     def start(self, index: TurnIndex, pool: BlockPool, workers: int) -> None:
         """Begin to keep turns.
 
         Args:
-            index: where they are published.
+            index: index in which turns are published to peers.
             pool: the engine's block pool.
-            workers: how many have lease words.
+            workers: number of workers, each of which has lease words.
         """
         self._index, self._pins, self._pool = index, Pins(workers), pool
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must keep stepping: turns wait to be published, or to be given back."""
+        """Whether the engine must run steps even without requests, to publish turns or free their blocks."""
         return bool(self._over or self._leaving or any(turn.steps > 0 for turn in self._turns.values()))
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks will become free soon."""
+        """Whether blocks of turns whose lease has ended will become free soon."""
         return bool(self._leaving)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Keep the blocks of a request that has ended, if that can be done.
+        """Keep the blocks of a request that has ended, if they hold usable KV and the limits allow it.
 
         Args:
             request: the request.
-            block_ids: by position per group, up to what was computed.
+            block_ids: its block table of each group, up to the last computed token.
         """
         tokens = self._tokens(request)
         content = self._names.content(request, tokens) if tokens else None
@@ -149,7 +151,7 @@ class TurnKeeper:
         self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
-        """Begin a step: publish turns that can be read by now; return leases that must end."""
+        """Begin a step: publish the turns that can be read now, and return the leases that must end."""
         for lease, turn in self._turns.items():
             turn.steps -= 1
             if turn.steps == 0:
@@ -158,20 +160,23 @@ class TurnKeeper:
         return over + self._in_the_way(over)
 
     def give_up(self) -> None:
-        """Withdraw all turns; their leases end with the next step."""
+        """Withdraw all turns from the index. Their leases end with the next step."""
         self._over = list(self._turns)
         for turn in self._turns.values():
-            turn.steps = 0  # nor published later
+            turn.steps = 0  # so that it is not published later
             self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
-        """Withdraw the turn of a lease that ends."""
+        """Withdraw the turn of a lease that ends from the index. Its blocks are freed by `raised`."""
         if (turn := self._turns.pop(lease, None)) is not None:
             self._index.withdraw(turn.kept.ticket)
             self._leaving[lease] = turn.blocks
 
     def raised(self, lease: str, workers: int) -> bool:
-        """Count workers that have raised a lease's word; free its blocks and return True when all have."""
+        """Count the workers that have raised a lease's word.
+
+        When all have raised it, free the blocks of the turn and return True.
+        """
         blocks = self._pins.landed(lease, workers)
         if not blocks:
             return False
@@ -181,7 +186,10 @@ class TurnKeeper:
         return True
 
     def _in_the_way(self, over: Sequence[str]) -> list[str]:
-        """Return the oldest leases, beside `over`, that exceed the share or whose blocks are needed."""
+        """Return the oldest leases that must end because the share is exceeded or their blocks are needed.
+
+        Leases in `over` end anyway and are left out.
+        """
         assert self._pool is not None
         held = {name: turn.blocks for name, turn in self._turns.items() if name not in over}
         if not held:
@@ -194,19 +202,22 @@ class TurnKeeper:
         return first_to_go(held, -room)
 
     def _tokens(self, request: Request) -> int:
-        """Return the tokens whose KV the blocks certainly hold; 0 if that is unknown."""
+        """Return the number of tokens whose KV the request's blocks certainly hold; 0 if unknown."""
         if not request.is_complete:
             return 0
         computed, tokens = request.num_computed_tokens, request.num_tokens
         if computed < tokens - 1:
-            # Preempted with a step in flight, whose token was its last: the blocks are others, half computed.
+            # Preempted while its last step was in flight: the blocks are new ones, only partly computed.
             return 0
         if not self._engine.has_state:
             return tokens - 1
         return 0 if self._engine.speculates or computed > tokens else computed
 
     def _least(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
-        """Return the shortest prefix that can be continued from; None if not even the longest can."""
+        """Return the length in tokens of the shortest prefix of a turn that a peer can continue from.
+
+        Return None if no prefix can be continued from.
+        """
         least = 1
         for group, ids in zip(self._engine.groups, tables, strict=True):
             if group.kind is GroupKind.STATE:

@@ -1,9 +1,9 @@
-"""Ends unclaimed leases early when requests wait for blocks.
+"""Early end of unclaimed leases when requests wait for blocks.
 
 A consumer claims the lease of an offer as soon as its request arrives. Some offers are never claimed: the
-decode engine refuses the request, or the client leaves between both engines. Their leases would keep blocks
-until they expire, and prompts would wait that long where no other blocks are left.
-A consumer that claims its lease too late finds the lease word raised, and computes the prompt.
+decode engine refuses the request, or the client disconnects between the two engines. Their leases would keep
+blocks until they expire, and prompts would wait that long if no other blocks are left. A consumer that claims
+its lease too late finds that it has ended, and computes the prompt.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class UnclaimedLeases:
     """Chooses the unclaimed leases to end. Only the engine's thread calls it.
 
     Attributes:
-        seconds: time that a lease waits for its consumer's claim before it gives way.
+        seconds: seconds for which a lease stays safe without a claim. After that it may end early.
     """
 
     def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
-        """No lease yet.
+        """Create the record without leases.
 
         Args:
-            book: grants leases.
-            wanted: counts the blocks that requests wait for.
+            book: record that grants leases and knows which are unclaimed.
+            wanted: counter of the blocks that requests wait for.
         """
         self.seconds = book.seconds / 4
         self._book, self._wanted = book, wanted
@@ -41,15 +41,15 @@ class UnclaimedLeases:
         self._pool = pool
 
     def granted(self, lease: str, block_ids: BlockIds) -> None:
-        """Note a lease and the blocks that it holds."""
+        """Record a granted lease and the number of blocks that it holds."""
         self._blocks[lease] = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
 
     def ended(self, leases: Collection[str]) -> None:
-        """Note leases that end; their blocks become free when every worker has raised its word."""
+        """Record leases that end. Their blocks become free when every worker has raised the lease word."""
         self._leaving.update({name: self._blocks.pop(name) for name in leases if name in self._blocks})
 
     def on_blocks_freed(self, lease: str) -> None:
-        """Note that the blocks of a lease are free."""
+        """Record that the blocks of an ended lease are free."""
         self._leaving.pop(lease, None)
 
     def leases_to_end(self) -> list[str]:
