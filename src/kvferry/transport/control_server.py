@@ -1,9 +1,11 @@
 """The producer's end of the control channel: one thread, one ROUTER socket.
 
-It answers handshakes from constant data, redemptions from a `TicketBook`, and queries for earlier turns from
-a `TurnIndex`. Messages about leases become events, because leases belong to the engine's thread. An event
-names only leases that are held, and only claims of the consumer that sent the message. A message that cannot
-be decoded is counted and dropped without an answer.
+The thread answers handshakes from constant data. It answers redemptions (the exchange of a ticket for block
+tables and a lease) from a `TicketBook`, and queries for earlier turns of a conversation from a `TurnIndex`.
+
+Heartbeats and releases become events for the engine's thread, because leases belong to that thread. An event
+names only leases that are held, and only leases that the sender has claimed, or that keep an earlier turn. A
+message that cannot be decoded is counted and dropped without a reply.
 """
 
 from __future__ import annotations
@@ -53,26 +55,32 @@ _REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ProducerCard:
-    """Facts and ranks of a producer, and its answers to handshakes."""
+    """Facts and ranks of a producer, which answer handshakes.
+
+    Attributes:
+        facts: facts about the producer.
+        ranks: description of every worker of the producer.
+    """
 
     facts: Facts
     ranks: tuple[RankCard, ...]
 
     def answer(self, message: Request) -> Reply | None:
-        """Return the reply to a message of a handshake; None for other messages."""
+        """Return the reply to a handshake message (Hello or AskRanks); None for other messages."""
         if not isinstance(message, Hello | AskRanks):
             return None
-        # The consumer prints these sentences: "there" is the producer, who speaks.
+        # The consumer prints these sentences, so "there" is the producer.
         if found := _differences((PROTOCOL, self.facts), (message.protocol, message.facts)):
             return make_refusal(found)
         return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
 
 
 def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Return the differences that keep one engine from reading from the other, as sentences.
+    """Return the differences that prevent one engine from reading the other, one sentence each.
 
     Args:
-        theirs, ours: protocol version and facts of each side; the sentences call the owner of `ours` "here".
+        theirs: (protocol version, facts) of the side that the sentences call "there".
+        ours: (protocol version, facts) of the side that the sentences call "here".
     """
     if theirs[0] != ours[0]:
         return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
@@ -81,9 +89,10 @@ def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class LeasesClaimed:
-    """Event.
+    """Event: a consumer redeemed the tickets of these leases, or sent a heartbeat for them.
 
-    Consumers redeemed the tickets of these leases, or sent a heartbeat. Leases by their name in this engine.
+    Attributes:
+        leases: names of the leases in this engine.
     """
 
     leases: list[str]
@@ -91,33 +100,38 @@ class LeasesClaimed:
 
 @dataclass(frozen=True, slots=True)
 class LeasesReleased:
-    """Event: no consumer needs these leases any more."""
+    """Event: the last consumer has released these leases.
+
+    Attributes:
+        leases: names of the leases in this engine.
+    """
 
     leases: list[str]
 
 
 class ControlServer:
-    """Answers consumers until closed.
+    """A thread that answers consumers until closed.
 
     Attributes:
-        port: port listened on.
-        events: events about leases, oldest first; appended by the thread, taken by the engine. The number of
-            events per sender is limited.
+        port: port that the server listens on.
+        events: queue of events about leases, oldest first. The thread appends, the engine removes. The number
+            of events per sender is limited.
         rejected: number of messages that could not be decoded.
-        tickets: tickets that can be exchanged for grants.
-        turns: index of the earlier turns that this engine keeps.
+        tickets: tickets that consumers can exchange for grants (block tables and lease).
+        turns: index of the earlier turns whose KV this engine keeps.
     """
 
     def __init__(
         self, host: str, port: int, card: ProducerCard, keys: security.Keys, peers: AllowedPeers = ANY_PEER
     ) -> None:
-        """Bind and start.
+        """Bind the socket and start the thread.
 
         Args:
-            host: address to bind, port 0 for any free one.
-            card: facts and ranks to answer with.
+            host: address to bind.
+            port: port to bind; 0 for any free port.
+            card: facts and ranks of this engine, which answer handshakes.
             keys: CURVE keys.
-            peers: machines that may connect, and that this engine may ask for turns.
+            peers: machines that may connect, and that this engine may ask for earlier turns.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -137,14 +151,15 @@ class ControlServer:
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """The latest peers that redeemed a ticket of this engine and keep earlier turns.
+        """The latest consumers that did a handshake with this engine and keep earlier turns themselves.
 
-        Values are the incarnations that they last reported.
+        Keys are the (host, port) at which they answer queries for turns, values the incarnations that they
+        last reported.
         """
         return self._keepers.copy()
 
     def close(self) -> None:
-        """Stop listening; returns when the thread has ended."""
+        """Stop listening, and wait until the thread has ended."""
         self._stop.set()
         self._thread.join()
 
@@ -197,7 +212,7 @@ class ControlServer:
         self._listener.send(sender, encode(answer))
         if isinstance(answer, Redeemed):
             claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
-            self.events.put(sender, claimed)  # a heartbeat will say it again
+            self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
 
     def _hear(self, sender: bytes, message: Heartbeat | Release) -> None:
         if isinstance(message, Heartbeat):
@@ -205,7 +220,7 @@ class ControlServer:
             if leases := claimed + self.turns.leases(message.tickets):
                 self.events.put(sender, LeasesClaimed(leases))
         elif leases := self.tickets.release(message.consumer, message.tickets):
-            # A ticket is closed once, so there are no more of these than leases.
+            # Each ticket is released at most once, so the number of leases limits these events.
             self.events.put(sender, LeasesReleased(leases), force=True)
 
     def _met(self, peer: Facts) -> None:

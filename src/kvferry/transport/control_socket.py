@@ -1,6 +1,6 @@
 """One connection to a producer's control channel.
 
-`ControlClient` polls many connections in one thread. A command that may wait, such as ``kvferry doctor``,
+`ControlClient` polls many connections in one thread. A command that may block, such as ``kvferry doctor``,
 uses `ControlSocket.ask`.
 """
 
@@ -20,11 +20,17 @@ class ControlSocket:
     """A socket that is connected to one control channel. Not thread-safe.
 
     Attributes:
-        raw: the ZeroMQ socket, for a poller.
+        raw: underlying ZeroMQ socket, for use in a poller.
     """
 
     def __init__(self, context: zmq.Context[Any], host: str, port: int, keys: security.Keys) -> None:
-        """Connect in the background.
+        """Create the socket and start to connect in the background.
+
+        Args:
+            context: ZeroMQ context.
+            host: name or address of the producer.
+            port: port of its control channel.
+            keys: CURVE keys.
 
         Raises:
             zmq.ZMQError: the address is malformed.
@@ -40,7 +46,7 @@ class ControlSocket:
             raise
 
     def send(self, message: Request) -> bool:
-        """Queue a message; return False if the queue is full and the message is dropped."""
+        """Queue a message. If the queue is full, drop the message and return False."""
         try:
             self.raw.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:
@@ -48,7 +54,7 @@ class ControlSocket:
         return True
 
     def receive(self) -> bytes:
-        """Return the next message, encoded; block until there is one."""
+        """Block until a message arrives, and return it undecoded."""
         frames: list[bytes] = self.raw.recv_multipart()
         return frames[-1]
 
@@ -56,8 +62,8 @@ class ControlSocket:
         """Send a message and block until the reply arrives.
 
         Args:
-            message: a message that the producer answers.
-            deadline: seconds of `time.monotonic`.
+            message: message to which the producer replies.
+            deadline: time to give up, in seconds of `time.monotonic`.
 
         Raises:
             TimeoutError: no reply arrived by the deadline.
@@ -69,5 +75,5 @@ class ControlSocket:
         return decode_reply(self.receive())
 
     def close(self, linger_milliseconds: int = 0) -> None:
-        """Close the socket; queued messages may still be sent for `linger_milliseconds`."""
+        """Close the socket. Queued messages are still sent, for at most `linger_milliseconds`."""
         self.raw.close(linger=linger_milliseconds)

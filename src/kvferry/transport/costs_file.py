@@ -1,4 +1,6 @@
-"""The file of fitted costs: written by ``kvferry bench calibrate``, read by everything that plans transfers.
+"""The file with the measured costs of this machine.
+
+``kvferry bench calibrate`` writes it. Everything that plans transfers reads it. Its format is JSON:
 
 {"version": 1, "made": "2026-01-31T12:00:00+00:00", "machine": {...}, "costs": {"ask_seconds": ..., ...}}
 """
@@ -22,13 +24,13 @@ _MAX_BYTES = 1 << 20
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the file.
+    """Content of the costs file, which ``kvferry bench calibrate`` writes.
 
     Attributes:
-        version: version of the format.
+        version: version of the file format.
         made: time of the calibration, ISO 8601.
-        machine: facts about the machine, for people.
-        costs: the fields of `Costs` by name.
+        machine: description of the calibrated machine; informational.
+        costs: value of every field of `Costs`, by field name.
     """
 
     version: int
@@ -38,7 +40,7 @@ class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the default path of the file.
+    """Return the default path of the costs file.
 
     Raises:
         ConfigError: the user has no home directory.
@@ -47,10 +49,13 @@ def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def load_costs(path: str | None = None) -> Costs:
-    """Return the costs of the file at `path`, else of the default file, else the built-in costs.
+    """Load the costs of this machine.
+
+    Args:
+        path: path of the costs file; None for the default file, or the built-in costs if that does not exist.
 
     Raises:
-        ConfigError: the file cannot be used; see `read_costs`.
+        ConfigError: the file cannot be read, or `write_costs` did not write it.
     """
     if path is not None:
         return read_costs(expanded(path))
@@ -59,7 +64,7 @@ def load_costs(path: str | None = None) -> Costs:
 
 
 def find_default_costs() -> Path | None:
-    """Return the path of the default file; None if it does not exist or may not be accessed."""
+    """Return the path of the default costs file; None if it does not exist or cannot be accessed."""
     try:
         found = default_costs_path()
         return found if found.exists() else None
@@ -68,7 +73,7 @@ def find_default_costs() -> Path | None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read the costs of a file.
+    """Read the costs from a file.
 
     Raises:
         ConfigError: the file cannot be read, or `write_costs` did not write it.
@@ -97,16 +102,16 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
-    """Write a file of costs, which atomically replaces an old file.
+    """Write the costs to a file. An existing file is replaced atomically.
 
     Args:
-        path: path of the file; its folder is created.
+        path: path of the file; its directory is created.
         costs: the fitted costs.
         made: time of the calibration, ISO 8601.
-        machine: facts about the machine, for people.
+        machine: description of the calibrated machine; informational.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     held = CostsFile(VERSION, made, dict(machine), {name: getattr(costs, name) for name in Costs.__slots__})
     beside = path.with_name(f".{path.name}.{os.getpid()}")

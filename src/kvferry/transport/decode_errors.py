@@ -1,4 +1,4 @@
-"""Errors of decoding bytes that a peer sent."""
+"""Convert errors of decoding a peer's bytes into ProtocolError."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import msgspec
 from kvferry.errors import GeometryError, ProtocolError
 from kvferry.terminal import shown
 
-# Text that is not UTF-8 is a plain ValueError.
+# Text that is not UTF-8 raises a plain ValueError.
 _UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, RecursionError)
 
 
 @contextmanager
 def as_protocol_error(what: str) -> Iterator[None]:
-    """Turn errors of decoders and checks into ProtocolError; `what` names the expected message."""
+    """Convert errors of decoders and checks inside the ``with`` block into ProtocolError.
+
+    Args:
+        what: expected message, for the error's text "not {what}: …".
+    """
     try:
         yield
     except _UNREADABLE as error:

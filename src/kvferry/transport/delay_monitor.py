@@ -1,8 +1,8 @@
-"""Warn when a thread with deadlines did not run in time.
+"""Log a warning when a thread with deadlines runs late.
 
-The threads that send heartbeats and do handshakes share cores and the interpreter's lock with a busy engine.
-When a peer times out or a lease expires, either the other side was silent or this side did not run. The
-warning tells the two cases apart.
+The threads that send heartbeats and do handshakes share cores and Python's global lock with a busy engine. If
+a peer times out or a lease expires, either the other side was silent or this thread did not run. The warning
+reports the second case.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _QUIET_SECONDS = 60.0
 
 
 class DelayMonitor:
-    """Measures how late one thread returns from waiting. Only that thread may use it."""
+    """Measures how late one thread wakes up from waiting. Only that thread may use it."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Watch the thread called `name`."""
+        """Create a monitor; `name` is the thread's name in the warning, `clock` returns seconds."""
         self._name, self._clock = name, clock
         self._due = self._said = float("-inf")
 
     def before_wait(self, seconds: float) -> float:
-        """Record that the thread is about to wait for at most `seconds`; return `seconds`."""
+        """Record that the thread is about to wait for at most `seconds`, and return `seconds`."""
         self._due = self._clock() + seconds
         return seconds
 
     def after_wait(self) -> None:
-        """Record that the thread runs again; warn if it is late, at most once a minute."""
+        """Record that the thread has woken up. If it is late, log a warning, at most once a minute."""
         now = self._clock()
         if now - self._due > LATE_SECONDS and now - self._said > _QUIET_SECONDS:
             self._said = now

@@ -1,4 +1,4 @@
-"""Addresses in the form that ZeroMQ takes."""
+"""Format addresses as ZeroMQ endpoints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import zmq
 
 
 def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
-    """Return the endpoint to bind or connect to; enable IPv6 on `socket` if the host is an IPv6 address.
+    """Return the ZeroMQ endpoint of an address. If `host` is an IPv6 address, enable IPv6 on `socket`.
 
     Args:
-        socket: a socket that is not bound or connected yet.
-        host: name, IPv4 or bare IPv6 address.
-        port: number, or ``*`` for any free one.
+        socket: ZeroMQ socket that is not bound or connected yet.
+        host: name, IPv4 address, or IPv6 address with or without brackets.
+        port: port number; ``*`` to bind any free port.
     """
     if ":" not in host:
         return f"tcp://{host}:{port}"

@@ -1,6 +1,7 @@
-"""The memory that peers read from a worker: its cache, its lease words, its outgoing staging area.
+"""The memory of a worker that peers read: its KV cache, its lease words, its outgoing staging area.
 
-One agent serves all readers; NIXL's progress thread does its work.
+A lease word is an integer that changes before the leased blocks are freed. One NIXL agent serves all readers.
+NIXL's progress thread does its work.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from kvferry.transport.staging import StagingArea
 
 
 class ExportedMemory:
-    """Registers a worker's memory, and gathers for its readers.
+    """A worker's memory, registered for peers to read, and the gather server that packs cells for them.
 
     Attributes:
-        card: the description of this worker that is sent to peers.
+        card: description of this worker, which the scheduler sends to peers.
     """
 
     def __init__(
@@ -28,10 +29,10 @@ class ExportedMemory:
         """Register the memory and start the gather server.
 
         Args:
-            geometry: this worker's rank.
-            words: this worker's lease words; one word per unit of the staging area is added.
-            settings: size of the staging area, addresses, keys.
-            agent: an agent that nothing else uses; closed by `close`.
+            geometry: addresses and layout of this worker's KV cache.
+            words: lease words of this worker; one word per unit of the staging area is appended.
+            settings: settings of transfers, such as the size of the staging area.
+            agent: NIXL agent that nothing else uses; `close` closes it.
 
         Raises:
             ConfigError: the address cannot be bound, or the memory cannot be registered.

@@ -1,4 +1,4 @@
-"""A message queue with a limit per sender, so that no sender crowds out another."""
+"""A message queue with a limit per sender, so that no sender can fill the queue alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Message = TypeVar("_Message")
 
 
 class FairQueue(Generic[_Message]):
-    """A queue between two threads, with a limit for every sender and one for all.
+    """A FIFO queue between two threads, with a limit on the messages of each sender and a total limit.
 
     Attributes:
         dropped: number of messages dropped because of a limit.
@@ -24,8 +24,8 @@ class FairQueue(Generic[_Message]):
         """Create an empty queue.
 
         Args:
-            per_sender: maximum number of messages of one sender.
-            total: maximum number of messages of all senders.
+            per_sender: maximum number of queued messages of one sender.
+            total: maximum number of queued messages of all senders.
         """
         self.dropped = 0
         self._per_sender, self._total = per_sender, total
@@ -38,17 +38,17 @@ class FairQueue(Generic[_Message]):
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[_Message]:
-        """Iterate over the messages, oldest first, without taking them."""
+        """Iterate over the queued messages, oldest first, without removing them."""
         return iter([message for _, message in list(self._waiting)])
 
     def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
-        """Append a message. If a limit is reached, count it as dropped and return False.
+        """Append a message and return True. If a limit is reached, drop and count it, and return False.
 
         Args:
-            sender: identity of the sender.
-            message: the message.
-            force: ignore the limits. For messages that nobody sends again, if their number is bounded
-                elsewhere.
+            sender: id of the sender.
+            message: message to append.
+            force: True to ignore the limits. Use it for messages that are sent only once, if something else
+                limits their number.
         """
         with self._lock:
             full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total
@@ -60,7 +60,7 @@ class FairQueue(Generic[_Message]):
             return True
 
     def popleft(self) -> _Message:
-        """Remove and return the oldest message; IndexError if there is none."""
+        """Remove and return the oldest message. Raise IndexError if the queue is empty."""
         with self._lock:
             sender, message = self._waiting.popleft()
             self._of[sender] -= 1

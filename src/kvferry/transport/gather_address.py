@@ -1,4 +1,7 @@
-"""Addresses of a peer's gather channels, if this engine may dial them."""
+"""Resolve the addresses of a peer's gather channels, if this engine may connect to them.
+
+A reader asks a worker over its gather channel to pack cells into staging memory.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,16 @@ from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
 def resolve_gather_address(
     card: RankCard, address: Address, names: PeerResolver, log: LimitedLog
 ) -> RankCard:
-    """Return a copy of the card with the numeric address of its gather channel, or without it if not allowed.
+    """Return a copy of a card in which the address of the gather channel is numeric.
 
-    Workers dial the address in the card, so they never resolve a name.
+    If the address is not allowed or not resolved yet, the copy has no gather channel. Workers connect to the
+    address in the card, so they never resolve a name.
 
     Args:
-        card: the peer's description of one of its ranks.
-        address: address of the peer's control channel.
-        names: decides which address may be dialled.
-        log: gets a line if the address may not be dialled.
+        card: peer's description of one of its ranks.
+        address: (host, port) of the peer's control channel, for the log.
+        names: resolver that decides which addresses may be used.
+        log: log that receives a line if the address cannot be used.
     """
     if card.outgoing is None:
         return card

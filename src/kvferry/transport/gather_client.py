@@ -1,6 +1,7 @@
-"""The reader's end of the gather channel: one DEALER socket for each rank of a peer.
+"""The reader's end of the gather channel: one ZeroMQ DEALER socket for each rank of a peer.
 
-A lane owns it and polls it. No method blocks.
+Over this channel a reader asks a worker to gather cells: to pack them into the worker's staging memory, where
+a READ then fetches them. A lane (reading thread) owns the client and polls it. No method blocks.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import PROTOCOL
 
 _QUEUED = 10_000
-"""Maximum number of messages queued for a rank that does not answer; more are an error."""
+"""Maximum number of messages queued for a rank that does not read them; sending more fails."""
 
 
 class GatherClient:
-    """Asks one rank to gather cells.
+    """A connection to one rank of a peer, for requests to gather cells.
+
+    A *segment* is the run of cells of one request. The routes are announced once; requests name them by
+    index.
 
     Attributes:
-        silent_until: the rank is not asked before this time of the lane's clock; 0 once it has answered.
+        silent_until: time of the lane's clock until which the rank is not asked, because it timed out; any
+            reply sets it to 0.
     """
 
     def __init__(
@@ -49,7 +54,15 @@ class GatherClient:
         routes: Sequence[GatherRoute],
         keys: security.Keys,
     ) -> None:
-        """Connect, and announce the routes of later `ask` calls."""
+        """Start to connect, and announce the routes of later requests.
+
+        Args:
+            context: ZeroMQ context.
+            host: numeric address of the rank's gather channel.
+            port: port of the gather channel.
+            routes: routes that `ask` names by index.
+            keys: CURVE keys.
+        """
         self.silent_until = 0.0
         self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -61,34 +74,32 @@ class GatherClient:
         self._introductions = 0
         self._introduce()
         self._numbers = itertools.count(1)
-        self._wanted: dict[
-            int, int
-        ] = {}  # chunk to how often we had introduced ourselves when it was asked for
+        self._wanted: dict[int, int] = {}  # segment to number of announcements when it was requested
         self._answers: dict[int, Gathered | NotGathered] = {}
 
     @property
     def socket(self) -> zmq.Socket[Any]:
-        """The socket, for polling."""
+        """The underlying ZeroMQ socket, for use in a poller."""
         return self._socket
 
     @property
     def waiting(self) -> bool:
-        """True if a request has no answer yet."""
+        """True if a reply has neither been taken with `answer` nor dropped with `done`."""
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the rank timed out recently and has not answered since."""
+        """Return whether the rank timed out recently and has not replied since; `now` is the lane's clock."""
         self._receive()
         return now < self.silent_until
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
-        """Ask the rank to gather cells; return the number of the segment.
+        """Ask the rank to gather a segment of cells; return the number of the segment.
 
         Args:
-            route: index of an announced route.
-            lease: lease word of the producer.
-            blocks: source block of every cell, int64 of shape (n,).
-            cell: index of the first cell within its block.
+            route: index of the route among those announced.
+            lease: lease word that protects the blocks.
+            blocks: source block id of each cell, int64 of shape (n,).
+            cell: index of the first cell within its block; the other cells follow it.
         """
         segment = next(self._numbers) % (1 << 31)
         self._wanted[segment] = self._introductions
@@ -106,7 +117,7 @@ class GatherClient:
         return segment
 
     def answer(self, segment: int) -> Gathered | NotGathered | None:
-        """Remove and return the reply for a segment; None if there is none yet."""
+        """Return and forget the reply to the request for a segment; None if it has not arrived."""
         self._receive()
         found = self._answers.pop(segment, None)
         if found is not None:
@@ -114,13 +125,13 @@ class GatherClient:
         return found
 
     def done(self, segment: int) -> None:
-        """Tell the rank that a segment has been read or is no longer needed."""
+        """Tell the rank that a segment has been read or is not needed, so its memory can be freed."""
         self._wanted.pop(segment, None)
         self._answers.pop(segment, None)
         self._send(Done(segment))
 
     def close(self) -> None:
-        """Disconnect."""
+        """Close the connection."""
         self._socket.close()
 
     def _receive(self) -> None:
@@ -133,7 +144,8 @@ class GatherClient:
             if reply.segment not in self._wanted:
                 continue
             self._answers[reply.segment] = reply
-            # It lost us: by a broken connection, or among too many readers. One of many such answers counts.
+            # The rank has forgotten our routes: the connection broke, or it has too many readers. Announce
+            # them again, but only once for several such replies.
             unknown = isinstance(reply, NotGathered) and reply.unknown
             if unknown and self._wanted[reply.segment] == self._introductions:
                 self._introduce()
