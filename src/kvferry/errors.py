@@ -1,19 +1,19 @@
-"""What kvferry raises.
+"""The exceptions that kvferry raises.
 
 KVFerryError
-├── ConfigError            a setting that cannot be used; the message says which, why, and what to set
-├── GeometryError          memory that cannot be described, or a description that contradicts itself
-├── SilentCopy             an operation on a view of a cache that would have gone on with a copy of it
-├── Unnameable             content whose name would not be certain; the message says what is ambiguous
-│   └── NotYetNamed        the same, for now: a digest is being computed
-├── Incompatible           two descriptions between which bytes cannot be moved; one sentence per difference
-├── ProtocolError          a message of a peer that cannot be understood or is out of bounds
-├── TransferError          bytes that could not be moved, or that cannot be trusted after they were
-├── ChunkError             a chunk of a cache tier that cannot be written, or whose bytes cannot be believed
-│   └── OtherVersion       a chunk of another format version, which the release that wrote it can read
-└── beside the code that raises them, in `kvferry.transport`: AddressNotAllowed; in `kvferry.serving`:
-    LaunchError, ListenError, FleetLost (engines), MalformedBody (router), CompletionError (demo);
-    in `kvferry.doctor`: IdentifyError, CheckTimeout
+├── ConfigError            a setting cannot be used; the message tells which, why, and what to set
+├── GeometryError          memory cannot be described, or a description contradicts itself
+├── SilentCopy             an operation on a view of a cache would have copied it, and used the copy
+├── Unnameable             content has no reliable digest to name it; the message tells what is ambiguous
+│   └── NotYetNamed        content has no digest yet, because a thread is still computing it
+├── Incompatible           KV cannot be moved between two engines; one sentence per difference
+├── ProtocolError          a message cannot be decoded, or has values that are out of bounds
+├── TransferError          bytes could not be moved, or the moved bytes may be wrong
+├── ChunkError             a chunk cannot be written to a tier, or a chunk in a tier is damaged
+│   └── OtherVersion       a chunk has another format version; the release that wrote it can read it
+└── defined next to the code that raises them, in `kvferry.transport`: AddressNotAllowed; in
+    `kvferry.serving`: LaunchError, ListenError, FleetLost (engines), MalformedBody (router),
+    CompletionError (demo); in `kvferry.doctor`: IdentifyError, CheckTimeout
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from collections.abc import Sequence
 
 
 class KVFerryError(Exception):
-    """Root of everything kvferry raises on purpose."""
+    """Base class of all exceptions that kvferry raises on purpose."""
 
 
 class ConfigError(KVFerryError):
-    """A setting that cannot be used."""
+    """Raised if a setting cannot be used. The message tells which, why, and what to set."""
 
 
 class GeometryError(KVFerryError):
-    """Memory that cannot be described, or a description that contradicts itself."""
+    """Raised if the layout of memory cannot be described, or a description contradicts itself."""
 
 
 class SilentCopy(KVFerryError):
-    """An operation on a view of a cache that would have gone on with a copy of it."""
+    """Raised by an operation on a view of a cache that would otherwise return a copy of the memory."""
 
 
 class Unnameable(KVFerryError):
-    """Content whose name would not be certain: a token id out of range, a fact that has no exact text."""
+    """Raised if content has no reliable digest to name it, for example because a token id is out of range."""
 
 
 class NotYetNamed(Unnameable):
-    """Content whose name is not known yet: a thread computes its digest. Ask again."""
+    """Raised if content has no digest yet, because a thread still computes it. A later call may succeed."""
 
 
 class Incompatible(KVFerryError):
-    """Two descriptions between which bytes cannot be moved.
+    """Raised if bytes cannot be moved between two engines or formats, because their descriptions differ.
 
     Attributes:
-        differences: one sentence each, all of them, not only the first.
+        differences: descriptions of all differences, one sentence each.
     """
 
     def __init__(self, differences: Sequence[str]) -> None:
@@ -58,16 +58,16 @@ class Incompatible(KVFerryError):
 
 
 class ProtocolError(KVFerryError):
-    """A message of a peer that cannot be understood or is out of bounds."""
+    """Raised if a message cannot be decoded, or has values that are out of bounds."""
 
 
 class TransferError(KVFerryError):
-    """Bytes that could not be moved, or that cannot be trusted after they were."""
+    """Raised if bytes could not be moved, or if the moved bytes may be wrong."""
 
 
 class ChunkError(KVFerryError):
-    """A chunk of a cache tier that cannot be written, or whose bytes cannot be believed."""
+    """Raised if a chunk cannot be written to a tier, or a chunk in a tier is damaged."""
 
 
 class OtherVersion(ChunkError):
-    """A chunk of another format version, which the release that wrote it can read."""
+    """Raised if a chunk has another format version. The kvferry release that wrote it can read it."""

@@ -1,4 +1,4 @@
-"""Rate limit for warnings that requests and peers can cause."""
+"""Limit the rate of warnings that requests and peers can cause."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 
 class LimitedLog:
-    """Warnings of one module, limited in number. Not thread-safe: one thread uses it.
+    """A logger of warnings with a limited rate. Not thread-safe.
 
-    Time is cut into windows. In each window a cause is logged once, and `most` causes at most, so neither the
-    log nor memory grows with what others send. The next line says how many were left out.
+    Time is divided into windows. In each window a cause is logged once, and at most `most` causes are logged.
+    So clients and peers cannot fill the log or memory. The next logged line tells how many warnings were left
+    out.
     """
 
     def __init__(
@@ -22,13 +23,13 @@ class LimitedLog:
         seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin.
+        """Begin the first window.
 
         Args:
-            logger: writes the lines.
-            most: lines of a window.
-            seconds: length of a window.
-            clock: seconds.
+            logger: logger for the warnings.
+            most: maximum number of warnings per window.
+            seconds: length of a window, in seconds.
+            clock: function that returns the current time in seconds, monotonic.
         """
         self._logger, self._most, self._seconds, self._clock = logger, most, seconds, clock
         self._said: set[str] = set()
@@ -36,12 +37,12 @@ class LimitedLog:
         self._left_out = 0
 
     def say(self, cause: str, text: str, error: BaseException | None = None) -> None:
-        """Log `text`, with the traceback of `error`, unless its cause was logged in this window.
+        """Log a warning, unless its cause was already logged in this window or the window's limit is reached.
 
         Args:
-            cause: what repeated lines have in common.
-            text: the line.
-            error: something unexpected, to be shown in full.
+            cause: key of the cause, the same for all warnings of which one is enough.
+            text: text of the warning.
+            error: unexpected exception whose traceback is logged; None for none.
         """
         now = self._clock()
         if now - self._began >= self._seconds:

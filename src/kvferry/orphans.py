@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Make a process end when its parent ends."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it is gone."""
+    """Make the kernel kill this process when the thread that started it ends. Call it in the child."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

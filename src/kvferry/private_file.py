@@ -1,4 +1,4 @@
-"""Files that only the user who runs an engine can read, whatever the umask: logs tell who asked for what."""
+"""Create files that only their owner can read, with any umask, because logs reveal clients' requests."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from pathlib import Path
 from kvferry.errors import ConfigError
 
 _OWNERS = 0o700
-"""Rights of a file's owner."""
+"""Mode bits of a file's owner."""
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file, as `opener` of `open`; one that is made has mode 0600, one that exists keeps its own.
+    """Open a file and return its descriptor. Pass this function as the `opener` of `open`.
+
+    A new file gets mode 0600. An existing file keeps its mode.
+
+    Args:
+        path: path of the file.
+        flags: flags of `os.open`.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def check_umask(status: str | None = None) -> None:
-    """Check that the user who makes a file may use it.
+    """Check that the umask lets this user access the files that this process creates.
 
     Args:
-        status: text of ``/proc/self/status``; by default this process's own.
+        status: text of ``/proc/self/status``; None to read it.
 
     Raises:
-        ConfigError: the umask takes rights from the owner of new files.
+        ConfigError: the umask removes rights of the owner of new files.
     """
     if status is None:
         try:
-            status = Path("/proc/self/status").read_text()  # os.umask tells it only by changing it
+            status = Path("/proc/self/status").read_text()  # os.umask cannot read without writing
         except OSError:
             return
     found = re.search(r"^Umask:\s+([0-7]+)$", status, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Text of others, fit for a terminal or a log line: harmless, and no wider or longer than it is."""
+"""Make text of clients, peers and files safe to print: without control characters and of limited width."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WIDEST, _NARROWEST = 80, 40
 
 
 def printable(text: str, instead: str = "?") -> str:
-    r"""Text that came from elsewhere (an engine, a file, a request), on one line.
+    r"""Return text from an engine, a file or a request, with unprintable characters replaced by `instead`.
 
     >>> printable("cmpl-\x1b[31m5f\n")
     'cmpl-?[31m5f?'
@@ -18,9 +18,10 @@ def printable(text: str, instead: str = "?") -> str:
 
 
 def shown(text: str, most: int = 100) -> str:
-    r"""Text of others for a log line or a message: control characters escaped, its middle left out if long.
+    r"""Return text of a client or peer for a log line or a message: escaped, and shortened if it is long.
 
-    The end stays, because ids differ there.
+    Unprintable characters are escaped. The middle of a text with more than `most` characters is left out. The
+    end is kept, because ids differ there.
 
     >>> shown("cmpl-\x1b[31m5f\n")
     'cmpl-\\x1b[31m5f\\n'
@@ -34,12 +35,12 @@ def shown(text: str, most: int = 100) -> str:
 
 
 def wrapped(text: str, indent: int = 0, hanging: int = 0) -> list[str]:
-    """Lines of a report, printable and with nothing that runs over; never none.
+    """Return printable text as lines of at most `report_width` columns. There is always at least one line.
 
     Args:
-        text: from wherever.
-        indent: of every line, in columns.
-        hanging: of all but the first, on top of `indent`.
+        text: text to wrap.
+        indent: indentation of every line, in columns.
+        hanging: additional indentation of all lines but the first, in columns.
     """
     lines = textwrap.wrap(
         printable(text),
@@ -52,5 +53,5 @@ def wrapped(text: str, indent: int = 0, hanging: int = 0) -> list[str]:
 
 
 def report_width() -> int:
-    """Columns of what is read in sentences: 80, or as many as the terminal has if these are fewer."""
+    """Return the width of reports in columns: the terminal's width, but at least 40 and at most 80."""
     return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))

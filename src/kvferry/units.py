@@ -1,4 +1,4 @@
-"""Text for numbers that people read: bytes, counts, times. Few characters, three or four digits."""
+"""Format bytes, counts and times as short text for people, with three or four digits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def format_count(number: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration in µs, ms or s.
+    """Format a duration given in seconds, in µs, ms or s.
 
     >>> format_seconds(42e-6), format_seconds(0.00965), format_seconds(1.2)
     ('42 µs', '9.65 ms', '1.2 s')
@@ -46,7 +46,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format a long duration in s, min, h or days. A negative one is 0 s.
+    """Format a long duration given in seconds, in s, min, h or days. A negative duration gives ``0 s``.
 
     >>> [format_age(each) for each in (-0.5, 119, 120, 7200, 9000, 172_800, 345_600)]
     ['0 s', '119 s', '2 min', '2.0 h', '2.5 h', '2 days', '4 days']

@@ -1,4 +1,4 @@
-"""The user's home, and the cache directory for kvferry in it, whose content can be deleted at any time."""
+"""Find the user's home and kvferry's cache directory in it. Its content can be deleted at any time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the user's cache directory: ``$XDG_CACHE_HOME/kvferry``, else ``~/.cache/kvferry``.
 
     Raises:
-        ConfigError: neither variable is set, and the system knows no home of this user, as of a number that a
-            container runs as.
+        ConfigError: neither variable is set, and the user has no home directory. This happens in containers
+            that run as a user id without a name.
     """
     try:
         return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
@@ -25,5 +25,5 @@ def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with the home for its ``~``, or as it is where the system knows no such home."""
+    """Return a path with a leading ``~`` replaced by the home directory; unchanged if there is none."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises

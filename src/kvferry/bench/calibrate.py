@@ -1,8 +1,9 @@
-"""`kvferry bench calibrate`: fit the costs of reads, copies and gather requests on this machine.
+"""`kvferry bench calibrate`: measure the costs of READs, copies and gather requests on this machine.
 
-Each is measured separately, with the code that transfers use: READs between two processes by
+A gather copies scattered pieces of KV into contiguous staging memory, and a scatter copies them out again.
+Each cost is measured separately, with the code that transfers use: READs between two processes by
 `transport.agent`, gathers and scatters by `memory.staging_copies`, requests over the gather channel. Every
-round draws a new order of sizes, so that a slow minute of the machine does not affect a single size.
+round measures the sizes in a new random order, so that a slow minute of the machine affects all sizes alike.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ _LANE_RUNS = 2 << 10, 1 << 20
 class CalibrationJob:
     """The sizes to measure.
 
+    A cell is the part of a block that is copied as one unit. It consists of contiguous runs of equal length.
+
     Attributes:
-        repeats: counted rounds.
+        repeats: number of counted rounds.
         transports: value of UCX_TLS; None to leave it unchanged.
-        read_sizes: bytes of a descriptor, one READ each.
-        read_bytes: largest size of a READ; READs of short descriptors are smaller.
-        read_descriptors: largest number of descriptors of a READ.
-        runs: contiguous bytes of a copy.
-        cells: bytes of a cell that is gathered or scattered, made of equal runs.
-        copy_bytes: bytes of one gather or scatter.
+        read_sizes: sizes of a descriptor, in bytes. There is one READ per size.
+        read_bytes: maximum number of bytes of a READ. READs with short descriptors have fewer.
+        read_descriptors: maximum number of descriptors of a READ.
+        runs: lengths of the contiguous runs of a copy, in bytes.
+        cells: sizes of a cell, in bytes.
+        copy_bytes: number of bytes of one gather or scatter.
     """
 
     repeats: int = 9
@@ -68,12 +71,13 @@ class CalibrationJob:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """Fitted costs, and how well they predict the timings.
+    """The measured costs, and how well they predict the timings.
 
     Attributes:
-        costs: the costs.
-        reads, copies: fits of READs, and of gathers and scatters.
-        ask: seconds of a request over the gather channel.
+        costs: costs for the planner.
+        reads: fit of the costs of READs.
+        copies: fit of the costs of gathers and scatters.
+        ask: time of a request over the gather channel, in seconds.
     """
 
     costs: Costs
@@ -83,7 +87,11 @@ class CalibrationResult:
 
 
 def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:
-    """Measure all sizes and fit the costs.
+    """Measure all sizes and fit the costs to the timings.
+
+    Args:
+        job: sizes to measure.
+        progress: function that is called with a line of text before each step.
 
     Raises:
         ConfigError: memory cannot be allocated, or NIXL cannot be used.
@@ -135,7 +143,15 @@ def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
 
 
 def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, room: int) -> float:
-    """Return the speed of all lanes of a worker as a multiple of one lane's, for the same bytes."""
+    """Return the speed of all reading threads of a worker (lanes) as a multiple of the speed of one.
+
+    Args:
+        job: sizes to measure.
+        reader: side that reads.
+        alone: NIXL agent of the first thread; the others get their own.
+        run: size of a descriptor, in bytes.
+        room: number of bytes that can be read.
+    """
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
         others = [stack.enter_context(closing(RawReads(reader))) for _ in range(lanes - 1)]
@@ -166,10 +182,10 @@ def _copies(job: CalibrationJob) -> Fit:
 
 
 class _Copy:
-    """A gather or scatter of cells with equal runs, which lie at every second position of a pool.
+    """A gather or scatter of cells in random order. Gaps as long as the runs separate the runs of a cell.
 
     Attributes:
-        work: numbers of calls, runs and bytes.
+        work: number of cells, runs and bytes that one gather or scatter copies.
     """
 
     def __init__(self, run: int, cell: int, size: int, side: str) -> None:
@@ -194,7 +210,7 @@ class _Copy:
         self.work = (cells, cells * runs, cells * cell)
 
     def once(self) -> float:
-        """Copy all cells; return the seconds."""
+        """Copy all cells, and return the time in seconds."""
         copy = self._loops.gather if self._gathers else self._loops.scatter
         started = time.perf_counter()
         copy(self._blocks, self._blocks, self._slots, 0)
@@ -202,7 +218,7 @@ class _Copy:
 
 
 class _GatherChannel:
-    """The gather channel to the producer's one rank, and a lease for it."""
+    """A gather channel to the producer's one rank, with a lease on the rank's blocks."""
 
     def __init__(self, reader: Reader) -> None:
         (card,) = reader.cards[0]
@@ -212,7 +228,7 @@ class _GatherChannel:
         pool = card.geometry.regions[0]
         first, room = pool.address, min(pool.length, card.outgoing.bytes // 2) // 2 // _LARGE_RUN * _LARGE_RUN
         small = StridedCopy(first, 0, _SMALL_RUN)
-        # Every other run of the first blocks, as much as is gathered at a time.
+        # Every second run of the first blocks, as many bytes as one gather may have.
         runs = max(2, room // _LARGE_RUN)
         large = StridedCopy(first, 0, _LARGE_RUN, (Loop(runs, 2 * _LARGE_RUN, _LARGE_RUN),))
         routes = [
@@ -226,11 +242,11 @@ class _GatherChannel:
         self._lease = reader.claim_lease("asking")
 
     def small(self) -> float:
-        """Return the seconds of a request for a gather of 64 bytes."""
+        """Request a gather of 64 bytes, and return the time until the answer in seconds."""
         return self._timed(0, lambda: None)
 
     def large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
-        """Return the seconds of a long gather, during which `meanwhile` is called."""
+        """Request a long gather, call `meanwhile`, and return the time until both have ended in seconds."""
         return self._timed(1, meanwhile)
 
     def close(self) -> None:
@@ -255,7 +271,7 @@ class _GatherChannel:
 
 
 def _overlap(job: CalibrationJob, asking: _GatherChannel, raw: RawReads, size: int) -> float:
-    """Return the share of the shorter of gathering and reading that overlaps with the longer."""
+    """Return the share, 0 to 1, of the shorter of gathering and reading that overlaps with the longer."""
     lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
         asking.large,

@@ -1,4 +1,4 @@
-"""The report of `kvferry bench calibrate`, for people and as JSON."""
+"""The report of `kvferry bench calibrate`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ _WHAT = {
 
 
 def facts(machine: MachineFacts, found: CalibrationResult) -> dict[str, Any]:
-    """Return the facts about the machine and the errors of the fits, to store with the costs."""
+    """Return the description of the machine and the errors of the fits, which are stored with the costs."""
     return {**asdict(machine), "errors": {"reads": _errors(found.reads), "copies": _errors(found.copies)}}
 
 
 def as_json(found: CalibrationResult, facts: dict[str, Any], path: Path | None) -> dict[str, Any]:
-    """Return the costs in seconds, with the machine and the path of the file."""
+    """Return the costs, the machine and the path of the file as values that can be written as JSON.
+
+    Args:
+        found: result of the calibration.
+        facts: description of the machine, as returned by `facts`.
+        path: path of the written file; None if nothing was written.
+    """
     return {
         "costs": asdict(found.costs),
         "ask_seconds": asdict(found.ask),
@@ -43,7 +49,7 @@ def as_json(found: CalibrationResult, facts: dict[str, Any], path: Path | None) 
 
 
 def show(found: CalibrationResult, path: Path | None, console: Console) -> None:
-    """Print the costs; fits 80 columns."""
+    """Print a table of the costs with at most 80 columns, the fits' errors, and the path of the file."""
     built_in = Costs()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("what")

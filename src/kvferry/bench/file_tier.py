@@ -1,7 +1,7 @@
-"""Cases of the file tier: durable chunks in a folder, compared with raw files of the same size.
+"""Cases of the file tier: store and load durable chunks, compared with raw files of the same size.
 
-The limit is the faster of threads of this process that write and read whole files, and of fio if it is
-installed.
+The limit is the speed of raw files. They are written and read by threads of this process, and by fio if it is
+installed; the faster of the two counts.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ STORE_RATIO, LOAD_RATIO = 0.7, 0.8
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequence[int]) -> list[TierCase]:
-    """Return a case for storing and one for loading, per depth.
+    """Return a case for storing and one for loading, for each depth.
 
     Args:
-        stack: ends the threads, and removes the files.
-        group: form of the chunks.
-        path: existing folder.
-        depths: chunks in flight at a time.
+        stack: exit stack that gets the clean-up: it ends the threads and removes the files.
+        group: format of the chunks.
+        path: existing folder for the files.
+        depths: numbers of chunks in flight.
 
     Raises:
         ConfigError: memory or the folder cannot be used.
@@ -90,14 +90,14 @@ def _case(direction: str, depth: int, target: float, ours: Mover, limits: Sequen
 
 @contextmanager
 def _fresh(folder: Path, bodies: ChunkBodies) -> Iterator[FileTier]:
-    """Yield an empty tier; remove it afterwards."""
+    """Yield an empty tier, and remove it when the block is left."""
     with TemporaryDirectory(dir=folder) as root:
         capacity = 2 * len(bodies) * bodies.chunk_bytes
         yield FileTier(root, bench_namespace(bodies.group), capacity=capacity, durable=True)
 
 
 def _files(folder: Path, count: int, size: int) -> list[Path]:
-    """Write `count` files of `size` bytes to a new folder; return their paths."""
+    """Write `count` files of `size` bytes to a new folder, and return their paths."""
     raw = folder / "raw"
     raw.mkdir()
     content = random_pages(size)

@@ -1,9 +1,9 @@
-"""Least-squares fit of costs to timings.
+"""Fit costs to timings by least squares.
 
-A timing is the sum of the costs of its pieces of work, of several kinds. The fit minimizes the *relative*
-error, because the planner compares ratios: a transfer of 50 µs counts as much as one of 50 ms. No cost is
-negative. Each timing is a median of repetitions. A timing that is still too long, because the machine was
-busy, has a relative error of at most 1, so it changes the fit little.
+The model of a timing is the number of pieces of work of each kind, times the cost of that kind. The fit
+minimizes the *relative* error, because the planner compares ratios: a transfer of 50 µs counts as much as one
+of 50 ms. No cost is negative. Each timing is a median of repetitions. A timing that is still too long because
+the machine was busy has a relative error of at most 1, so it changes the fit little.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """Fitted costs and their errors.
+    """The fitted costs and the errors of the fit.
 
     Attributes:
-        costs: seconds per piece of each kind, float64 of shape (kinds,).
-        errors: |predicted / measured - 1| of every timing, float64 of shape (n,).
+        costs: cost of a piece of work of each kind, in seconds, float64 of shape (kinds,).
+        errors: relative error of every timing, |predicted / measured - 1|, float64 of shape (n,).
     """
 
     costs: Floats
@@ -32,26 +32,26 @@ class Fit:
 
     @property
     def median_error(self) -> float:
-        """Median of the errors."""
+        """Return the median of the relative errors."""
         return float(np.median(self.errors))
 
     @property
     def worst_error(self) -> float:
-        """Largest of the errors."""
+        """Return the largest relative error."""
         return float(self.errors.max())
 
 
 def fit(work: Floats, seconds: Floats) -> Fit:
     """Fit costs to timings.
 
-    Three descriptors and 300 bytes take 6.3 µs, one and 1,000 bytes 3 µs:
+    For example, three descriptors with 300 bytes take 6.3 µs, and one descriptor with 1,000 bytes takes 3 µs:
 
     >>> fit(np.array([[3.0, 300.0], [1.0, 1000.0]]), np.array([6.3e-6, 3e-6])).costs.round(12).tolist()
     [2e-06, 1e-09]
 
     Args:
-        work: number of pieces of each kind in every timing, float64 of shape (n, kinds).
-        seconds: timings, float64 of shape (n,), all positive.
+        work: number of pieces of work of each kind in every timing, float64 of shape (n, kinds).
+        seconds: timings in seconds, float64 of shape (n,); all are positive.
     """
     relative = work / seconds[:, None]
     costs = _not_negative(relative, np.ones(len(seconds)))
@@ -59,7 +59,7 @@ def fit(work: Floats, seconds: Floats) -> Fit:
 
 
 def _not_negative(matrix: Floats, target: Floats) -> Floats:
-    """Solve non-negative least squares by trying every subset of the few kinds."""
+    """Solve a least-squares problem with a non-negative solution, by trying every subset of the kinds."""
     kinds = matrix.shape[1]
     best, least = np.zeros(kinds), float(target @ target)
     for chosen in chain.from_iterable(combinations(range(kinds), n) for n in range(1, kinds + 1)):

@@ -1,9 +1,9 @@
-"""Cases of the host tier: chunks between a rank's blocks and an arena, compared with memcpy.
+"""Cases of the host tier: copy chunks between a rank's blocks and host memory, compared with memcpy.
 
-kvferry's mover does the work of a worker's thread for an order: it selects and checks cells, then copies
-them. Depth is the number of threads, each with its share of the chunks; a connector has one per rank. Memcpy
-copies as many bytes with as many threads between the same memory, in one piece. The control copies runs as
-short as the layout's.
+kvferry's mover does the same work as a worker's copying thread: it selects and checks the parts of blocks to
+copy, then copies them. The depth is the number of threads, each with its share of the chunks; a connector has
+one thread per rank. The limit is memcpy of as many bytes by as many threads, in one piece per thread. The
+control is a copy in runs that are as short as those of the layout.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _APART = 16
 
 
 def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list[TierCase]:
-    """Return a case for storing and one for loading, per depth.
+    """Return a case for storing and one for loading, for each depth.
 
     Args:
-        stack: ends the threads.
-        ranks: ranks with at least as many chunks as the largest depth.
+        stack: exit stack that gets the clean-up: it ends the threads.
+        ranks: pair of ranks with at least as many chunks as the largest depth.
         depths: numbers of threads.
     """
     found = []
@@ -65,7 +65,11 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
 
 
 def verify_copies(contests: Sequence[TierCase], ranks: RankPair) -> None:
-    """Store and load at every depth, and compare all memory.
+    """Store and load all chunks at every depth, and compare all memory.
+
+    Args:
+        contests: cases, as returned by `tier_cases`.
+        ranks: pair of ranks of the cases.
 
     Raises:
         TransferError: wrong bytes arrived.
@@ -78,7 +82,7 @@ def verify_copies(contests: Sequence[TierCase], ranks: RankPair) -> None:
 
 
 def _shares(chunks: int, threads: int) -> list[range]:
-    """Split chunk numbers into contiguous shares, one per thread."""
+    """Return the range of chunk numbers of each thread."""
     cuts = [chunks * n // threads for n in range(threads + 1)]
     return [range(low, high) for low, high in pairwise(cuts)]
 
@@ -100,13 +104,13 @@ def _pieces(ranks: RankPair, share: range) -> tuple[Piece, ...]:
 
 
 def _contiguous(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies the share in one piece."""
+    """Return a function that copies the chunks of a thread in one piece."""
     to, of = (memory[_bytes(ranks, share)] for memory in _memories(ranks, direction))
     return partial(np.copyto, to, of)
 
 
 def _in_runs(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies the share in runs that are adjacent on one side only."""
+    """Return a function that copies the chunks of a thread in short runs, adjacent on one side only."""
     pairs = []
     for number in share:
         to, of = (memory[_bytes(ranks, range(number, number + 1))] for memory in _memories(ranks, direction))
@@ -122,7 +126,7 @@ def _in_runs(ranks: RankPair, direction: str, share: range) -> Callable[[], obje
 
 
 def _memories(ranks: RankPair, direction: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return destination and source memory."""
+    """Return the memory to copy to and the memory to copy from, both uint8."""
     if direction == "store":
         return ranks.arena.memory, ranks.source.buffer.numpy()
     return ranks.destination.buffer.numpy(), ranks.arena.memory

@@ -1,6 +1,6 @@
-"""Movers: kvferry, raw NIXL and memcpy, each of which moves the same bytes and measures the time.
+"""Movers, which move the same bytes by different methods and measure the time: kvferry, raw NIXL, memcpy.
 
-Every mover prepares everything that does not depend on block ids before its time starts.
+Every mover does all preparation that does not depend on block ids before the measured time begins.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Mover(Protocol):
 
     Attributes:
         name: name in reports.
-        bytes: useful bytes per move.
+        bytes: number of useful bytes per move.
     """
 
     name: str
     bytes: int
 
     def move(self) -> float:
-        """Move once; return the seconds."""
+        """Move all bytes once, and return the time in seconds."""
 
 
 class PoolMover:
-    """A mover that makes one call per item, as many at a time as a pool has threads."""
+    """A mover that calls a function for every item, in the threads of a pool."""
 
     def __init__(
         self,
@@ -49,12 +49,20 @@ class PoolMover:
         call: Callable[[Any], object],
         items: Sequence[Any],
     ) -> None:
-        """Prepare a mover of `size` bytes in all."""
+        """Store the calls to make.
+
+        Args:
+            name: name in reports.
+            size: number of useful bytes of all calls together.
+            pool: threads to call in.
+            call: function to call with each item.
+            items: items of the calls.
+        """
         self.name, self.bytes = name, size
         self._pool, self._call, self._items = pool, call, items
 
     def move(self) -> float:
-        """Make all calls; return the seconds until the last has ended."""
+        """Make all calls, and return the time until the last has ended, in seconds."""
         started = time.perf_counter()
         for _ in self._pool.map(self._call, self._items):
             pass
@@ -62,13 +70,13 @@ class PoolMover:
 
 
 class KVFerryMover:
-    """A transfer by kvferry, from the moment the blocks are known until they may be used.
+    """A mover that uses kvferry. The time is from the moment the blocks are known until they may be used.
 
     Attributes:
-        strategies: strategy of each group in the last move.
-        stages: one tuple per move: seconds of planning, reading, the lease check and the rest. The rest is
-            the hand-over between threads, the wait for the next hook, and the release.
-        plan: read plan of the last move.
+        strategies: transfer strategy of each KV cache group in the last move.
+        stages: times of planning, reading, the lease check and the rest, in seconds, one tuple per move. The
+            rest is the hand-over between threads, the wait for the next engine step, and the release.
+        plan: read plan of the last move; None before the first.
     """
 
     def __init__(
@@ -81,15 +89,15 @@ class KVFerryMover:
         strategy: Strategy | None = None,
         poll_seconds: float = _HOOK_POLL_SECONDS,
     ) -> None:
-        """Prepare a mover.
+        """Store the two sides of the transfer.
 
         Args:
             name: name in reports.
-            reader: the side that reads.
+            reader: side that reads.
             source: engine to read from.
             peer: number of that engine in the producer process.
-            strategy: strategy to use, or None for the cheapest.
-            poll_seconds: time between two hooks.
+            strategy: transfer strategy; None for the cheapest.
+            poll_seconds: time between two engine steps, in seconds.
         """
         self.name, self.bytes = name, reader.bytes
         self.strategies: tuple[str, ...] = ()
@@ -99,7 +107,9 @@ class KVFerryMover:
         self._strategy, self._poll_seconds = strategy, poll_seconds
 
     def move(self) -> float:
-        """Move once, then check every byte and wait for the release; return the seconds that a request waits.
+        """Load the request once, and return the time that it waits, in seconds.
+
+        The time ends before every byte is checked and before the release of the lease is awaited.
 
         Raises:
             TransferError: the load failed, or wrong bytes arrived.
@@ -136,14 +146,14 @@ def _stages(result: ReadResult, seconds: float) -> tuple[float, float, float, fl
 
 
 class RawNixlMover:
-    """A READ by NIXL alone over prepared lists: make the transfer, post it, poll until it is done."""
+    """A mover that uses NIXL alone: it creates a READ from prepared lists, posts it, and polls it."""
 
     def __init__(self, name: str, reads: RawReads, lists: PreparedLists) -> None:
         self.name, self.bytes = name, lists.bytes
         self._reads, self._lists = reads, lists
 
     def move(self) -> float:
-        """Move once; return the seconds.
+        """Read all descriptors once, and return the time in seconds.
 
         Raises:
             TransferError: NIXL failed.
@@ -152,7 +162,7 @@ class RawNixlMover:
 
 
 class MemcpyMover:
-    """A copy of as many bytes by one thread, from other memory of this process to the pool."""
+    """A mover that copies as many bytes with one thread, from memory of this process to the KV cache."""
 
     name = "(c) memcpy"
 
@@ -161,7 +171,7 @@ class MemcpyMover:
         self._dst, self._src = (memory[: self.bytes].numpy() for memory in reader.buffers)
 
     def move(self) -> float:
-        """Copy once; return the seconds."""
+        """Copy all bytes once, and return the time in seconds."""
         started = time.perf_counter()
         np.copyto(self._dst, self._src)
         return time.perf_counter() - started

@@ -1,6 +1,6 @@
-"""Cases of the object tier: chunks in a bucket, compared with obstore's own put and get of as many bytes.
+"""Cases of the object tier: store and load chunks in a bucket, compared with obstore's own put and get.
 
-All objects have random names below the URL, and are removed. Credentials come from the environment
+All objects have random names below the URL and are removed at the end. Credentials come from the environment
 (``AWS_ENDPOINT``, ``AWS_ACCESS_KEY_ID``, ...).
 """
 
@@ -41,17 +41,17 @@ _PIECE_BYTES = 512 << 10
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
-    """Return a case for storing and one for loading, per depth.
+    """Return a case for storing and one for loading, for each depth.
 
     Args:
-        stack: ends the threads, and removes the objects.
-        group: form of the chunks.
-        url: bucket, and a path in it.
-        depths: chunks in flight at a time.
+        stack: exit stack that gets the clean-up: it ends the threads and removes the objects.
+        group: format of the chunks.
+        url: URL of a bucket, with a path in it.
+        depths: numbers of chunks in flight.
 
     Raises:
         ConfigError: memory or the URL cannot be used.
-        TransferError: the bucket returned other bytes than were stored.
+        TransferError: a chunk could not be stored.
     """
     count = chunks_per_move(max(depths))
     bodies, into = (stack.enter_context(ChunkBodies(group, CHUNK_TOKENS, count)) for _ in range(2))
@@ -105,7 +105,7 @@ def _case(
 
 @contextmanager
 def _fresh(url: str, bodies: ChunkBodies) -> Iterator[ObjectTier]:
-    """Yield an empty tier with a namespace of its own; remove its objects afterwards."""
+    """Yield an empty tier with a new namespace, and remove its objects when the block is left."""
     own = bench_namespace(bodies.group, secrets.token_hex(8))
     with _removed(url, own.digest.hex()):
         yield ObjectTier(url, own, timeout_seconds=_PATIENCE_SECONDS)
@@ -113,7 +113,11 @@ def _fresh(url: str, bodies: ChunkBodies) -> Iterator[ObjectTier]:
 
 @contextmanager
 def _removed(url: str, prefix: str) -> Iterator[str]:
-    """Yield `prefix`, and remove all objects below it afterwards."""
+    """Yield `prefix`, and remove all objects below it when the block is left.
+
+    Raises:
+        TransferError: the objects could not be removed.
+    """
     bucket = BucketClient(url, {}, _PATIENCE_SECONDS)
     try:
         yield prefix

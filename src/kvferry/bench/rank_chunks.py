@@ -1,7 +1,7 @@
-"""Chunks of a model whose layers are alike, and a pair of ranks that stores and loads them.
+"""A pair of ranks that store and load the chunks of a prompt, for a model whose layers are all alike.
 
-One rank holds a prompt in scattered blocks of an engine's layout, the other takes it. Both are in host
-memory. The prompt's content is that of `measuring.content`.
+A chunk holds the KV of a fixed number of tokens. One rank holds the prompt in scattered blocks of an engine's
+layout, and the other loads it. Both are in host memory. The test values are those of `measuring.content`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CHUNK_TOKENS = 256
 
 
 def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalGroup:
-    """Return the form of a model's chunks of `tokens` tokens.
+    """Return the format of a model's chunks of `tokens` tokens.
 
     Raises:
-        ConfigError: the model has chunks of several kinds.
+        ConfigError: the model has layers, and so chunks, of several kinds.
     """
     held = simulate_engine("chunk", reading, EngineSide(), tokens)
     groups = canonical_form_of(lay_out(held.model, held.shape), tokens).groups
@@ -40,24 +40,26 @@ def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalG
 
 
 class RankPair:
-    """A rank that holds a prompt, an empty rank, and an arena for the prompt's chunks.
+    """A rank that holds a prompt, an empty rank, and host memory (the arena) for the prompt's chunks.
 
     Attributes:
         layout: memory layout of both ranks.
-        chunks, chunk_bytes: number of chunks of the prompt, and the size of each.
-        source, destination: memory of the rank that holds the prompt, and of the empty one.
-        arena: memory for the chunks; chunk n is at ``n * chunk_bytes``.
-        span: the whole prompt, for loads.
-        store_tables, load_tables: blocks of the prompt, the same on both ranks.
+        chunks: number of chunks of the prompt.
+        chunk_bytes: size of a chunk, in bytes.
+        source: memory of the rank that holds the prompt.
+        destination: memory of the rank that loads the prompt.
+        arena: memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
+        span: load span of the whole prompt.
+        store_tables, load_tables: block ids of the prompt for stores and for loads, the same on both ranks.
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
-        """Allocate three times the memory of all chunks.
+        """Allocate the memory of both ranks and of the arena: three times the size of all chunks.
 
         Args:
-            reading: model of the chunks.
-            side: set-up of both ranks.
-            chunks: number of chunks.
+            reading: description of the model's KV cache.
+            side: layout and block size of both ranks.
+            chunks: number of chunks of the prompt.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -83,30 +85,35 @@ class RankPair:
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt."""
+        """Return the length of the prompt, in tokens."""
         return self.chunks * CHUNK_TOKENS
 
     @property
     def run_bytes(self) -> int:
-        """Bytes that are contiguous both in a block and in a chunk."""
+        """Return the number of bytes that are contiguous both in a block and in a chunk."""
         pool = chunk_pool(self._canonical, 0, 0, self.chunks)
         (template,) = build_templates([self.source.geometry], pool)
         return int(template.routes[0].nests[0].run)
 
     def routes(self, *, stores: bool) -> ChunkRoutes:
-        """Return routes for one thread, from the source or to the destination."""
+        """Return the copies between ranks and arena for one thread.
+
+        Args:
+            stores: True for copies from the source to the arena, False for copies from the arena to the
+                destination.
+        """
         rank = (self.source if stores else self.destination).geometry
         return ChunkRoutes(self._canonical, [rank], (0, 0), self.arena.memory)
 
     def clear(self) -> None:
-        """Fill the arena and the destination with zeros."""
+        """Fill the arena and the destination with zeros. Mutates both."""
         self.arena.memory[:] = 0
         self.destination.buffer.zero_()
 
     def check(self) -> None:
-        """Compare the destination with the source.
+        """Compare the destination's memory with the source's.
 
         Raises:
-            TransferError: the destination has other bytes.
+            TransferError: a byte differs.
         """
         content.check_memory(self.destination, self.source)

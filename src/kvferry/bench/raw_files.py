@@ -1,7 +1,7 @@
-"""Movers that write and read raw files, by threads or fio: the speed of a directory without kvferry.
+"""Movers that write and read raw files with threads or fio, to measure a directory's speed without kvferry.
 
-Each thread handles one file at a time. Writes create new files and wait until their data is on the disk. Both
-bypass the page cache where the file system allows it.
+Each thread or fio job handles one file at a time. Writes create new files and wait until their data is on the
+disk. fio bypasses the page cache. Threads bypass it if the file system allows it.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _THREADS = "threads, O_DIRECT"
 
 
 class FioWrites:
-    """A mover that writes new files, and flushes each when it is complete."""
+    """A mover that writes new files with fio, and flushes each file when it is complete."""
 
     name = "fio"
 
     def __init__(self, folder: Path, depth: int, files: int, size: int) -> None:
-        """Prepare a mover.
+        """Store the job to run.
 
         Args:
             folder: folder with room for the files.
-            depth: number of jobs.
+            depth: number of fio jobs, each of which writes one file at a time.
             files: number of files.
-            size: bytes of each file, a multiple of the page size.
+            size: size of each file in bytes, a multiple of the page size.
         """
         self._folder, self._depth, self._files, self._size = folder, depth, files, size
         self.bytes = files * size
 
     def move(self) -> float:
-        """Write all files; return the seconds."""
+        """Write all files once, and return the time in seconds."""
         with TemporaryDirectory(dir=self._folder) as folder:
             names = [str(number) for number in range(self._files)]
             return _run(Path(folder), "write", names, self._size, self._depth)
 
 
 class FioReads:
-    """A mover that reads files of one folder and one size."""
+    """A mover that reads files with fio. All files are in one folder and have the same size."""
 
     name = "fio"
 
@@ -61,7 +61,7 @@ class FioReads:
         self.bytes = len(files) * self._size
 
     def move(self) -> float:
-        """Read all files; return the seconds."""
+        """Read all files once, and return the time in seconds."""
         return _run(self._folder, "read", self._names, self._size, self._depth)
 
 
@@ -71,7 +71,14 @@ def has_fio() -> bool:
 
 
 def _run(folder: Path, direction: str, names: Sequence[str], size: int, depth: int) -> float:
-    """Run fio; return the seconds.
+    """Run fio, and return the time in seconds.
+
+    Args:
+        folder: folder of the files.
+        direction: ``write`` or ``read``.
+        names: names of the files.
+        size: size of each file, in bytes.
+        depth: number of fio jobs.
 
     Raises:
         TransferError: fio failed.
@@ -89,7 +96,7 @@ def _run(folder: Path, direction: str, names: Sequence[str], size: int, depth: i
     if done.returncode:
         raise TransferError(f"fio failed: {done.stderr.strip() or done.stdout.strip()}")
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    # From the bandwidth: fio leaves out the end of a file that fills no whole piece.
+    # Compute the time from the bandwidth, because fio leaves out a partial piece at the end of a file.
     return size * len(names) / float(job[direction]["bw_bytes"])
 
 
@@ -117,24 +124,24 @@ def _job_file(direction: str, names: Sequence[str], size: int, depth: int) -> st
 
 
 class ThreadWrites:
-    """A mover that writes new files, one per thread, and flushes each."""
+    """A mover that writes new files with threads, and flushes each file when it is complete."""
 
     name = _THREADS
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor, files: int, size: int) -> None:
-        """Prepare a mover.
+        """Create the content of the files.
 
         Args:
             folder: folder with room for the files.
-            pool: one thread per file in flight.
+            pool: threads that write, each one file at a time.
             files: number of files.
-            size: bytes of each file, a multiple of the page size.
+            size: size of each file in bytes, a multiple of the page size.
         """
         self._folder, self._pool, self._files, self.bytes = folder, pool, files, files * size
         self._content = random_pages(size)
 
     def move(self) -> float:
-        """Write all files; return the seconds until the last is on the disk."""
+        """Write all files once, and return the time until the last is on the disk, in seconds."""
         with TemporaryDirectory(dir=self._folder) as folder:
             files = [f"{folder}/{number}" for number in range(self._files)]
             write = partial(write_file, content=self._content)
@@ -142,13 +149,13 @@ class ThreadWrites:
 
 
 def thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path]) -> PoolMover:
-    """Return a mover that reads files, one per thread of the pool."""
+    """Return a mover that reads files with the threads of a pool, each one file at a time."""
     into = [(file, whole_pages(file.stat().st_size)) for file in files]
     return PoolMover(_THREADS, sum(len(memory) for _, memory in into), pool, _read, into)
 
 
 def random_pages(size: int) -> memoryview:
-    """Return `size` random bytes in page-aligned memory, which storage cannot compress."""
+    """Return `size` random bytes in page-aligned memory. Storage cannot compress them."""
     pages = whole_pages(size)
     pages[:] = os.urandom(size)
     return pages

@@ -1,7 +1,8 @@
-"""Interleaved rounds: every round runs every mover once, in a newly drawn order.
+"""Compare movers in interleaved rounds: every round runs every mover once, in a new random order.
 
-Machines are shared and their speed drifts, so ratios are taken within a round and the median over rounds is
-reported. The order is random, so that the cache content left by one mover helps another in some rounds only.
+The speed of a shared machine changes over time. So speeds are compared within a round, and the report has the
+median over all rounds. The order is random, because a mover may profit from the CPU cache content that the
+one before it has left.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from kvferry.measuring.spread import Spread
 
 @dataclass(frozen=True, slots=True)
 class MoverRounds:
-    """The rounds of one mover.
+    """The measured rounds of one mover.
 
     Attributes:
         name: name of the mover.
-        bytes: useful bytes per round.
-        seconds: time of each round.
+        bytes: number of useful bytes per round.
+        seconds: time of each round, in seconds.
     """
 
     name: str
@@ -35,11 +36,11 @@ class MoverRounds:
 
     @property
     def gigabytes_per_second(self) -> Spread:
-        """Speed in 10⁹ bytes per second."""
+        """Return the speed in 10⁹ bytes per second."""
         return Spread.of([self.bytes / s / 1e9 for s in self.seconds])
 
     def times(self, other: MoverRounds) -> Spread:
-        """Return the speed of this mover relative to `other`, round by round."""
+        """Return the speed of this mover as a multiple of the other's in the same round."""
         return Spread.of(
             [
                 (self.bytes / mine) / (other.bytes / theirs)
@@ -50,12 +51,13 @@ class MoverRounds:
 
 @dataclass(frozen=True, slots=True)
 class TransferComparison:
-    """The rounds of all movers of one request.
+    """The measured rounds of all movers for one request.
 
     Attributes:
         ferry: rounds of kvferry.
-        others: rounds of raw NIXL with large descriptors, with the same descriptors, and of memcpy.
-        stages: median seconds of kvferry's planning, reading, lease check, and the rest.
+        others: rounds of raw NIXL with large descriptors, of raw NIXL with the same descriptors as kvferry,
+            and of memcpy.
+        stages: median times of kvferry's planning, reading, lease check, and the rest, in seconds.
     """
 
     ferry: MoverRounds
@@ -66,13 +68,13 @@ class TransferComparison:
 def compare(
     reader: Reader, source: SimulatedEngine, repeats: int, progress: Callable[[str], None]
 ) -> TransferComparison:
-    """Move a request with kvferry, raw NIXL and memcpy.
+    """Move a request with kvferry, raw NIXL and memcpy, and return the measured rounds.
 
     Args:
-        reader: the side that reads.
+        reader: side that reads.
         source: engine to read from.
-        repeats: counted rounds; one more comes before them.
-        progress: called with a line of text before each round.
+        repeats: number of counted rounds. Another round before them is not counted.
+        progress: function that is called with a line of text before each round.
 
     Raises:
         TransferError: a mover failed, or kvferry moved wrong bytes.
@@ -96,7 +98,13 @@ def compare(
 def run_rounds(
     moves: Sequence[Callable[[], float]], repeats: int, progress: Callable[[str], None] = lambda _: None
 ) -> list[list[float]]:
-    """Return the seconds of every move, round by round, after a round that does not count."""
+    """Run every move once per round in random order, and return the times of each move in seconds.
+
+    Args:
+        moves: functions that move once and return the time in seconds.
+        repeats: number of counted rounds. Another round before them is not counted.
+        progress: function that is called with a line of text before each round.
+    """
     progress("moving, a round that does not count")
     for move in moves:
         move()

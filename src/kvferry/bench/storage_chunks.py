@@ -1,7 +1,7 @@
-"""Movers of chunks between an arena and a storage tier, by the connector's `TierQueue`.
+"""Movers that store and load chunks between host memory and a storage tier with the connector's `TierQueue`.
 
-Depth is the number of chunks in flight. The queue works on as many of them as it has threads. It is polled
-for results as an engine's step polls it, but more often.
+The depth is the number of chunks in flight. The queue works on as many of them at once as it has threads. It
+is polled for results in the same way as in an engine's step, but more often.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEAST_CHUNKS = 8
 
 
 def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
-    """Return a namespace that no engine has, a different one for every name."""
+    """Return a namespace for chunks that no engine uses. It is different for every name."""
     return Namespace.of(
         weights=f"none: kvferry bench {name}",
         model={},
@@ -43,20 +43,20 @@ def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
 
 
 class ChunkBodies:
-    """Chunks of random bytes in an arena.
+    """Chunks of random bytes in host memory. The index operator returns the memory of a chunk.
 
     Attributes:
-        group: form of a chunk as a file.
+        group: format of a chunk as a file.
         keys: key of each chunk, 32 bytes.
-        arena: memory of the chunks; chunk n is at ``n * chunk_bytes``.
-        chunk_bytes: size of each chunk.
+        arena: host memory of the chunks; chunk n is at byte ``n * chunk_bytes``.
+        chunk_bytes: size of a chunk, in bytes.
     """
 
     def __init__(self, group: CanonicalGroup, chunk_tokens: int, count: int) -> None:
         self.group, self.chunk_bytes = chunk_group(group, chunk_tokens), group.chunk_bytes
         self.keys = [blake2b(b"%d" % number).digest()[:32] for number in range(count)]
         self.arena = Arena.create(count * self.chunk_bytes)
-        # Random, because storage may compress or skip zeros.
+        # Use random bytes, because storage may compress or skip zeros.
         content = np.random.default_rng(5)
         for number in range(count):
             self[number][:] = content.bytes(self.chunk_bytes)
@@ -71,7 +71,7 @@ class ChunkBodies:
         return len(self.keys)
 
     def clear(self, count: int) -> None:
-        """Fill the first `count` chunks with zeros."""
+        """Fill the memory of the first `count` chunks with zeros."""
         self.arena.memory[: count * self.chunk_bytes] = 0
 
     def __getitem__(self, number: int) -> memoryview:
@@ -79,13 +79,13 @@ class ChunkBodies:
 
 
 def chunks_per_move(depth: int) -> int:
-    """Return the number of chunks that one move of a depth takes."""
+    """Return the number of chunks that a mover with this depth moves each time."""
     return max(depth, _LEAST_CHUNKS)
 
 
 @contextmanager
 def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
-    """Yield a queue over a tier, with as many threads as a connector has; close it afterwards."""
+    """Yield a queue for a tier with as many threads as in a connector. Close it when the block is left."""
     queue = TierQueue(tier, name)
     try:
         yield queue
@@ -94,7 +94,13 @@ def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
 
 
 def store_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> float:
-    """Store the first `count` chunks; return the seconds until the last counts as stored.
+    """Store the first `count` chunks, and return the time until the last is stored, in seconds.
+
+    Args:
+        queue: queue for the tier.
+        bodies: chunks to store.
+        count: number of chunks.
+        depth: number of chunks in flight.
 
     Raises:
         TransferError: a chunk was not stored.
@@ -103,7 +109,13 @@ def store_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> 
 
 
 def load_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> float:
-    """Load the first `count` chunks; return the seconds until the last is complete.
+    """Load the first `count` chunks, and return the time until the last is complete, in seconds.
+
+    Args:
+        queue: queue for a tier that has the chunks.
+        bodies: chunks to overwrite with the loaded bytes. Mutated.
+        count: number of chunks.
+        depth: number of chunks in flight.
 
     Raises:
         TransferError: a chunk could not be loaded.
@@ -123,42 +135,43 @@ class StoreMover:
         bodies: ChunkBodies,
         depth: int,
     ) -> None:
-        """Prepare a mover.
+        """Store the chunks and the way to open a tier.
 
         Args:
             name: name of the tier.
-            fresh: opens an empty tier, and removes what was stored at the end.
+            fresh: function that returns a context manager, which opens an empty tier and removes it at the
+                end.
             bodies: chunks to store.
-            depth: chunks in flight at a time.
+            depth: number of chunks in flight.
         """
         self._name, self._fresh, self._bodies, self._depth = name, fresh, bodies, depth
         self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
 
     def move(self) -> float:
-        """Store all chunks; return the seconds."""
+        """Store the chunks in a new tier, and return the time in seconds."""
         with self._fresh() as tier, open_queue(tier, self._name) as queue:
             return store_all(queue, self._bodies, chunks_per_move(self._depth), self._depth)
 
 
 class LoadMover:
-    """A mover that loads chunks from a tier."""
+    """A mover that loads chunks from a tier and compares their bytes."""
 
     name = "kvferry"
 
     def __init__(self, queue: TierQueue, bodies: ChunkBodies, into: ChunkBodies, depth: int) -> None:
-        """Prepare a mover.
+        """Store the queue and the chunks.
 
         Args:
-            queue: queue over a tier that has the chunks.
-            bodies: the chunks as they were stored.
-            into: chunks to overwrite.
-            depth: chunks in flight at a time.
+            queue: queue for a tier that has the chunks.
+            bodies: chunks as they were stored.
+            into: chunks to overwrite with the loaded bytes.
+            depth: number of chunks in flight.
         """
         self._queue, self._bodies, self._into, self._depth = queue, bodies, into, depth
         self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
 
     def move(self) -> float:
-        """Load all chunks and compare them; return the seconds without comparing.
+        """Load the chunks and compare them, and return the time of the loads in seconds.
 
         Raises:
             TransferError: wrong bytes arrived.
@@ -174,7 +187,14 @@ class LoadMover:
 
 
 def _all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None]) -> float:
-    """Keep `depth` chunks in flight until `count` have ended; return the seconds."""
+    """Keep `depth` chunks in flight until `count` have ended, and return the time in seconds.
+
+    Args:
+        queue: queue for the tier.
+        count: number of chunks.
+        depth: number of chunks in flight.
+        begin: function that begins to store or load the chunk with the given number.
+    """
     begun = ended = 0
     started = time.perf_counter()
     while ended < count:

@@ -1,4 +1,4 @@
-"""Cases of the tier benchmark: kvferry and its limits, which move the same bytes."""
+"""Cases of the tier benchmark. Each compares kvferry with movers that move the same bytes without kvferry."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TierCase:
     Attributes:
         tier: name of the tier.
         direction: "store" or "load".
-        depth: chunks in flight at a time.
-        target: share of the limit's speed to reach.
-        ours: kvferry's mover.
-        limits: movers without kvferry; the fastest is the limit.
-        controls: movers that explain the result and are not limits.
+        depth: number of chunks in flight, or of threads for the host tier.
+        target: share of the limit's speed that kvferry should reach.
+        ours: mover that uses kvferry.
+        limits: movers without kvferry, of which the fastest is the limit.
+        controls: movers that help to explain the result but are not limits.
     """
 
     tier: str
@@ -35,12 +35,12 @@ class TierCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpeed:
-    """The rounds of one `TierCase`.
+    """The measured rounds of one `TierCase`.
 
     Attributes:
-        tier, direction, depth, target: those of the case.
+        tier, direction, depth, target: same as in the case.
         ours: rounds of kvferry.
-        limits, controls: rounds of the other movers.
+        limits, controls: rounds of the case's other movers.
     """
 
     tier: str
@@ -53,24 +53,29 @@ class TierSpeed:
 
     @property
     def limit(self) -> MoverRounds:
-        """The fastest limit, by the median."""
+        """Return the limit: the rounds of the mover in `limits` with the highest median speed."""
         return max(self.limits, key=lambda series: series.gigabytes_per_second.median)
 
     @property
     def ratio(self) -> Spread:
-        """Speed of kvferry as a share of the limit's in the same round."""
+        """Return kvferry's speed as a multiple of the limit's speed in the same round."""
         return self.ours.times(self.limit)
 
     @property
     def reached(self) -> bool:
-        """Return whether the median reaches the target."""
+        """Return whether the median of `ratio` reaches the target."""
         return self.ratio.median >= self.target
 
 
 def measure_cases(
     cases: Sequence[TierCase], repeats: int, progress: Callable[[str], None]
 ) -> tuple[TierSpeed, ...]:
-    """Run all movers of all cases in every round; return one speed per case.
+    """Run all movers of all cases in every round, and return the measured rounds of each case.
+
+    Args:
+        cases: cases to measure.
+        repeats: number of counted rounds. Another round before them is not counted.
+        progress: function that is called with a line of text before each round.
 
     Raises:
         TransferError: a mover failed.

@@ -1,4 +1,4 @@
-"""`kvferry bench tiers`: the speed of every tier, compared with moving the same bytes without kvferry."""
+"""`kvferry bench tiers`: measure the speed of every tier, compared with the same bytes without kvferry."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvferry.plan.side import EngineSide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiersJob:
-    """The tiers to measure, and how.
+    """The tiers and settings to measure.
 
     Attributes:
-        reading: model whose chunks are stored and loaded; its layers are alike.
-        sides: engines that chunks come from and go to, each measured by itself.
-        depths: chunks in flight at a time.
-        repeats: counted rounds; one more round comes before them.
-        path: existing folder for the file tier; the files made there are removed.
-        url: object storage, or None to leave it out.
+        reading: description of the KV cache of a model whose layers are all alike.
+        sides: layouts and block sizes of the engines for the host tier, each measured separately.
+        depths: numbers of chunks in flight.
+        repeats: number of counted rounds. Another round before them is not counted.
+        path: existing folder for the file tier. The files created there are removed.
+        url: URL of the object storage; None to leave it out.
     """
 
     reading: ModelReading
@@ -38,12 +38,13 @@ class TiersJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTiers:
-    """The results of a job.
+    """The results of a measurement of tiers.
 
     Attributes:
-        job, machine: what was measured, and where.
-        chunk_tokens, chunk_bytes: size of one chunk of the model.
-        speeds: one per tier, direction and depth.
+        job: measured tiers and settings.
+        machine: machine of the measurement.
+        chunk_tokens, chunk_bytes: size of one chunk of the model, in tokens and in bytes.
+        speeds: measured rounds, one entry per tier, direction and depth.
     """
 
     job: TiersJob
@@ -54,11 +55,11 @@ class MeasuredTiers:
 
 
 def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
-    """Store and load chunks in every tier.
+    """Store and load chunks in every tier, and return the measured speeds.
 
     Args:
-        job: the tiers to measure.
-        progress: called with a line of text before each step.
+        job: tiers and settings to measure.
+        progress: function that is called with a line of text before each step.
 
     Raises:
         ConfigError: memory, folder or storage cannot be used.

@@ -1,4 +1,4 @@
-"""The report of `kvferry bench tiers`, for people and as JSON."""
+"""The report of `kvferry bench tiers`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.units import format_bytes
 
 
 def show(measured: MeasuredTiers, console: Console) -> None:
-    """Print the results; fits 80 columns."""
+    """Print the results as tables with at most 80 columns."""
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
@@ -29,7 +29,7 @@ def show(measured: MeasuredTiers, console: Console) -> None:
 
 
 def as_json(measured: MeasuredTiers) -> dict[str, Any]:
-    """Return all rounds, in seconds and bytes, with the figures derived from them."""
+    """Return all rounds in seconds and bytes, and the speeds and ratios, as values for JSON."""
     job = measured.job
     return {
         "geometry": job.reading.cache.name,
@@ -85,7 +85,7 @@ def _speed_row(speed: TierSpeed) -> list[str]:
 
 
 def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
-    """Print the gain of depth and the controls, per tier and direction."""
+    """Print the gain from larger depths and the speeds of the controls, for each tier and direction."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tier", "direction"):
         table.add_column(title, no_wrap=True)

@@ -1,4 +1,4 @@
-"""`kvferry bench transfer`: the speed of one request between two processes."""
+"""`kvferry bench transfer`: measure the transfer of one request between two processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvferry.plan.side import EngineSide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferJob:
-    """The request to move.
+    """The request to move, and the settings of the measurement.
 
     Attributes:
-        reading: model of both engines, which have one rank each.
-        side: set-up of both engines.
-        tokens: length of the request.
-        order: order of block ids, as `simulate_engine` takes it.
-        repeats: counted rounds.
-        transports: value of UCX_TLS, or None to leave it unchanged.
+        reading: description of the model's KV cache.
+        side: layout and block size of both engines, which have one rank each.
+        tokens: length of the request, in tokens.
+        order: order of block ids, "scattered" or "contiguous".
+        repeats: number of counted rounds.
+        transports: value of UCX_TLS; None to leave it unchanged.
     """
 
     reading: ModelReading
@@ -38,12 +38,15 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTransfer:
-    """The results of a job.
+    """The results of a measurement of transfers.
 
     Attributes:
-        job, machine: what was measured, and where.
-        blocks, layers, page_bytes: blocks and layers of the request, and the size of one page.
-        comparison: rounds of every mover.
+        job: measured request and settings.
+        blocks: number of blocks of the request.
+        layers: number of layers of the model.
+        page_bytes: size of a page (one layer of one block), in bytes.
+        machine: machine of the measurement.
+        comparison: measured rounds of every mover.
     """
 
     job: TransferJob
@@ -55,7 +58,11 @@ class MeasuredTransfer:
 
 
 def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
-    """Move the request with every mover; set UCX_TLS in this process if the job names transports.
+    """Move the request with every mover, and return the measured rounds. May set UCX_TLS in this process.
+
+    Args:
+        job: request and settings.
+        progress: function that is called with a line of text before each step.
 
     Raises:
         ConfigError: memory cannot be allocated, or NIXL cannot be used.

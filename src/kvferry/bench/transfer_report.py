@@ -1,4 +1,4 @@
-"""The report of `kvferry bench transfer`, for people and as JSON."""
+"""The report of `kvferry bench transfer`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvferry.measuring.spread import Spread
 from kvferry.units import format_bytes
 
 SAME_DESCRIPTORS = 1
-"""Index in `TransferComparison.others` of the mover that uses the same descriptors."""
+"""Index in `TransferComparison.others` of raw NIXL with the same descriptors as kvferry."""
 TARGET_RATIO = 0.9
 
 
 def show(measured: MeasuredTransfer, console: Console) -> None:
-    """Print the results; fits 80 columns."""
+    """Print the results as a table with at most 80 columns."""
     _show_job(measured, console)
     _show_comparison(measured.comparison, console)
 
 
 def as_json(measured: MeasuredTransfer) -> dict[str, Any]:
-    """Return all rounds, in seconds and bytes, with the figures derived from them."""
+    """Return all rounds in seconds and bytes, and the speeds and ratios, as values for JSON."""
     comparison, job = measured.comparison, measured.job
     whole = {
         "geometry": job.reading.cache.name,

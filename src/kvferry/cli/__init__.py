@@ -1,1 +1,1 @@
-"""The commands: a module each, whose functions `main` makes commands of one application."""
+"""The commands of `kvferry`, one module each. `main` combines them to one command-line application."""

@@ -1,4 +1,4 @@
-"""Options that several measuring commands share."""
+"""Options and helpers that several measuring commands share."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ REPEATS_HELP = "Rounds; each moves the bytes once in every way."
 
 
 def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ...]:
-    """Split names at commas.
+    """Return the names in a text, separated by commas.
 
     Args:
         text: value of the option, such as ``lookup,hooks``.
-        known: names that are allowed.
-        option: name of the option, for the error.
+        known: allowed names.
+        option: name of the option, for the error message.
 
     Raises:
-        ConfigError: a name is not known.
+        ConfigError: a name is not allowed.
     """
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in known]:
@@ -30,10 +30,10 @@ def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ..
 
 
 def parse_layouts(text: str) -> tuple[str, ...]:
-    """Split layouts at commas, in upper or lower case.
+    """Return the names of memory layouts in a text, separated by commas, in upper or lower case.
 
     Raises:
-        ConfigError: a layout is not known.
+        ConfigError: a layout is unknown.
     """
     from kvferry.geometry.layout import LAYOUTS
 
@@ -51,10 +51,14 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def work_folder(path: Path | None) -> Iterator[Path]:
-    """Yield the folder that `--path` names, or a new one in the user's cache, which is removed afterwards.
+    """Yield the folder for a measurement's files.
+
+    Args:
+        path: existing folder, the value of `--path`; None for a new one in the user's cache, which is removed
+            at the end.
 
     Raises:
-        ConfigError: the folder is missing, or none can be made.
+        ConfigError: the folder does not exist, or a new one cannot be created.
     """
     if path is not None:
         if not path.is_dir():

@@ -178,10 +178,14 @@ def clear(
 
 
 def _cache(where: str, options: list[str] | None) -> CacheAdmin:
-    """Return the cache at a path or URL.
+    """Return the cache of chunks at a path or URL.
+
+    Args:
+        where: directory of a file tier, or URL of an object tier.
+        options: options of the object storage, ``name=value``.
 
     Raises:
-        ConfigError: there is none, or it cannot be reached.
+        ConfigError: there is no cache, or it cannot be accessed.
     """
     from kvferry.tiers.objects.options import is_url
 
@@ -197,14 +201,14 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
 
 
 def _said(facts: Mapping[str, object]) -> list[str]:
-    """Return the facts with short values, and the first line of the canonical form."""
+    """Return the facts of a namespace that have short values, and the first line of its chunk format."""
     said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
     return [printable(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]
 
 
 def _lines(words: list[str], width: int) -> list[str]:
-    """Join words with commas, in lines of at most `width` characters; a longer word has its own line."""
+    """Return the words, joined with commas, in lines of at most `width` characters (a long word has more)."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + len(word) + 3 <= width:

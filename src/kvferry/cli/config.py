@@ -52,13 +52,14 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "turn_share": (float, "SHARE", "Largest share of the block pool to keep for next turns."),
     "explain_requests": (int, "COUNT", "Number of requests to remember for kvferry explain; 0 for none."),
 }
-"""Key of `ConnectorConfig` to type, placeholder and help of its option, in the order of the help."""
+"""Options by key of `ConnectorConfig`: type, placeholder and help text. They are in the order of the help."""
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option per setting, after its first parameter, in place of ``**settings``.
+    """Decorate a command so that it has one option per key of `SETTINGS` in place of ``**settings``.
 
-    Mutates the signature of `command`, from which Typer makes the options.
+    Replaces the signature of `command`, from which Typer creates the options. They follow the first
+    parameter.
     """
     first, *others = (
         one

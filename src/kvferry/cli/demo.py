@@ -91,7 +91,7 @@ def _models(
     from kvferry.serving.demo import DemoModel, family_model
 
     if model is not None and model.startswith("-"):
-        # `kvferry demo -- --flag`: there is no model, and what follows is all vLLM's.
+        # `kvferry demo -- --flag`: no model is given, and all arguments are for vLLM.
         arguments, model = [model, *arguments], None
     if model is not None:
         if families != _FAMILIES:

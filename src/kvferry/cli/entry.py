@@ -1,4 +1,4 @@
-"""Entry point of the `kvferry` command. Ctrl-C ends it silently while it loads."""
+"""The entry point of the `kvferry` command. Ctrl-C ends the command silently while modules are loaded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import signal
 
 
 def main() -> None:
-    """Load the command and run it."""
-    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where it is ignored
+    """Load the command-line application and run it."""
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False if it is ignored
     if interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvferry.cli.main import main as run

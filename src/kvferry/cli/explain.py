@@ -1,4 +1,4 @@
-"""`kvferry explain`: show the trace of a request from the memory of this machine's engines."""
+"""`kvferry explain`: show the trace of a request, which the engines on this machine keep in memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def explain(
 
 
 def _nothing(answers: AllAnswers, request_id: str | None) -> str:
-    """Return the message for an empty result."""
+    """Return the error message if no request is found."""
     engines = [answer.engine for answer in answers.answers]
     if not engines:
         return (

@@ -29,7 +29,7 @@ app = typer.Typer(
     name="kvferry",
     no_args_is_help=True,
     add_completion=False,
-    # Errors of usage as plain sentences, like ours.
+    # Print usage errors as plain sentences, like kvferry's own errors.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -40,7 +40,7 @@ app.add_typer(bench.app, name="bench")
 
 
 def _print_versions(asked: bool) -> None:
-    """Print the versions of kvferry, vLLM and NIXL, as far as they are installed, and exit."""
+    """Print the versions of kvferry and, if they are installed, of vLLM and NIXL, and exit."""
     if not asked:
         return
     from kvferry import __version__
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(commands: typer.Typer) -> None:
-    """Run the command-line application; print kvferry's errors as one sentence and exit with their code."""
+    """Run a command-line application. A kvferry error is printed as one sentence and sets the exit code."""
     with flushed_output():
         try:
             commands()
@@ -77,7 +77,7 @@ def run(commands: typer.Typer) -> None:
             _end(error, _USAGE)
         except KVFerryError as error:
             _end(error, _FAILED)
-        except KeyboardInterrupt:  # before a command has begun, which else answers it
+        except KeyboardInterrupt:  # before a command that handles it has begun
             sys.exit(_INTERRUPTED)
 
 

@@ -1,4 +1,4 @@
-"""Helpers for command-line options."""
+"""Helpers for the options of commands."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvferry.errors import ConfigError
 
 
 def without_none(**options: Any) -> dict[str, Any]:
-    """Return the options whose value is not None."""
+    """Return the given options, without those whose value is None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def parse_pairs(texts: list[str] | None) -> dict[str, str]:
-    """Return the names and values of texts such as ``name=value``.
+    """Return the values by name in texts such as ``name=value``; empty for None.
 
     Raises:
         ConfigError: a text has no equals sign, or a name is given twice.
@@ -30,10 +30,10 @@ def parse_pairs(texts: list[str] | None) -> dict[str, str]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write the file that an option names.
+    """Write text to the file whose path an option gives.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Standard output of commands: handle a closed pipe and a full disk."""
+"""Write commands' output and errors. Handle a closed pipe and a full disk."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush standard output at the end of the block; if that fails, report it and exit with code 1.
+    """Flush standard output at the end of the block. If output could not be written, exit with code 1.
 
-    A closed pipe (``kvferry cache ls DIR | head -1``) is not reported as an error.
+    The error is printed, except for a closed pipe (``kvferry cache ls DIR | head -1``).
 
     Raises:
         SystemExit: not all output was written.
@@ -29,7 +29,7 @@ def flushed_output() -> Iterator[None]:
             yield
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # else the interpreter does as it exits, and has no good word for a fault
+                sys.stdout.flush()  # at exit the interpreter would report an error badly
     except OSError as error:
         unread = error.errno == errno.EPIPE
         if error.filename is not None or not (unread or error.errno in _NO_ROOM):
@@ -41,16 +41,16 @@ def flushed_output() -> Iterator[None]:
 
 
 def check_output() -> None:
-    """Check before a long task that standard output can be written. Does not detect a full disk.
+    """Check before a long task that standard output can be written. This does not detect a full disk.
 
     Raises:
-        OSError: it cannot be written; `flushed_output` reports it.
+        OSError: standard output cannot be written. `flushed_output` reports this error.
     """
     try:
         fd = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):
-        return  # there is none, and what is printed goes nowhere
-    os.write(fd, b"")  # a device that is always full says so of nothing, too
+        return  # there is no standard output, and printed text is dropped
+    os.write(fd, b"")  # fails on a device that is always full, such as /dev/full
     reader = select.poll()
     reader.register(fd, 0)
     if any(event & select.POLLERR for _, event in reader.poll(0)):
@@ -58,13 +58,13 @@ def check_output() -> None:
 
 
 def print_error(sentence: str) -> None:
-    """Print an error on standard error, with unprintable characters removed. Ignore errors of writing."""
+    """Print an error to standard error, with unprintable characters replaced. Ignore failures of writing."""
     with suppress(OSError):
         print("\n".join(map(printable, f"kvferry: {sentence}".split("\n"))), file=sys.stderr)
 
 
 def _drop_the_rest() -> None:
-    """Discard buffered output, so that the interpreter does not try to write it again as it exits."""
+    """Discard buffered output, so that the interpreter does not try to write it again at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`kvferry plan`: predict the cost of a transfer of a model's KV cache, and the storage in tiers."""
+"""`kvferry plan`: predict the cost of moving a model's KV cache, and the storage that it takes in tiers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
 
 
 def _checked(tokens: int, kv: str) -> bool:
-    """Return whether K and V are stored apart."""
+    """Check two options, and return whether K and V are stored on separate pages."""
     if tokens < 1:
         raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
     if kv not in ("packed", "apart"):

@@ -1,4 +1,4 @@
-"""`kvferry router`: one endpoint over engines that are already running."""
+"""`kvferry router`: one endpoint for engines that are already running."""
 
 from __future__ import annotations
 

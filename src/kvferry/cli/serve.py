@@ -68,7 +68,7 @@ def serve(
     )
     check_output()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    # The port first: engines take a while to start, and it may be in use.
+    # Open the port first: it may be in use, and engines take a while to start.
     with StopSignals() as signals, listen(host, port) as sock, contextlib.suppress(KeyboardInterrupt):
         logs = log_dir or temporary_folder("kvferry-")
         console = Console(stderr=True)

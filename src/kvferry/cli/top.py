@@ -66,7 +66,7 @@ def top(
 
 
 def as_plain(value: Any) -> Any:
-    """Return the value with non-finite numbers replaced by None."""
+    """Return the value with infinite numbers and NaN replaced by None, which JSON can represent."""
     if isinstance(value, dict):
         return {key: as_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
 """Building blocks of measurements, shared by `bench`, `doctor` and the repository's benchmarks.
 
-- `simulated`: engines reduced to their memory: shape, block tables and tokens of one request.
-- `content`: fills their blocks with values that identify their position, and compares memory with them.
-- `producer_main`, `producer_process`: the process that is read from, and its handle.
-- `reader`, `worker_steps`: the decode side, and the calls that an engine's hooks make on every step.
-- `raw_reads`: NIXL without kvferry, over the same memory.
+- `simulated`: engines without a model: only KV cache memory and the block tables of one request.
+- `content`: test values for their blocks, which identify the position, and comparison of memory.
+- `producer_main`, `producer_process`: the process that is read from, and a handle to it.
+- `reader`, `worker_steps`: the side that reads, and the calls that a worker makes in every engine step.
+- `raw_reads`: READs by NIXL without kvferry, between the same memory.
 - `spread`: median, extremes and percentiles; `machine`: facts about this machine.
 """

@@ -1,8 +1,8 @@
-"""Values for a request's blocks that identify their position.
+"""Fill a request's blocks with values that identify their position, and compare memory.
 
-The value of an element depends on its layer, field, token, head and position within the head, and not on the
-engine. It is written through the same views that an engine uses. So the expected memory after a transfer can
-be computed without a transfer, and compared byte for byte.
+The value of an element depends on its layer, field, token, head and position within the head. It does not
+depend on the engine's layout or parallel sizes, and it is written through the same views that an engine uses.
+So the expected memory after a transfer can be computed without a transfer, and compared byte for byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD, _TOKEN, _WORD, _LAYER, _FIELD, _MIX = (
 
 
 def fill_blocks(memory: OwnedCache, held: SimulatedEngine) -> None:
-    """Write the content of an engine's request into the memory of one of its ranks."""
+    """Write the test values of an engine's request into the memory of one rank. Mutates `memory`."""
     pages, states = memory.views(guarded=False), memory.states(guarded=False)
     for group, table in zip(memory.geometry.groups, held.tables, strict=True):
         for layer in group.layers:
@@ -38,7 +38,11 @@ def fill_blocks(memory: OwnedCache, held: SimulatedEngine) -> None:
 
 
 def check_memory(memory: OwnedCache, expected: OwnedCache) -> None:
-    """Raise TransferError unless every byte of a rank's memory is as expected."""
+    """Compare a rank's memory with the expected memory.
+
+    Raises:
+        TransferError: a byte differs.
+    """
     found, wanted = memory.buffer.numpy(), expected.buffer.numpy()
     if np.array_equal(found, wanted):
         return
@@ -75,13 +79,21 @@ def _first_head(layer: Layer) -> int:
 
 @cache
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
-    """Return a value per word of a page, int64 of shape (heads, tokens, words)."""
+    """Return the part of a page's values that does not depend on block and layer.
+
+    Args:
+        first_head: number of the page's first head in the model.
+        counts: number of heads, tokens, and words per head and token.
+
+    Returns:
+        int64 of shape (heads, tokens, words).
+    """
     head, token, word = (torch.arange(count, dtype=torch.int64) for count in counts)
     return ((head + first_head) * _HEAD)[:, None, None] + (token * _TOKEN)[None, :, None] + word * _WORD
 
 
 def _mixed(value: torch.Tensor) -> torch.Tensor:
-    """Mix the bits of `value`, so that each bit of the result depends on many; changes `value`."""
+    """Return `value` with its bits mixed, so that each bit depends on many bits before. Mutates `value`."""
     value ^= value >> 29
     value *= _MIX
     return value.__ixor__(value >> 32)

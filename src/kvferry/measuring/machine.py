@@ -1,4 +1,4 @@
-"""The machine that a measurement runs on."""
+"""Describe the machine on which a measurement runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Facts about a machine that affect measurements.
+    """The properties of a machine that affect measurements.
 
     Attributes:
-        cores: processor cores that this process may use.
+        cores: number of processor cores that this process may use.
         cpu: model name of the processor.
-        transports: value of UCX_TLS, or None if it is not set.
+        transports: value of UCX_TLS; None if it is not set.
     """
 
     cores: int
@@ -23,7 +23,7 @@ class MachineFacts:
 
 
 def machine_facts() -> MachineFacts:
-    """Return the facts of this machine, as this process sees it."""
+    """Return the properties of this machine and process."""
     return MachineFacts(len(os.sched_getaffinity(0)), _cpu_name(), os.environ.get("UCX_TLS"))
 
 

@@ -1,8 +1,9 @@
-"""The main function of the process that is read from: prefill engines without a model.
+"""The main function of the producer, the process that is read from: prefill engines without a model.
 
-Every rank of every engine has a cache with the request's content, registered for reading. Every engine has a
-control server and a lease book. The reader gets tickets through a pipe, where a request's parameters would
-carry them, and redeems them over the control channels.
+Every rank of every engine has a KV cache with test values, registered for reading. Every engine has a control
+server and a lease book, which tracks its leases. A ticket is a random id that claims a lease. In a real
+system request parameters carry the tickets; here the reader gets them through a pipe. It redeems them over
+the control channels.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from kvferry.transport.transfers import Transfers
 LEASE_SLOTS = 1024
 LEASE_SECONDS = 60.0
 CONTENT = PromptContent("")
-"""Content of every request. It is empty because the reader knows the block tables."""
+"""Description of every request's prompt. It is empty, because the reader knows the block tables."""
 _HOST = "127.0.0.1"
 _TICK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The message that the producer is ready.
+    """Message of the producer: it is ready.
 
     Attributes:
         addresses: host and port of each engine's control channel, in the order of the engines.
-        incarnation: identifies this run of the engines.
+        incarnation: random number that identifies this run of the engines.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -48,7 +49,12 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """The request for a lease of that name at one engine. The answer is a `Granted`."""
+    """Request to an engine of the producer to grant a lease. The answer is `Granted`.
+
+    Attributes:
+        engine: number of the engine.
+        lease: name for the new lease.
+    """
 
     engine: int
     lease: str
@@ -56,10 +62,10 @@ class AskTicket:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The answer that a lease is held.
+    """Answer of the producer: the lease was granted.
 
     Attributes:
-        ticket: ticket to redeem for it.
+        ticket: random id that claims the lease.
     """
 
     ticket: bytes
@@ -67,17 +73,17 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class AskEnded:
-    """The request to answer `AllEnded` when no lease is held any more."""
+    """Request to the producer to answer `AllEnded` once all leases have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllEnded:
-    """The answer that no lease is held."""
+    """Answer of the producer: all leases have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerFailed:
-    """The answer that the producer failed, with the reason."""
+    """Answer of the producer: it failed for this reason."""
 
     reason: str
 
@@ -85,21 +91,21 @@ class ProducerFailed:
 def produce(
     pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
 ) -> None:
-    """Serve until the other end of `pipe` closes.
+    """Run the producer until the other end of `pipe` closes.
 
     Args:
         pipe: connection to the reader.
-        engines: engines to hold.
+        engines: engines to run in this process.
         settings: environment variables for the transport.
         keys: CURVE keys of all channels.
     """
-    # Ctrl-C reaches the whole process group; the reader ends this process by closing the pipe.
+    # Ignore Ctrl-C, which reaches the whole process group. The reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(settings)
     producers: list[_ServedEngine] = []
     try:
         incarnation = new_incarnation()
-        # One by one, so that those that are up are closed when the next one fails.
+        # Add them one by one, so that the ones before are closed if the next one fails.
         producers.extend(_ServedEngine(engine, incarnation, keys) for engine in engines)
         _serve(pipe, producers, incarnation)
     except KVFerryError as error:
@@ -128,7 +134,7 @@ def _serve(pipe: Connection, producers: Sequence[_ServedEngine], incarnation: in
 
 
 class _ServedEngine:
-    """The ranks and the scheduler's parts of one engine.
+    """One engine of the producer: the memory and threads of its ranks, its control server and its lease book.
 
     Attributes:
         address: host and port of the control channel.
@@ -150,17 +156,17 @@ class _ServedEngine:
 
     @property
     def leases(self) -> int:
-        """Number of leases that are held."""
+        """Return the number of leases that have not ended."""
         return len(self._book)
 
     def close(self) -> None:
-        """Stop all threads."""
+        """Close the control server and stop the threads of all ranks."""
         self._server.close()
         for thread in self._threads:
             thread.close()
 
     def grant(self, lease: str) -> Granted | ProducerFailed:
-        """Take a lease of that name, and publish a ticket for it."""
+        """Grant a lease called `lease`, and return the ticket that claims it."""
         try:
             word = self._book.grant(lease)
         except KVFerryError as error:
@@ -170,7 +176,7 @@ class _ServedEngine:
         return Granted(ticket)
 
     def end_released(self) -> None:
-        """End the leases that consumers released or that expired, as an engine does between steps."""
+        """End the leases that the reader released or that expired, as an engine does between steps."""
         ending = dict[str, int]()
         while self._server.events:
             event = self._server.events.popleft()

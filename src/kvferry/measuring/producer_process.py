@@ -1,4 +1,4 @@
-"""A handle on the process that is read from: start it, ask it, end it."""
+"""A handle to the producer, the process that is read from: start it, send requests to it, end it."""
 
 from __future__ import annotations
 
@@ -29,28 +29,32 @@ AnswerT = TypeVar("AnswerT")
 
 
 def use_transports(named: str | None) -> dict[str, str]:
-    """Set UCX_TLS in this process, if transports are named; return the variables that a producer needs."""
+    """Set UCX_TLS in this process, and return the environment variables that a producer needs.
+
+    Args:
+        named: value of UCX_TLS; None to leave it unchanged.
+    """
     settings = {} if named is None else {"UCX_TLS": named}
     os.environ.update(settings)
     return settings
 
 
 class ProducerProcess:
-    """The process that holds engines to read from; leaving the context manager ends it.
+    """The process that runs the engines to read from. Leaving the context manager ends it.
 
     If the process has died, every method that needs it raises TransferError with the reason.
 
     Attributes:
-        listening: addresses of its engines.
-        keys: CURVE keys of its channels.
+        listening: addresses of the engines.
+        keys: CURVE keys of the engines' channels.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str]) -> None:
-        """Start the process, and return when it listens.
+        """Start the process, and return once its engines can be read from.
 
         Args:
-            engines: engines to hold.
-            settings: environment variables for its transport.
+            engines: engines to run in the process.
+            settings: environment variables for the transport.
 
         Raises:
             TransferError: the process cannot start.
@@ -82,20 +86,20 @@ class ProducerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Return the process id."""
         return self._process.pid or 0
 
     def address(self, engine: int) -> tuple[str, int]:
-        """Return host and port of an engine's control channel."""
+        """Return the host and port of an engine's control channel."""
         return self.listening.addresses[engine]
 
     def grant(self, engine: int, lease: str) -> bytes:
-        """Take a lease of that name at an engine; return the ticket for it."""
+        """Let an engine grant a lease called `lease`, and return the ticket that claims it."""
         self._say(AskTicket(engine, lease))
         return self._answer(Granted, ANSWER_SECONDS).ticket
 
     def wait_ended(self) -> None:
-        """Wait until every lease has been released."""
+        """Wait until all leases have ended."""
         self._say(AskEnded())
         self._answer(AllEnded, ANSWER_SECONDS)
 
@@ -105,7 +109,7 @@ class ProducerProcess:
             raise TransferError(self._death())
 
     def close(self) -> None:
-        """End the process; kill it if it does not end by itself."""
+        """End the process, and wait for it. Kill it if it does not end by itself."""
         self._pipe.close()
         self._process.join(_END_SECONDS)
         if self._process.is_alive():

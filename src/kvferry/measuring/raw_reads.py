@@ -1,4 +1,4 @@
-"""READs by NIXL alone, between the memory of a reader and of a producer."""
+"""READs by NIXL without kvferry, from the memory of a producer to that of a reader."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _CHECK_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PreparedLists:
-    """Descriptor lists that NIXL has prepared on both sides, and the positions to read.
+    """Descriptor lists that NIXL has prepared for both sides, and the descriptors in them to read.
 
     Attributes:
-        local, remote: NIXL's handles.
-        indices: positions in both lists, in pairs.
-        bytes: total size of the descriptors.
+        local, remote: NIXL's handles of the lists.
+        indices: pairs of indices in both lists.
+        bytes: number of bytes to read.
     """
 
     local: Any
@@ -45,7 +45,7 @@ class PreparedLists:
 
 
 class RawReads:
-    """A NIXL agent over the reader's memory, with one engine of the producer as its peer."""
+    """A NIXL agent for the reader's memory, with one engine of the producer as its peer."""
 
     def __init__(self, reader: Reader, peer: int = 0) -> None:
         self._reader, self._number = reader, peer
@@ -70,7 +70,7 @@ class RawReads:
         self._extra: list[Any] = []
 
     def same_descriptors(self, source: SimulatedEngine) -> PreparedLists:
-        """Prepare the descriptors that kvferry reads for the request of `source`, which has one rank."""
+        """Prepare the same descriptors that kvferry reads for the request of `source`, which has one rank."""
         ours = self._reader.engine
         lease = self._reader.claim_lease("same descriptors", self._number)
         plan = self._peer.plan(
@@ -90,11 +90,11 @@ class RawReads:
         return PreparedLists(lists.local, lists.remote, rank.direct, plan.counts.bytes)
 
     def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
-        """Prepare descriptors of one length over the same memory, shuffled on both sides.
+        """Prepare descriptors of equal length in the same memory, in a random order on both sides.
 
         Args:
-            size: bytes of all descriptors together, limited to the size of the cache.
-            length: bytes of one descriptor, limited to `size`.
+            size: number of bytes of all descriptors together. It is reduced to the size of the cache.
+            length: number of bytes of one descriptor. It is reduced to `size`.
         """
         ours = self._reader.cache.geometry.regions[0]
         theirs = self._reader.cards[self._number][0].geometry.regions[0]
@@ -111,7 +111,11 @@ class RawReads:
         return PreparedLists(local, remote, indices, count * length)
 
     def read(self, lists: PreparedLists) -> float:
-        """Read once; return the seconds from the creation of the transfer to its end."""
+        """Read all descriptors once, and return the seconds from the creation of the transfer to its end.
+
+        Raises:
+            TransferError: NIXL failed, or the producer died.
+        """
         agent, indices = self._agent, lists.indices
         limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
@@ -119,7 +123,7 @@ class RawReads:
         state = agent.post(handle)
         while state is ReadState.IN_FLIGHT:
             limit.check()
-            # Polling without a pause would hold up NIXL's own thread, which does the work.
+            # Polling without a pause would slow down NIXL's own thread, which does the work.
             time.sleep(_POLL_SECONDS)
             state = agent.state(handle)
         seconds = time.perf_counter() - started
@@ -147,7 +151,7 @@ class RawReads:
 
 
 class WaitLimit:
-    """A deadline and a health check for a polling loop, cheap enough for every iteration."""
+    """A deadline and a health check for a polling loop. It is cheap enough to call in every iteration."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -155,9 +159,10 @@ class WaitLimit:
         self._end, self._next = now + MOVE_SECONDS, now + _CHECK_SECONDS
 
     def check(self) -> None:
-        """Raise TransferError if the other process has died or the time is up.
+        """Check the other process and the deadline, but only every `_CHECK_SECONDS`.
 
-        The process is checked every `_CHECK_SECONDS`.
+        Raises:
+            TransferError: the other process has died, or `MOVE_SECONDS` have passed.
         """
         now = time.monotonic()
         if now < self._next:

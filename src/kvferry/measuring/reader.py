@@ -1,4 +1,4 @@
-"""The decode side without a model: one rank's cache, its transfers, and handshakes with producers."""
+"""The reading side without a model: one rank's KV cache, its transfers, and handshakes with a producer."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ _LEASE_SLOTS = 1
 
 
 class Reader:
-    """A rank that reads from the engines of a producer process; leaving the context manager ends its threads.
+    """A rank that reads from the engines of a producer process. Leaving the context manager ends its threads.
 
     Attributes:
         engine: engine of the rank, with the block tables to read into.
-        producer: the process to read from.
-        bytes: useful bytes of the engine's request on this rank.
+        producer: process to read from.
+        bytes: number of useful bytes of the engine's request on this rank.
         cache: memory to read into.
-        cards: ranks of every engine to read from, as the handshake gave them.
-        steps: the loads of the rank.
+        cards: descriptions of the ranks of every engine to read from, by the engine's number. The handshake
+            returned them.
+        steps: loads of the rank.
     """
 
     def __init__(
@@ -56,14 +57,14 @@ class Reader:
 
         Args:
             engine: engine to read into.
-            producer: the process to read from.
-            peers: numbers of its engines.
+            producer: process to read from.
+            peers: numbers of the producer's engines to read from.
             rank: number of this rank in `engine`.
-            settings: transfer settings; the keys are the producer's.
+            settings: transfer settings; None for the defaults. The keys are replaced by the producer's.
 
         Raises:
             ConfigError: memory cannot be allocated, or NIXL cannot be used.
-            TransferError: the producer cannot be read from.
+            TransferError: the handshake with an engine fails.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
         self._leases, self._tickets = 0, dict[str, bytes]()
@@ -96,7 +97,7 @@ class Reader:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache's memory and its expected content after a read, both uint8 of shape (bytes,)."""
+        """Return the cache's memory and its expected content after a read, both uint8 of shape (bytes,)."""
         return self.cache.buffer, self._expected.buffer
 
     def load_request(
@@ -107,7 +108,14 @@ class Reader:
         peer: int = 0,
         strategy: Strategy | None = None,
     ) -> LoadRequest:
-        """Take a lease at a peer, and return a load under it."""
+        """Claim a new lease at an engine of the producer, and return a load that uses it.
+
+        Args:
+            span: tokens of the prompt to load.
+            src_tables, dst_tables: block ids of each group on the producer and on this rank, int64.
+            peer: number of the engine.
+            strategy: transfer strategy; None for the cheapest.
+        """
         self._leases += 1
         key = f"{self.engine.name}-{self._leases}"
         return LoadRequest(
@@ -121,10 +129,12 @@ class Reader:
         )
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
-        """Have the producer take a lease named `key`, claim it, and return its word.
+        """Let an engine of the producer grant a lease called `key`, claim it, and return its lease word.
+
+        A lease word is an integer in the producer's registered memory that changes when the lease ends.
 
         Raises:
-            TransferError: the producer refuses, or does not answer.
+            TransferError: the engine refuses, or does not answer.
         """
         ticket = self._tickets[key] = self.producer.grant(peer, key)
         number = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
@@ -136,16 +146,20 @@ class Reader:
         return answer.grant.word(answer.incarnation)
 
     def acknowledge(self, key: str, peer: int = 0) -> None:
-        """Release the lease named `key` at the producer."""
+        """Release the lease called `key` at an engine of the producer."""
         self._client.release(self.producer.address(peer), self._tickets.pop(key))
 
     def clear(self) -> None:
         """Set the cache's memory to zero."""
-        # By numpy: the threads of torch would go on spinning while the clock runs.
+        # Use numpy, because torch's threads would keep spinning during the timed part.
         self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
-        """Raise TransferError unless the memory is what reading the engine's request must produce."""
+        """Compare the cache with its expected content after a read.
+
+        Raises:
+            TransferError: a byte differs.
+        """
         check_memory(self.cache, self._expected)
 
     def _fits(self, cards: tuple[RankCard, ...]) -> None:

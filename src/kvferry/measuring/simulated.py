@@ -1,8 +1,8 @@
-"""Engines reduced to their memory: shape, block tables and tokens of one request.
+"""Simulate engines without a model: only KV cache memory, and the block tables of one request.
 
-Pages, groups of layers and block sizes are those that an engine would choose (`plan.side`). Each rank has one
-allocation (`memory.owned`). Every group of the request has its own blocks of the one pool; a sliding-window
-group has only the blocks that the next token sees.
+Pages, KV cache groups and block sizes are those that an engine would choose (`plan.side`). Each rank has one
+allocation (`memory.owned`). The groups of the request use different blocks of one pool. A sliding-window
+group has only the blocks that the next token attends to.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ ORDERS = ("scattered", "contiguous")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedEngine:
-    """All ranks of an engine, and the blocks of one request.
+    """An engine with all its ranks, and the blocks of one request.
 
     Attributes:
         name: name of the engine, unique in its process.
-        model, shape: layers of the model, and their layout in memory.
-        tokens: length of the request.
-        tables: one int64 array of block ids per group, by position; 0 where no block is needed.
+        model: KV cache of the model's layers.
+        shape: parallel sizes, block sizes and memory layout.
+        tokens: length of the request, in tokens.
+        tables: block table of each KV cache group, int64 block ids by position; 0 if no block is needed
+            there.
     """
 
     name: str
@@ -45,16 +47,16 @@ class SimulatedEngine:
 
     @property
     def span(self) -> LoadSpan:
-        """The tokens to move: all of the request, with one more to compute."""
+        """Return the tokens to load: all tokens of the request, which has one more token to compute."""
         return span_of(self.tokens)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the request, over all groups."""
+        """Return the number of blocks of the request, over all groups."""
         return self.shape.num_blocks - 1
 
     def rank_bytes(self, rank: int) -> int:
-        """Return the bytes of the request's blocks on one rank."""
+        """Return the number of bytes in the request's blocks on one rank."""
         geometry = lay_out(self.model, self.shape)[rank]
         return sum(
             int((table > 0).sum()) * sum(layer.page.content_bytes for layer in group.layers)
@@ -77,17 +79,17 @@ class SimulatedEngine:
 
 
 def span_of(tokens: int) -> LoadSpan:
-    """Return the span that loads `tokens` tokens of a prompt with one more, none of them cached."""
+    """Return a load span of `tokens` tokens. The prompt has one more token, and none is cached."""
     return LoadSpan(0, tokens, tokens + 1)
 
 
 def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: str = "auto") -> ModelReading:
-    """Read the KV cache of a model.
+    """Return the description of a model's KV cache, read from the model's configuration.
 
     Args:
-        name: model, as `kvferry plan` takes it.
-        changes: values that replace those of its ``config.json``.
-        dtype: element type, as `kvferry plan` takes it.
+        name: name or path of the model, same as in `kvferry plan`.
+        changes: values that replace those of the model's ``config.json``; None for none.
+        dtype: element type of the KV cache, same as in `kvferry plan`.
 
     Raises:
         ConfigError: there is no such model, or its configuration cannot be read.
@@ -107,19 +109,19 @@ def simulate_engine(
     order: str = "scattered",
     seed: int = 1,
 ) -> SimulatedEngine:
-    """Describe an engine with room for one request and the null block.
+    """Return an engine whose memory has room for one request and the null block. Allocates no memory yet.
 
     Args:
         name: name of the engine, unique in its process.
-        reading: the model's KV cache.
+        reading: description of the model's KV cache.
         side: parallel sizes, layout and block size of the engine.
-        tokens: length of the request.
+        tokens: length of the request, in tokens.
         order: order of block ids: "scattered", as in an engine that has run for a while, or "contiguous", as
-            in a fresh one.
+            in a new engine.
         seed: seed of the scattered order.
 
     Raises:
-        GeometryError: the engine cannot keep the model.
+        GeometryError: the engine cannot hold this model's KV cache.
     """
     made = shape(reading, side, 1)
     layers = reading.cache.layers
@@ -136,20 +138,26 @@ def simulate_engine(
 
 
 def plain_engine(name: str, size: int) -> SimulatedEngine:
-    """Describe an engine of full attention that holds a request of about `size` bytes."""
+    """Return an engine with full attention and one rank, whose request has about `size` bytes."""
     reading = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
     tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))
     return simulate_engine(name, reading, EngineSide(layout="BLHNC"), tokens)
 
 
 def block_ids(blocks: int, order: str, seed: int) -> Int64s:
-    """Return the ids of a pool without the null block, int64 of shape (blocks,)."""
+    """Return the block ids of a pool without the null block, in the given order, int64 of shape (blocks,)."""
     ids = np.arange(1, blocks + 1, dtype=np.int64)
     return np.random.default_rng(seed).permutation(ids) if order == "scattered" else ids
 
 
 def _positions(store: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
-    """Return the range of positions in a group's table that are needed, the end excluded."""
+    """Return the half-open range of positions in a group's block table that a load needs.
+
+    Args:
+        store: KV cache of the group's layers.
+        block_tokens: number of tokens per block.
+        tokens: length of the request, in tokens.
+    """
     if store.kind is GroupKind.STATE:
         return 0, 1
     low, high = needed_tokens(store.kind, store.attention_span, span_of(tokens))

@@ -1,4 +1,4 @@
-"""Median, extremes and percentiles of repeated measurements."""
+"""Summarize repeated measurements: median, extremes and percentiles."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, lowest and highest value.
+    """The median, lowest and highest of several values.
 
     >>> Spread.of([3.0, 1.0, 2.0, 9.0])
     Spread(median=2.5, low=1.0, high=9.0)
     """
 
-    # No mean: one slow round on a shared machine would decide it.
+    # There is no mean, because a single slow round on a shared machine would dominate it.
     median: float
     low: float
     high: float
@@ -28,7 +28,7 @@ class Spread:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Return the measured value that `q` percent of `values` do not exceed.
+    """Return the smallest measured value v such that at least `q` percent of the values are at most v.
 
     >>> percentile([1.0, 2.0, 3.0, 4.0], 99)
     4.0

@@ -1,7 +1,8 @@
-"""The calls that a worker's hooks make on every step, without an engine.
+"""The calls that a worker of an engine makes in every step to load KV, without an engine.
 
-A scheduler hands over block tables as lists of numbers. The hooks convert them to arrays, start the deadline
-of the load, submit the order to the lanes, collect the loads that ended, and settle the deadlines.
+The scheduler sends block tables as lists of numbers. In every step, the worker converts them to arrays,
+starts the deadlines of the loads, submits the loads to its reading threads, and collects the loads that have
+ended or passed their deadline.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ LOAD_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A load order from a scheduler.
+    """A load that a scheduler orders.
 
     Attributes:
-        key: name of the load, and of its lease.
+        key: name of the load and of its lease.
         peer: name under which the peer was connected.
         span: tokens of the prompt to load.
-        src_tables, dst_tables: block ids per group, by position.
-        lease: word of the producer's lease.
-        strategy: strategy to use, or None for the cheapest.
+        src_tables, dst_tables: block ids of each group on the peer and on this rank, by position.
+        lease: index and expected value of the peer's lease word, an integer in registered memory that changes
+            when the lease ends.
+        strategy: transfer strategy; None for the cheapest.
     """
 
     key: str
@@ -51,8 +53,8 @@ class StepOutcome:
     """The loads that ended in one step.
 
     Attributes:
-        failures: reported loads by key: the failure, or None.
-        results: landed loads by key.
+        failures: reason of the failure of each load reported to the scheduler, by key; None if it succeeded.
+        results: results of the loads that the reading threads have ended, by key.
     """
 
     failures: dict[str, str | None] = field(default_factory=dict)
@@ -60,14 +62,14 @@ class StepOutcome:
 
 
 class WorkerSteps:
-    """The loads of one rank, step by step."""
+    """Runs the loads of one rank, step by step."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._loads = Loads(time.monotonic)
 
     def step(self, requests: Sequence[LoadRequest] = ()) -> StepOutcome:
-        """Begin loads, and return those that ended.
+        """Begin new loads, and return the loads that have ended since the last step.
 
         Args:
             requests: loads to begin.
@@ -87,5 +89,5 @@ class WorkerSteps:
 
 
 def as_arrays(tables: Sequence[list[int]]) -> tuple[Int64s, ...]:
-    """Convert block tables to int64 arrays, one per group."""
+    """Return block tables as int64 arrays, one per group."""
     return tuple(np.array(table, np.int64) for table in tables)

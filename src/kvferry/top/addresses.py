@@ -1,4 +1,4 @@
-"""State of an address: its last two readings, or the reason why it does not answer.
+"""The state of a polled address: its last two readings, or the reason why it does not answer.
 
 ASKED ──answered──▶ ANSWERS ──failed──▶ SILENT ──answered──▶ ANSWERS
   └──────────────────failed──────────────▲
@@ -18,11 +18,11 @@ from kvferry.top.window import Window, window
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The state of an address that does not answer.
+    """The failure of an address that does not answer.
 
     Attributes:
-        since: time of the first failure, seconds since 1970.
-        why: the error.
+        since: time of the first failure, in seconds since 1970.
+        why: text of the last error.
     """
 
     since: float
@@ -31,12 +31,14 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class PolledAddress:
-    """One address and its last readings.
+    """A polled address and its last readings.
 
     Attributes:
         url: base URL.
-        role: ``prefill`` or ``decode`` if a router said so, ``router`` for a router, else empty.
-        before, now: last two readings; the engine may have restarted in between.
+        role: ``prefill`` or ``decode`` if a router lists the engine, ``router`` for a router, otherwise
+            empty.
+        before, now: last two successful readings; None if there are fewer. The engine may have restarted
+            between them.
         silence: failure of the last reading; None if it succeeded.
     """
 
@@ -48,7 +50,7 @@ class PolledAddress:
 
     @property
     def name(self) -> str:
-        """Return a short form of the address."""
+        """Return the address without its scheme and credentials."""
         parts = urlsplit(self.url)
         return parts.netloc.rpartition("@")[2] + parts.path or self.url
 
@@ -58,15 +60,15 @@ class PolledAddress:
         return self.now is not None and self.silence is None
 
     def answered(self, scrape: Scrape) -> PolledAddress:
-        """Return the state after a reading."""
+        """Return the state after a successful reading."""
         return replace(self, before=self.now, now=scrape, silence=None)
 
     def failed(self, at: float, why: str) -> PolledAddress:
-        """Return the state after a failure at `at`, seconds since 1970."""
+        """Return the state after a failed reading at the time `at`, in seconds since 1970."""
         return replace(self, silence=Unreachable(self.silence.since if self.silence else at, why))
 
     def windows(self) -> Iterator[tuple[str, Window]]:
-        """Yield number and window of every engine at the address."""
+        """Yield the number, and the current values and rates, of every engine at the address."""
         if self.now is not None and self.silence is None:
             for engine in self.now.engines:
                 yield engine, window(self.before, self.now, engine)
@@ -74,18 +76,18 @@ class PolledAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """A line of the list of engines.
+    """A row of the list of engines.
 
     Attributes:
-        name: address, with the engine's number if there are several.
+        name: address of the engine, with the engine's number if the address has several.
         url: base URL.
-        role: as in `PolledAddress`.
-        engine: number of the engine at that address.
+        role: role of the engine, same as in `PolledAddress`.
+        engine: number of the engine at its address.
         model: name of the served model.
-        ferry: whether it runs kvferry's connector.
-        started: start of its process, seconds since 1970.
-        silence: reason why there are no figures.
-        figures: its figures; None if it does not answer.
+        ferry: True if the engine runs kvferry's connector.
+        started: start of the engine's process, in seconds since 1970; None if unknown.
+        silence: failure of the last reading; None if it succeeded or there was none yet.
+        figures: figures of the engine; None if it does not answer.
     """
 
     name: str
@@ -101,12 +103,12 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """All engines at one time.
+    """The state of all engines at one time.
 
     Attributes:
-        at: seconds since 1970.
-        engines: in the order of their addresses, whether they answer or not.
-        together: figures of all that answer; None if none does.
+        at: time in seconds since 1970.
+        engines: rows of all engines, in the order of their addresses, whether they answer or not.
+        together: figures of all answering engines together; None if none answers.
     """
 
     at: float
@@ -120,7 +122,12 @@ class FleetView:
 
 
 def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
-    """Combine all addresses. A router that answers is not listed as an engine."""
+    """Combine the states of all addresses. A router that answers is not listed as an engine.
+
+    Args:
+        all_seen: states of the addresses.
+        at: current time in seconds since 1970.
+    """
     engines: list[EngineRow] = []
     windows: list[Window] = []
     for seen in all_seen:

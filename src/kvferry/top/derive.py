@@ -1,4 +1,4 @@
-"""Derive figures from the values of metrics."""
+"""Compute the figures that `kvferry top` shows from the values of metrics."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def _connector(values: Values, name: str) -> ConnectorFigures:
 
 
 def _tiers(values: Values) -> list[str]:
-    """Return the names of tiers that have metrics."""
+    """Return the names of all tiers in the metrics, sorted by kind."""
     told = (series for name, series in values.of.items() if name.startswith("kvferry_tier_"))
     return _ordered({dict(labels)["tier"] for series in told for labels in series})
 
 
 def _ordered(tiers: Iterable[str]) -> list[str]:
-    """Sort tiers by kind, then by number."""
+    """Return the names of tiers, sorted by kind and then by name."""
     return sorted(tiers, key=lambda name: (*(kind != tier_kind(name) for kind in TIER_KINDS), name))
 
 
@@ -172,7 +172,7 @@ def _fullest(tier: str, each: list[Values]) -> TierUsage:
 
 
 def _rooms(values: Values, tier: str) -> list[TierUsage]:
-    """Return the usage of a tier as each connector reports it."""
+    """Return the usage of a tier, one entry per connector of the engine that reports it."""
     used, capacity, owed = (
         values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")

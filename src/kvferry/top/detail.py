@@ -1,4 +1,4 @@
-"""Render the figures of one engine, or of all together, as lines of text."""
+"""Render the figures of one engine, or of all engines together, as lines of text."""
 
 from __future__ import annotations
 
@@ -43,11 +43,17 @@ _TIER = (
 
 
 TABLE = 100
-"""Maximum width of a table, unless names need more, to keep numbers near their names."""
+"""Maximum width of a table, so that numbers are near their names. Long names can make a table wider."""
 
 
 def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextLine]:
-    """Yield the lines that are always shown, most urgent first, with at most `misses` lines about misses."""
+    """Yield the lines that are always shown, the most important first.
+
+    Args:
+        of: figures to show.
+        width: width of the lines, in cells.
+        misses: maximum number of lines about misses; None for no limit.
+    """
     levels, rates, table = of.levels, of.rates, min(width, TABLE)
     yield from _said("requests", _requests(of), width)
     yield from _said("tokens/s", _tokens(rates), width)
@@ -77,7 +83,7 @@ def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextL
 
 
 def extra(of: Figures, width: int) -> Iterator[TextLine]:
-    """Yield lines that are shown if there is room."""
+    """Yield the lines that are shown only if there is room: loaded bytes, and dropped and missed chunks."""
     moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
     yield from _said("moved", moved, width)
     for what in ("dropped", "missed"):
@@ -205,7 +211,12 @@ def _leases(of: Figures) -> Iterator[str]:
 
 
 def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
-    """Return the latency of the last interval, or that since the start if it has no samples."""
+    """Return a latency over the last interval; if that has no samples, over the time since the start.
+
+    Args:
+        of: figures to read.
+        seconds: function that selects the latency from rates or totals; None if they lack it.
+    """
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:
         return now

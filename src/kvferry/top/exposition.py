@@ -1,4 +1,7 @@
-"""Parse a `/metrics` page: https://prometheus.io/docs/instrumenting/exposition_formats/."""
+"""Parse a `/metrics` page in Prometheus's text format.
+
+https://prometheus.io/docs/instrumenting/exposition_formats/ describes the format.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One reading of a page.
+    """One reading of an engine's `/metrics`.
 
     Attributes:
-        at: time of the reading, monotonic seconds.
-        started: start of the server's process in seconds since 1970; None if unknown.
+        at: time of the reading, in monotonic seconds.
+        started: start of the server's process, in seconds since 1970; None if unknown.
         model: name of the served model; empty if unknown.
-        ferry: whether the page has kvferry's metrics.
-        engines: values by engine number; an API server may have several engines.
+        ferry: True if the page has kvferry's metrics.
+        engines: values of metrics by engine number, because an API server may have several engines.
     """
 
     at: float
@@ -40,15 +43,19 @@ class Scrape:
 
 
 def parse_page(text: str, at: float) -> Scrape:
-    """Return the metrics of a page that `kvferry top` uses.
+    """Parse those metrics of a page that `kvferry top` uses.
+
+    Args:
+        text: content of the page.
+        at: time of the reading, in monotonic seconds.
 
     Raises:
-        ProtocolError: it is not in Prometheus's format, or not an engine's.
+        ProtocolError: the page is not in Prometheus's format, or has none of these metrics.
     """
     engines: defaultdict[str, defaultdict[str, dict[Labels, float]]] = defaultdict(lambda: defaultdict(dict))
     started, model = None, ""
     try:
-        # A page has thousands of lines, most of which are not asked for; the parser is not fast.
+        # Select the wanted lines first: a page has thousands of lines, and the parser is slow.
         for family in text_string_to_metric_families("\n".join(_wanted(text))):
             for sample in family.samples:
                 if sample.name == _STARTED:
@@ -68,10 +75,10 @@ def parse_page(text: str, at: float) -> Scrape:
 
 
 def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels as a dict.
+    """Check the labels of a series, and return them as a dict.
 
     Raises:
-        ValueError: a label is missing, or a label that must be a number is not.
+        ValueError: a label is missing, or the label ``le`` of a bucket is not a number.
     """
     if missing := _LABELS[name] - labels.keys():
         raise ValueError(f"{name} has no label {', '.join(sorted(missing))}")

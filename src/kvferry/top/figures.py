@@ -1,4 +1,4 @@
-"""Figures of one engine, or of several together."""
+"""The figures that `kvferry top` shows, of one engine or of several together."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from kvferry.top.values import Values, quantile
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Quantiles of a histogram in seconds; None without samples."""
+    """The median and 99th percentile of a histogram, in seconds; None without samples."""
 
     median: float | None
     p99: float | None
 
     @classmethod
     def of(cls, values: Values, name: str, **labels: str) -> Latency:
-        """Estimate the quantiles of a histogram."""
+        """Estimate the quantiles of the histogram called `name`, over its series with these labels."""
         buckets = values.buckets(name, **labels)
         return cls(quantile(0.5, buckets), quantile(0.99, buckets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFigures:
-    """Queries and loads of a source.
+    """The queries and loads of a source of KV: ``peer`` or ``tiers``.
 
     Attributes:
-        queries: requests for which the source was asked.
-        hits: requests that it served.
-        hit_rate: share of queries whose tokens the engine did not have itself; None without such queries.
-        loads: loads that ended, by outcome.
-        load_bytes: bytes loaded.
+        queries: number of requests for which the source was queried.
+        hits: number of requests for which the source loaded KV.
+        hit_rate: hits as a share of queries, without queries for which the engine's own prefix cache had
+            everything; None without queries.
+        loads: number of ended loads, by outcome.
+        load_bytes: number of bytes loaded.
         load_seconds: latency of successful loads.
     """
 
@@ -46,15 +47,15 @@ class SourceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorFigures:
-    """Queries and loads of one of several connectors in an engine.
+    """The queries and loads of one of several connectors in an engine.
 
     Attributes:
-        queries: requests for which it was asked; the sum of the next three.
-        hits: requests that it was chosen to load.
-        passed_over: requests of which it had tokens without being chosen.
-        misses: requests of which it had no tokens.
-        hit_tokens: tokens that it was chosen to load.
-        loads: loads that ended, by outcome.
+        queries: number of requests for which the connector was queried, the sum of the next three.
+        hits: number of requests for which the connector was chosen to load.
+        passed_over: number of requests for which the connector had tokens but was not chosen.
+        misses: number of requests for which the connector had no tokens, or did not answer in time.
+        hit_tokens: number of tokens that the connector was chosen to load.
+        loads: number of ended loads, by outcome.
     """
 
     queries: float
@@ -66,7 +67,7 @@ class ConnectorFigures:
 
     @property
     def hit_rate(self) -> float | None:
-        """Return the share of hits among all queries; None without queries."""
+        """Return the hits as a share of the queries; None without queries."""
         return self.hits / self.queries if self.queries else None
 
     @property
@@ -77,7 +78,14 @@ class ConnectorFigures:
 
 @dataclass(frozen=True, slots=True)
 class MissCount:
-    """Number of misses of a source for one reason."""
+    """The number of misses of a source for one reason.
+
+    Attributes:
+        source: name of the source.
+        reason: reason of the misses, one of `MissReason`.
+        group: KV cache group that lacked KV; empty if the reason does not concern a group.
+        count: number of misses, in total or per second.
+    """
 
     source: str
     reason: str
@@ -87,7 +95,7 @@ class MissCount:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBytes:
-    """Bytes loaded for a KV cache group."""
+    """The number of bytes that a source loaded for a KV cache group with one transfer strategy."""
 
     source: str
     group: str
@@ -97,7 +105,10 @@ class LoadedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCounts:
-    """Chunks and bytes stored to and fetched from a tier."""
+    """The counts and latencies of chunks that were stored to, fetched from and evicted from a tier.
+
+    `missed_chunks` and `dropped_chunks` are counts by reason.
+    """
 
     fetched_chunks: float
     stored_chunks: float
@@ -111,23 +122,24 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivityCounts:
-    """Counters, per second or since the engines' start.
+    """The values of counters and histograms, either per second or since the engines' start.
 
     Attributes:
-        prompt_tokens, generated_tokens: vLLM's counters.
-        tokens: prompt tokens by origin: ``computed``, ``local`` (the engine's own cache), tiers, ``others``
-            (connectors that are not kvferry's).
-        first_token_seconds: vLLM's time to first token.
+        prompt_tokens, generated_tokens: number of tokens, as counted by vLLM.
+        tokens: number of prompt tokens by origin: ``computed``, ``local`` (the engine's own prefix cache),
+            the name of a tier, or ``others`` (connectors that are not kvferry's).
+        first_token_seconds: time to first token, as measured by vLLM.
         sources: figures by source.
-        connectors: figures by connector, if an engine has several.
-        misses: misses, the most frequent first.
-        moved: loaded bytes by group, the most first.
+        connectors: figures by connector; empty if no engine has several.
+        misses: counts of misses, the most frequent first.
+        moved: counts of loaded bytes, the largest first.
         stages: latency of loads from peers, by stage.
-        pages_per_descriptor: mean number of pages merged into a descriptor; None without loads.
-        descriptor_bytes: mean size of descriptors of loads from peers.
+        pages_per_descriptor: mean number of pages that were merged into a descriptor, for loads from peers;
+            None without loads.
+        descriptor_bytes: mean size of the descriptors of loads from peers, in bytes; None without loads.
         tiers: counts by tier.
-        recomputed_tokens: tokens computed because a load failed.
-        leases_granted, leases_released, leases_expired: number of leases on prompts.
+        recomputed_tokens: number of tokens that were computed because their load failed.
+        leases_granted, leases_released, leases_expired: number of leases on blocks.
     """
 
     prompt_tokens: float
@@ -149,18 +161,19 @@ class ActivityCounts:
 
     @property
     def failed(self) -> dict[str, float]:
-        """Return the loads that did not serve their request, by outcome."""
+        """Return the number of loads that did not serve their request, by outcome."""
         ends = (LoadOutcome.FAILED, LoadOutcome.EXPIRED, LoadOutcome.DROPPED)
         return {end: sum(source.loads.get(end, 0.0) for source in self.sources.values()) for end in ends}
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Usage of a tier; None where unknown.
+    """The usage of a tier.
 
     Attributes:
-        used, capacity: used bytes and capacity in bytes.
-        owed_chunks: number of chunks that wait to be written to it.
+        used: number of used bytes; None if unknown.
+        capacity: capacity in bytes; None if unknown.
+        owed_chunks: number of chunks that are still to be written to the tier; None if unknown.
     """
 
     used: float | None
@@ -169,22 +182,23 @@ class TierUsage:
 
     @property
     def share(self) -> float:
-        """Return the used share of the capacity; 0 if unknown."""
+        """Return the used share of the capacity, up to 1; 0 if it is unknown."""
         return self.used / self.capacity if self.used is not None and self.capacity else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """Current values.
+    """The current values of gauges.
 
     Attributes:
-        running, waiting: number of requests.
-        cache_usage: used share of the engine's own KV cache; of several engines, the fullest.
-        pending_loads: loads under way, by source.
-        pending_connectors: loads under way, by connector.
-        late_blocks: blocks held by loads past their deadline.
-        leases: leases that hold blocks.
-        tiers: usage by tier. Directories may be shared, so the fullest of several engines is taken.
+        running, waiting: number of running and of waiting requests.
+        cache_usage: used share of the engine's own KV cache, up to 1; the largest share of several engines.
+        pending_loads: number of loads under way, by source.
+        pending_connectors: number of loads under way, by connector.
+        late_blocks: number of blocks held by loads past their deadline.
+        leases: number of leases that hold blocks.
+        tiers: usage by tier. It is that of the engine with the fullest tier and not a sum, because engines
+            may share a directory.
     """
 
     running: float
@@ -199,12 +213,12 @@ class Gauges:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Current values, rates and totals.
+    """All figures of one engine, or of several together.
 
     Attributes:
-        levels: current values.
-        rates: counters per second since the reading before; None after the first reading.
-        totals: counters since the start.
+        levels: current values of gauges.
+        rates: counters per second between the last two readings; None after the first reading.
+        totals: counters since the engines' start.
     """
 
     levels: Gauges

@@ -1,4 +1,4 @@
-"""Lines of text of a given width in terminal cells."""
+"""Lay out text as lines of a given width in terminal cells."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from kvferry.terminal import printable
 
 MARGIN = 10
-"""Width of headings, and minimum width of names in tables."""
+"""Width of headings, and minimum width of names in tables, in cells."""
 _DOTS = ".."
 _INDENT = "  "
 _BREAKS = re.compile(r"(?<!\d) | (?![^\W\d])")
-"""Positions where an item may be broken; a number and its unit stay together."""
+"""Pattern of the spaces where an item may be broken. A number and its unit stay together."""
 
 
 class TextStyle(StrEnum):
-    """Style of a line in colour terminals. The text is complete without it."""
+    """The style of a line on a colour terminal. It adds no information to the text."""
 
     PLAIN = ""
     TITLE = "bold"
@@ -31,7 +31,7 @@ class TextStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextLine:
-    """A line and its style."""
+    """A line of text and its style."""
 
     text: str
     look: TextStyle = TextStyle.PLAIN
@@ -39,20 +39,26 @@ class TextLine:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table: heading and width in cells. Cells are right-aligned."""
+    """A right-aligned column of a table.
+
+    Attributes:
+        head: text of the heading.
+        width: width in cells, including the space before it.
+    """
 
     head: str
     width: int
 
 
 def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, least: int = MARGIN) -> str:
-    """Return a table row: the name, then the leading columns that fit.
+    """Return a row of a table as text: the name, then as many columns as fit, from the first on.
 
     Args:
-        name, cells: content of the row.
-        columns: columns of the table.
-        width: width of the row in cells.
-        least: minimum width of the name.
+        name: text of the first column.
+        cells: texts of the other columns.
+        columns: the other columns.
+        width: width of the row, in cells.
+        least: minimum width of the name, in cells.
     """
     numbers = ""
     for cell, column in zip(cells, columns, strict=True):
@@ -63,7 +69,7 @@ def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, 
 
 
 def fit(text: str, width: int) -> str:
-    """Cut or pad a text to exactly `width` cells."""
+    """Return the text cut or padded to exactly `width` cells."""
     shown = printable(text)
     whole = set_cell_size(shown, width)
     if whole.rstrip() == shown.rstrip() or width <= len(_DOTS):
@@ -72,7 +78,9 @@ def fit(text: str, width: int) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Replace the middle of a long name by dots, because both ends tell addresses apart.
+    """Return a name of at most `width` cells, with dots in place of the middle of a longer one.
+
+    Both ends are kept, because addresses may differ in either.
 
     >>> shortened("decode-0.kv.svc.cluster.local:8000", 20)
     'decode-0.kv...l:8000'
@@ -86,7 +94,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
-    """Yield lines of items, as many per line as fit. The first line begins with the heading.
+    """Yield lines with as many items per line as fit. The first line begins with the heading.
 
     >>> list(wrapped("peers", ["plan 1.5 ms", "read 17.5 ms, p99 24.9 ms"], 33))
     ['peers     plan 1.5 ms', '          read 17.5 ms, p99', '          24.9 ms']
@@ -109,7 +117,7 @@ def broken(text: str, width: int) -> list[str]:
 
 
 def _pieces(item: str, room: int) -> Iterator[str]:
-    """Yield the item, split at words where it is wider than `room`."""
+    """Yield the item in pieces of at most `room` cells, split between words if possible."""
     piece = ""
     for word in (part for each in _BREAKS.split(item) for part in chop_cells(each, max(room, 2)) or [each]):
         if piece and cell_len(f"{piece} {word}") > room:

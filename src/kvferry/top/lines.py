@@ -1,4 +1,4 @@
-"""Render a fleet as lines of text: first all engines together, then one line per engine."""
+"""Render all engines as lines of text: first their figures together, then one line per engine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvferry.top.units import number, percent
 from kvferry.units import format_age, format_bytes, format_seconds
 
 _NAME = 23
-"""Minimum width of a long engine name."""
+"""Minimum width of the column with engines' names, in cells, if a name is that long."""
 _FEW = 3
-"""Number of engines that are listed on the smallest terminal."""
+"""Number of engines for whose lines there is always room."""
 _MISSES = 2
-"""Number of lines about misses if not all lines fit."""
+"""Maximum number of lines about misses if not all lines fit on the screen."""
 _COLUMNS = (
     Column("running", 7),
     Column("waiting", 8),
@@ -41,13 +41,13 @@ _WIDE_FROM = 120
 
 
 def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, every: float) -> list[TextLine]:
-    """Return the lines that fit, each at most `width` cells wide.
+    """Return the lines that fit on the screen, each at most `width` cells wide.
 
     Args:
-        fleet: engines and their figures.
-        width, height: size of the terminal in cells.
+        fleet: state of all engines.
+        width, height: size of the terminal, in cells.
         chosen: index of the engine to show in detail; None for all together.
-        every: seconds between readings.
+        every: time between readings, in seconds.
     """
     engines = list_of(fleet, width, chosen)
     about = fleet.together if chosen is None else fleet.engines[chosen].figures
@@ -68,7 +68,7 @@ def _body(about: Figures, width: int, room: int) -> list[TextLine]:
 
 
 def text(fleet: FleetView, width: int, every: float) -> str:
-    """Return all lines as text, for a file or a pipe."""
+    """Return all lines as text, for output to a file or a pipe."""
     lines = [title(fleet, width, every), *map(TextLine, broken(_about(fleet, None), width))]
     if fleet.together is not None:
         lines += [*detail(fleet.together, width), *extra(fleet.together, width)]
@@ -81,7 +81,7 @@ def text(fleet: FleetView, width: int, every: float) -> str:
 
 
 def title(fleet: FleetView, width: int, every: float) -> TextLine:
-    """Return the first line."""
+    """Return the first line: number of engines, time between readings, and clock."""
     said = f"kvferry top  {fleet.answering} of {len(fleet.engines)} engines answer, read every {every:g} s"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
     return TextLine(fit(said, max(0, width - len(clock) - 1)) + f" {clock}", TextStyle.TITLE)
@@ -101,7 +101,14 @@ def _about(fleet: FleetView, chosen: int | None) -> str:
 
 
 def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = False) -> list[TextLine]:
-    """Return a heading and one line per engine; with `whole`, errors may span several lines."""
+    """Return the list of engines: a heading and one line per engine.
+
+    Args:
+        fleet: state of all engines.
+        width: width of the lines, in cells.
+        chosen: index of the engine to highlight; None for none.
+        whole: True to show errors in full, in several lines if needed.
+    """
     columns = (*_COLUMNS, *(_WIDE if width >= _WIDE_FROM else ()))
     longest = max((cell_len(printable(_named(engine))) for engine in fleet.engines), default=0)
     table = min(width, max(TABLE, longest + sum(column.width for column in columns)))
@@ -122,7 +129,10 @@ def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = F
 
 
 def _cut(lines: list[TextLine], room: int) -> list[TextLine]:
-    """Drop lines that do not fit, but keep the chosen engine and those that do not answer."""
+    """Return at most `room` lines of the list, with a line that counts those left out.
+
+    The chosen engine is kept first, then the engines that do not answer.
+    """
     if len(lines) <= room:
         return lines
     head, *engines = lines
@@ -140,7 +150,14 @@ def _named(engine: EngineRow) -> str:
 
 
 def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[str]:
-    """Return the lines of an engine without figures. In a single line, a long name is shortened first."""
+    """Return the lines of an engine that does not answer, with the error.
+
+    Args:
+        engine: row of the engine.
+        at: current time, in seconds since 1970.
+        width: width of the lines, in cells.
+        whole: True for as many lines as needed; False for one line, in which a long name is shortened first.
+    """
     if engine.silence is None:
         said = "asked, has not answered yet"
     else:
@@ -152,7 +169,11 @@ def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[st
 
 
 def cached_share(tokens: dict[str, float] | None) -> float | None:
-    """Return the share of prompt tokens that were not computed; None without tokens."""
+    """Return the share of prompt tokens that were not computed; None without tokens.
+
+    Args:
+        tokens: number of prompt tokens by origin; None if unknown.
+    """
     total = sum((tokens or {}).values())
     return 1 - (tokens or {}).get("computed", 0.0) / total if total else None
 

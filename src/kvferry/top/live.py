@@ -1,4 +1,4 @@
-"""The live view: react to readings, keys and signals."""
+"""Run the live view: draw the screen after each reading, and handle keys and signals."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CC = 6
 
 @contextmanager
 def raw_keys(fd: int) -> Iterator[None]:
-    """Read keys without echo and Enter inside the block."""
+    """Put a terminal in a mode without echo, in which keys can be read one by one, while the block runs."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
         now = termios.tcgetattr(fd)
-        # Ctrl-Z would leave the screen as drawn.
+        # Disable Ctrl-Z, because it would suspend the program without restoring the screen.
         now[_CC][termios.VSUSP] = b"\0"
         termios.tcsetattr(fd, termios.TCSANOW, now)
         yield
@@ -39,7 +39,7 @@ def raw_keys(fd: int) -> Iterator[None]:
 
 
 def read_keys(fd: int) -> str:
-    """Return the keys typed since the last call; empty at the end of input."""
+    """Read and return the keys that were typed; empty at the end of input."""
     try:
         return os.read(fd, 1024).decode(errors="ignore")
     except OSError:
@@ -47,7 +47,7 @@ def read_keys(fd: int) -> str:
 
 
 def draw(console: Console, lines: list[TextLine]) -> None:
-    """Fill the screen with the lines."""
+    """Replace the content of the screen with the lines."""
     text = Text("\n", no_wrap=True, overflow="crop", end="").join(
         Text(line.text, style=line.look) for line in lines
     )
@@ -55,11 +55,11 @@ def draw(console: Console, lines: list[TextLine]) -> None:
 
 
 _LOOK_SECONDS = 0.1
-"""Longest delay until a change, also of the terminal's size, is drawn."""
+"""Longest delay, in seconds, until a change of the terminal's size is drawn."""
 
 
 async def sampled(urls: Sequence[str], every: float) -> FleetView:
-    """Return two readings `every` seconds apart."""
+    """Read all engines twice, `every` seconds apart, and return their state with rates."""
     async with client() as http:
         book = Poller(http, urls, lambda: None)
         await book.read_once()
@@ -69,11 +69,11 @@ async def sampled(urls: Sequence[str], every: float) -> FleetView:
 
 
 class View:
-    """State of the selection. Mutable.
+    """The user's selection. Mutable.
 
     Attributes:
-        chosen: index of the engine shown in detail; None for all together.
-        done: whether the user quit.
+        chosen: index of the engine that is shown in detail; None for all engines together.
+        done: True once the user has quit.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,12 @@ class View:
         self.done = False
 
     def press(self, typed: str, engines: int) -> None:
-        """Handle keys: ``q`` quits, Tab selects the next engine, Escape all engines."""
+        """Handle keys: ``q`` quits, Tab selects the next engine, and Escape selects all engines.
+
+        Args:
+            typed: typed keys.
+            engines: number of engines.
+        """
         for key in typed:
             if key in "qQ\x04":
                 self.done = True
@@ -94,7 +99,13 @@ class View:
 
 
 async def watch(urls: Sequence[str], every: float, console: Console) -> None:
-    """Show engines until the user quits."""
+    """Show the live view until the user quits or a signal arrives.
+
+    Args:
+        urls: base URLs of engines and routers.
+        every: time between two readings, in seconds.
+        console: console of the terminal.
+    """
     view = View()
     fd = sys.stdin.fileno()
     changed = anyio.Event()

@@ -1,4 +1,4 @@
-"""Read all addresses periodically."""
+"""Read the metrics of all addresses periodically."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvferry.top.addresses import FleetView, PolledAddress, fleet_view
 from kvferry.top.exposition import Scrape, parse_page
 
 _SECONDS = 5.0
-"""Timeout of a reading; a busy API server answers slowly."""
+"""Timeout of a reading, in seconds. A busy API server answers slowly."""
 
 
 def parse_address(text: str) -> str:
-    """Return the base URL of an engine or router.
+    """Return the base URL of an engine or router, without a path such as ``/metrics``.
 
     Raises:
         ConfigError: the text is not a URL.
@@ -34,10 +34,10 @@ def parse_address(text: str) -> str:
 
 
 async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
-    """Return the metrics of an engine, or the health of a router, which has no metrics.
+    """Read `/metrics` of an engine, or `/health` of a router, which has no metrics.
 
     Raises:
-        ProtocolError: the address serves neither.
+        ProtocolError: the address does not answer, or serves neither.
     """
     metrics = await fetch(http, f"{url}/metrics", _SECONDS)
     if metrics.status == 200:
@@ -50,7 +50,10 @@ async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
 
 
 class Poller:
-    """Reads addresses and keeps the state of each, in order of appearance. Belongs to one event loop."""
+    """Reads addresses and keeps the state of each. Only for use in one event loop.
+
+    The addresses are in the order in which they were given or found through a router.
+    """
 
     def __init__(self, http: httpx.AsyncClient, urls: Sequence[str], changed: Callable[[], None]) -> None:
         self._http = http
@@ -58,11 +61,11 @@ class Poller:
         self._changed = changed
 
     def fleet(self) -> FleetView:
-        """Return the current state of all addresses."""
+        """Return the current state of all engines."""
         return fleet_view(list(self._seen.values()), time.time())
 
     async def read_once(self) -> None:
-        """Read all addresses once, and those that routers name."""
+        """Read all addresses once, including those of engines behind routers."""
         asked: set[str] = set()
         while new := self._seen.keys() - asked:
             asked |= new
@@ -71,7 +74,14 @@ class Poller:
                     group.start_soon(self._read, url)
 
     async def keep_reading(self, every: float, group: TaskGroup) -> None:
-        """Read each address every `every` seconds in a task of its own, including those that routers name."""
+        """Read each address every `every` seconds, each in a separate task, until cancelled.
+
+        This includes the engines behind routers.
+
+        Args:
+            every: time between two readings of an address, in seconds.
+            group: task group for the tasks.
+        """
         reading: set[str] = set()
         while True:
             for url in self._seen.keys() - reading:
@@ -104,6 +114,6 @@ class Poller:
                 try:
                     parse_address(engine.url)
                 except ConfigError:
-                    continue  # nobody could ask it
+                    continue  # the router has an invalid URL
                 known = self._seen.setdefault(engine.url, PolledAddress(engine.url))
                 self._seen[engine.url] = replace(known, role=role)

@@ -1,4 +1,4 @@
-"""Short forms of numbers."""
+"""Format numbers in short forms."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a share: ``97%``; a dash for None."""
+    """Format a share from 0 to 1 as a percentage such as ``97%``; a dash for None."""
     return "-" if share is None else f"{share:.0%}"

@@ -1,4 +1,4 @@
-"""Values of metrics that can be summed and selected, and quantiles of histograms."""
+"""Values of metrics by labels, their sums, and quantiles of histograms."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import NamedTuple, TypeAlias
 
 
 class HistogramBucket(NamedTuple):
-    """A cumulative histogram bucket: the number `n` of values up to `end`."""
+    """A cumulative histogram bucket: the number `n` of observations that are at most `end`."""
 
     end: float
     n: float
 
 
 def quantile(q: float, buckets: Sequence[HistogramBucket]) -> float | None:
-    """Estimate the q-quantile, 0 < q <= 1; None for an empty histogram.
+    """Estimate the q-quantile of a histogram; None if the histogram is empty.
 
-    The rule is that of Prometheus's `histogram_quantile` (`bucketQuantile` in promql/quantile.go): values are
-    assumed to be uniform within their bucket, the lowest bucket begins at 0, and values beyond the last
-    finite end count as equal to it.
+    The rule is that of Prometheus's `histogram_quantile` (`bucketQuantile` in promql/quantile.go):
+    observations are assumed to be spread evenly within their bucket, the lowest bucket begins at 0, and
+    observations beyond the last finite end count as equal to it.
 
     Args:
+        q: quantile, above 0 and at most 1.
         buckets: cumulative buckets in order of their ends; the last end is infinite. All ends are above 0.
 
     >>> quantile(0.5, [HistogramBucket(1, 0), HistogramBucket(2, 4), HistogramBucket(math.inf, 4)])
@@ -41,12 +42,12 @@ def quantile(q: float, buckets: Sequence[HistogramBucket]) -> float | None:
 
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-"""Names and values of labels, sorted."""
+"""Pairs of name and value of labels, sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values by metric name and labels, of one engine or summed over several.
+    """The values of metrics by name and labels, of one engine or summed over several engines.
 
     >>> hits = Values({"hits": {(("source", "peer"),): 3.0, (("source", "tiers"),): 2.0}})
     >>> hits.total("hits"), hits.total("hits", source="peer"), hits.by("hits", "source")
@@ -56,13 +57,19 @@ class Values:
     of: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
 
     def total(self, name: str, **where: str) -> float:
-        """Return the sum over all series with these labels; 0 without any."""
+        """Return the sum over all series of a metric that have these labels; 0 if there are none."""
         return sum(
             value for has, value in self.of.get(name, {}).items() if where.items() <= dict(has).items()
         )
 
     def by(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
-        """Return sums by the values of some labels, in the order of these labels."""
+        """Return the sums of a metric's series, grouped by the values of labels.
+
+        Args:
+            name: name of the series.
+            labels: labels to group by. The keys of the result are their values in this order.
+            where: labels that a series must have to be counted.
+        """
         sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for has, value in self.of.get(name, {}).items():
             own = dict(has)
@@ -71,14 +78,14 @@ class Values:
         return dict(sorted(sums.items()))
 
     def buckets(self, name: str, **where: str) -> list[HistogramBucket]:
-        """Return the cumulative buckets of a histogram by their upper ends."""
+        """Return the cumulative buckets of a histogram, in the order of their upper ends."""
         return sorted(
             HistogramBucket(float(le), n) for (le,), n in self.by(f"{name}_bucket", "le", **where).items()
         )
 
     @classmethod
     def added(cls, several: Iterable[Values]) -> Values:
-        """Return the sum of several values objects, by name and labels."""
+        """Return the sums of several sets of values, by name and labels."""
         sums: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         for values in several:
             for name, series in values.of.items():

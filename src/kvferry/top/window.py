@@ -1,4 +1,4 @@
-"""Rates between two readings of an engine."""
+"""Compute the rates of counters between two readings of an engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CUMULATIVE = ("_total", *SUFFIXES)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Values and rates of one engine or several.
+    """The current values and the rates of one engine, or the sums over several.
 
     Attributes:
         now: values of the last reading.
-        rates: counters per second between the two readings; None with only one.
+        rates: counters per second between the last two readings; None with only one reading.
     """
 
     now: Values
@@ -26,16 +26,21 @@ class Window:
 
     @classmethod
     def added(cls, windows: list[Window]) -> Window:
-        """Return the sum of several engines. An engine with one reading has no rates yet."""
+        """Return the sums over several engines. Engines with only one reading do not count in the rates."""
         rates = [window.rates for window in windows if window.rates is not None]
         return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)
 
 
 def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
-    """Return values and rates of one engine on a page.
+    """Return the values and rates of one engine.
 
-    A counter that decreased or is new started at 0 in this interval. If the process has been restarted, all
-    counters did.
+    A counter that is new or has decreased is taken to have started at 0 in this interval. If the process was
+    restarted, this holds for all counters.
+
+    Args:
+        before: reading before the last one; None if there is none.
+        now: last reading.
+        engine: number of the engine on the page.
     """
     values = now.engines[engine]
     if before is None or now.at <= before.at:
