@@ -1,14 +1,17 @@
-"""Forecasts of a KV cache handover and of what the tiers keep, before any engine runs.
+"""Forecasts of a KV cache handover and of the storage in the tiers, before any engine runs.
 
-- `find`: a model's ``config.json``, from a file, a folder, the built-in table or the hub.
-- `side`: the shape of one engine from its flags; vLLM's choices replace missing flags.
-- `setting`: the memory of both engines, and a hypothetical request with scattered block tables in it.
-- `forecast`, `moved`, `cost`: the planner's result: bytes, descriptors, strategy and expected seconds.
-- `snapshots`: the positions at which an engine leaves snapshots of recurrent state.
-- `kept`, `choices`: the part of a prompt that the tiers keep, and the prefixes that another prompt can load.
-- `show`, `show_kept`, `numbers`: both forecasts on a terminal and as JSON.
-- `page`: a picture of the handover, as one HTML file.
+A *handover* is the transfer of one request's KV cache from one engine to another. The *tiers* are the host
+memory and storage in which an engine keeps KV cache for later requests.
 
-This package has no formulas of its own for the transfer. The same code as for a real request lays out the
+- `find`: finds a model's ``config.json`` in a file, a folder, the built-in table or the Hugging Face hub.
+- `side`: derives the memory layout of one engine from its flags. Missing flags take vLLM's values.
+- `setting`: lays out both engines in memory, with a made-up request whose blocks are scattered.
+- `forecast`, `moved`, `cost`: forecast the bytes, descriptors, strategy and expected seconds of a handover.
+- `snapshots`: computes the positions at which an engine leaves snapshots of recurrent state.
+- `kept`, `choices`: forecast which parts of a prompt the tiers store and which prefixes can be loaded.
+- `show`, `show_kept`, `numbers`: show both forecasts on a terminal and as JSON.
+- `page`: draws the handover as one HTML file.
+
+This package has no formulas of its own for the transfer. The code that serves real requests lays out the
 geometry, builds the templates, and selects and counts the cells.
 """

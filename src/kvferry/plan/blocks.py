@@ -1,14 +1,15 @@
-"""Tokens of a block and layers of a group, as vLLM 0.32 derives them for a CUDA machine.
+"""Block sizes and KV cache groups, as vLLM 0.32 derives them on a CUDA machine.
 
-A block id belongs to one group at a time, so every group must fit into the same memory. If layers keep
-different things, vLLM brings their pages to one size, in this order:
+All groups share the same blocks of memory, because a block id belongs to one group at a time. If layers have
+different caches, vLLM makes their pages equally large, in this order:
 
-1. It makes a page of attention hold a snapshot of recurrent state (`base_tokens`).
+1. It increases the block size until an attention page is at least as large as a snapshot of recurrent state
+   (`base_tokens`).
 2. It puts more tokens into the blocks of layers with smaller pages (`block_sizes`).
-3. It gives all groups equally many layers (`group_counts`).
+3. It divides the layers into groups of equally many layers (`group_counts`).
 
-If blocks are outermost, pages may differ in size, and packing replaces 2 and 3: a group gets as many layers
-as fit into the bytes of a block.
+If blocks are the outermost axis of the memory layout, pages may differ in size. Steps 2 and 3 are then
+replaced by packing: a group gets as many layers as fit into the bytes of a block.
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ from kvferry.geometry.store import LayerCache
 BLOCK_TOKENS = 16
 _HYBRID_LATENT_ALIGNMENT = 128
 _INDEXED = {GroupKind.MLA: 64, GroupKind.FULL: 128}
-"""Tokens of a block with an indexer beside a latent (DeepSeek V3.2), beside K and V (MiniMax-M3)."""
+"""Number of tokens per block in models with a sparse-attention indexer. Keys: the kind of the main cache,
+which is MLA for DeepSeek V3.2 and FULL (K and V) for MiniMax-M3."""
 _SIMILAR = 1.5
 
 
 def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tuple[int, str]:
-    """Return the tokens of a block, and the reason in words.
+    """Return the number of tokens per block, and the reason in words.
 
-    The reason is empty for the requested size and for vLLM's ordinary size.
+    The reason is empty if the size is the requested one or vLLM's ordinary one.
 
-    For models with recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the least multiple of
-    16 whose attention page is at least as large as a page of state. For latents it takes a multiple of 128,
-    and for a larger requested size a multiple of that. Both pages shrink with tensor parallelism, but not
-    equally, so the block size depends on `tp`.
+    For models with recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the smallest multiple of
+    16 for which an attention page is at least as large as a snapshot of state. It takes multiples of 128 if
+    the model has MLA latents, and multiples of the requested size if that is larger. Pages and snapshots
+    shrink differently with tensor parallelism, so the block size depends on `tp`.
 
     Args:
-        stores: the caches of the layers.
+        stores: caches of the layers.
         tp: number of tensor-parallel ranks.
-        asked: the engine's configured tokens of a block; None if it has no such setting.
+        asked: configured number of tokens per block; None if the engine is not configured.
 
     Raises:
-        GeometryError: the ranks can neither share nor copy the heads evenly.
+        GeometryError: the heads cannot be distributed evenly over the ranks.
     """
     stores = dict.fromkeys(stores)
     if all(store.block_tokens for store in stores):
@@ -66,7 +68,10 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
 
 
 def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, str]:
-    """Return the requested block size, else the one of the attention kernels, and the reason."""
+    """Return the requested block size or else the size that vLLM's attention kernels need, and the reason.
+
+    The reason is empty for the requested size and for vLLM's ordinary size.
+    """
     if asked is not None:
         return asked, ""
     stores = list(stores)
@@ -80,16 +85,17 @@ def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, s
 def block_sizes(
     stores: Iterable[LayerCache], tp: int, layout: str, tokens: int
 ) -> tuple[dict[LayerCache, int], str]:
-    """Return the tokens of a block for each kind of layer, and the reason for larger blocks in words.
+    """Return the number of tokens per block for each kind of layer, and the reason for larger blocks.
 
-    If a page divides the largest page, vLLM (`unify_kv_cache_spec_page_size`) multiplies the tokens of its
-    block by the quotient. It pads other pages.
+    If the largest page is a multiple of a smaller page, vLLM (`unify_kv_cache_spec_page_size`) multiplies the
+    tokens of the smaller page's block by the quotient. It pads other pages. The reason is empty if no block
+    is larger than `tokens`.
 
     Args:
-        stores: the caches of the layers.
+        stores: caches of the layers.
         tp: number of tensor-parallel ranks.
         layout: order of the axes in memory.
-        tokens: tokens of a block, from `base_tokens`.
+        tokens: number of tokens per block, from `base_tokens`.
 
     Raises:
         GeometryError: the layout does not suit this model.
@@ -119,19 +125,18 @@ def block_sizes(
 def group_counts(
     layers: Iterable[LayerCache], tp: int, layout: str, sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Return the number of groups that share the layers of each kind.
+    """Return the number of groups over which the layers of each kind are distributed.
 
-    If all layers need the same tokens, vLLM uses one block table for all of them. Otherwise a group has as
-    many layers as the rarest kind, or as the commonest kind if that has less than 1.5 times as many
-    (`_get_kv_cache_groups_uniform_page_size`). If blocks are outermost and pages differ, vLLM deals out the
-    sliding-window layers so that a group fits into the block that the other layers need
-    (`_get_packed_kv_cache_groups`).
+    If all layers need the same tokens of a prompt, vLLM uses one block table for all of them. Otherwise each
+    group has as many layers as the rarest kind. If the most frequent kind has less than 1.5 times as many
+    layers, each group has as many as that kind (`_get_kv_cache_groups_uniform_page_size`). If blocks are
+    outermost and pages differ in size, `_packed` applies (vLLM's `_get_packed_kv_cache_groups`).
 
     Args:
-        layers: the cache of every layer.
+        layers: cache of every layer.
         tp: number of tensor-parallel ranks.
         layout: order of the axes in memory.
-        sizes: tokens of a block by kind of layer, from `block_sizes`.
+        sizes: number of tokens per block for each kind of layer, from `block_sizes`.
     """
     alike = Counter(layers)
     if _one_table(alike):
@@ -147,11 +152,18 @@ def group_counts(
 def _packed(
     alike: Mapping[LayerCache, int], pages: Mapping[LayerCache, int], sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Return the number of groups by kind of layer, for outermost blocks and pages that differ.
+    """Return the number of groups of each kind of layer, if blocks are outermost and pages differ in size.
 
-    A *bucket* is all layers that need the same tokens. Buckets whose layers come in pairs of different pages
-    stay whole, and the others are dealt out to groups of about as many layers. Without such a bucket only
-    sliding-window layers are dealt out, to groups that fit into the block that the other buckets need.
+    A *bucket* contains all layers that need the same tokens and have the same block size. If some bucket
+    contains several kinds of layers in equal numbers, every such bucket is one group. The layers of a bucket
+    with a single kind are then distributed over groups of about as many layers. Without a bucket of several
+    kinds, only sliding-window layers are distributed, such that a group fits into the block that the other
+    buckets need.
+
+    Args:
+        alike: number of layers of each kind.
+        pages: bytes of a page of each kind of layer.
+        sizes: number of tokens per block for each kind of layer.
     """
     buckets: dict[object, list[LayerCache]] = {}
     for store in alike:
@@ -176,27 +188,32 @@ def _packed(
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
-    """Return the group size of at least `least` with the least padding; the largest one in a tie."""
+    """Return the group size, at least `least`, that needs the least padding; in a tie the largest one.
+
+    Args:
+        counts: numbers of layers that are distributed over groups of this size.
+        least: minimum number of layers per group.
+    """
     return min(
         range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size)
     )
 
 
 def _differ(pages: Mapping[LayerCache, int]) -> bool:
-    """Return whether pages stay different in size. Snapshots do not count: vLLM pads them."""
+    """Return True if pages differ in size. Snapshots of state do not count, because vLLM pads them."""
     return len({page for store, page in pages.items() if store.kind is not GroupKind.STATE}) > 1
 
 
 def _one_table(stores: Iterable[LayerCache]) -> bool:
-    """Return whether all layers need the same tokens, and so can share a block table."""
+    """Return True if all layers can share a block table: they need the same tokens and block size."""
     return len({(*_needs(store), store.block_tokens) for store in stores}) == 1
 
 
 def _needs(store: LayerCache) -> tuple[GroupKind, int]:
-    """Return the kind and span that decide which tokens a layer needs. Latents count as full attention."""
+    """Return the kind and span that decide which tokens a layer needs. MLA counts as full attention."""
     return GroupKind.FULL if store.kind is GroupKind.MLA else store.kind, store.attention_span
 
 
 def page_bytes(store: LayerCache, tp: int, tokens: int) -> int:
-    """Return the bytes of a snapshot, or of a page of `tokens` tokens, on one rank."""
+    """Return the bytes of a page of `tokens` tokens, or of a snapshot of state, on one rank."""
     return page_interior(store, tokens, 1, 0, tp).page_bytes

@@ -1,6 +1,7 @@
-"""The part of a prompt that the tiers keep under some settings, and the prefixes that other prompts can load.
+"""Forecasts of the chunks of a prompt that the tiers store, and of the prefixes that other prompts can load.
 
-The code that stores and loads chunks decides which chunks are kept and where a prefix can be continued.
+A *chunk* holds a fixed number of tokens of one KV cache group, or one *snapshot* (recurrent state at one
+position). The decisions come from the code that stores and loads chunks in an engine.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends
 
 _THINNED = (16, 128)
-"""Distances, in chunks, between kept windows, for the alternatives with fewer windows."""
+"""Distances in chunks between the positions at which windows are stored, for alternatives with fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageChoice:
-    """The storage that a prompt takes under some settings.
+    """The storage that a prompt takes under given settings.
 
     Attributes:
-        steps: the engine's settings for snapshots.
-        snapshot_tokens: tokens between positions at which windows and snapshots are kept.
-        snapshots: number of snapshots of recurrent state that are kept.
-        bytes: bytes of all files.
-        gap_tokens: the longest stretch of the prompt, in tokens, without a place to continue from. Another
-            prompt with the same prefix may have to recompute that much of it.
+        steps: settings of the engine that decide where it leaves snapshots.
+        snapshot_tokens: number of tokens between positions at which windows and snapshots are stored.
+        snapshots: number of snapshots of recurrent state that are stored.
+        bytes: total bytes of all chunk files.
+        gap_tokens: largest distance in tokens between neighbouring ends of loadable prefixes; start and end
+            of the prompt count too. A prompt that shares a prefix may have to recompute up to as many of its
+            tokens.
     """
 
     steps: SnapshotSteps
@@ -43,12 +45,12 @@ class StorageChoice:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrompt:
-    """A prompt that the tiers keep.
+    """A prompt whose KV cache the tiers store.
 
     Attributes:
-        canonical: the form of its chunks.
-        file_bytes: bytes of a chunk's file, by group.
-        tokens: length of the prompt.
+        canonical: form of the stored chunks.
+        file_bytes: size in bytes of a chunk's file, for each group.
+        tokens: length of the prompt in tokens.
     """
 
     canonical: CanonicalForm
@@ -56,11 +58,13 @@ class StoredPrompt:
     tokens: int
 
     def choices(self, steps: SnapshotSteps, every: int) -> tuple[StorageChoice, ...]:
-        """Return the storage under these settings, then under others with more snapshots or fewer windows.
+        """Return the storage under the given settings, then under alternative settings.
+
+        Alternatives leave more snapshots, or store fewer windows if the model has no recurrent state.
 
         Args:
-            steps: the engine's settings for snapshots.
-            every: tokens between positions at which windows and snapshots are kept.
+            steps: settings of the engine that decide where it leaves snapshots.
+            every: number of tokens between positions at which windows and snapshots are stored.
         """
         settings = _finer(steps, every) if self._has_state else self._coarser(steps, every)
         found = [self._choice(*each) for each in settings]
@@ -72,7 +76,7 @@ class StoredPrompt:
         return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
 
     def _coarser(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-        """Yield these settings, then ones that keep fewer windows."""
+        """Yield the given settings, then settings that store fewer windows."""
         yield steps, every
         if any(group.attention_span for group in self.canonical.groups):
             thinned = (chunks * self.canonical.chunk_tokens for chunks in _THINNED)
@@ -89,7 +93,7 @@ class StoredPrompt:
         return StorageChoice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
 
     def _kept_chunks(self, steps: SnapshotSteps, every: int) -> Bools:
-        """Return a mask of the whole chunks that are kept: bool of shape (groups, chunks)."""
+        """Return a mask of the complete chunks that are stored, bool of shape (groups, chunks)."""
         chunk = self.canonical.chunk_tokens
         ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
         found = np.zeros((len(self.canonical.groups), self.tokens // chunk), np.bool_)
@@ -102,7 +106,11 @@ class StoredPrompt:
         return found
 
     def _usable(self, kept_chunks: Bools) -> Iterator[int]:
-        """Yield the chunk ends, in tokens, from which a longer prompt can continue, ascending."""
+        """Yield the lengths in tokens of all prefixes that a longer prompt can load, ascending.
+
+        Args:
+            kept_chunks: mask of the stored chunks, bool of shape (groups, chunks).
+        """
         tokens = kept_chunks.shape[1] * self.canonical.chunk_tokens
         cut = ChunkedPrompt(tokens, self.canonical.chunk_tokens, tokens + 1)
         for end in cut.boundaries.tolist():
@@ -112,7 +120,7 @@ class StoredPrompt:
 
 
 def _finer(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-    """Yield these settings, then ones that leave more snapshots of a long prompt, the finest last."""
+    """Yield the given settings, then settings with more and more snapshots of a long prompt."""
     dense = replace(steps, retention=None)
     quarter = max(steps.apart // 4 // steps.block_tokens, 1) * steps.block_tokens
     finer = (replace(dense, step_tokens=tokens) for tokens in (quarter, steps.block_tokens))

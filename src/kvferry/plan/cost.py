@@ -1,6 +1,7 @@
-"""The planner's choice of strategy for a route, and the expected seconds.
+"""The planner's choice of a transfer strategy for a route, and the expected seconds.
 
-Only this module connects a forecast to the planner's cost model.
+A *route* is a set of layers that are copied alike between two ranks. This is the only module of the package
+that uses the planner's cost model.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from kvferry.planning.template import Route
 from kvferry.transport.settings import TransferSettings
 
 AUTO = "auto"
-"""The name of the choice to take the cheapest strategy."""
+"""Strategy name that stands for the cheapest strategy."""
 
 ROOM_BYTES = TransferSettings().staging_bytes // 4
-"""The largest image of a cell that workers handle with default settings."""
+"""Size in bytes of the largest packed cell that workers can handle with default settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,9 @@ class Expected:
     """The expected transfer of a route.
 
     Attributes:
-        strategy: the planner's choice.
-        seconds: expected duration.
-        read_descriptors, read_bytes: descriptors and bytes of the READs that are posted.
+        strategy: strategy that the planner chooses.
+        seconds: expected duration in seconds.
+        read_descriptors, read_bytes: number of descriptors and bytes of all READs.
     """
 
     strategy: Strategy
@@ -43,8 +44,8 @@ class Pricing:
     """The costs and the strategy that a forecast assumes.
 
     Attributes:
-        costs: costs of work on the machine and the link.
-        pin: the strategy to take if there is a choice; None for the cheapest.
+        costs: costs of transfer work on the machine and the network link.
+        pin: strategy to use if it is possible; None for the cheapest strategy.
     """
 
     costs: Costs
@@ -52,11 +53,12 @@ class Pricing:
 
 
 def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
-    """Return the costs over a link of limited bandwidth.
+    """Return the costs of transfers over a network link with limited bandwidth.
 
     Args:
-        costs: costs of a machine.
-        gigabytes_per_second: bandwidth in 1e9 bytes per second; None for a link as fast as its memory.
+        costs: costs of the machine.
+        gigabytes_per_second: bandwidth of the link in 1e9 bytes per second; None to leave the costs as they
+            are.
 
     Raises:
         ConfigError: the bandwidth is not a finite number above 0.
@@ -66,15 +68,15 @@ def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
     if not 0 < gigabytes_per_second < float("inf"):
         raise ConfigError(f"bandwidth is {gigabytes_per_second} GB/s, it must be above 0")
     seconds = max(costs.read_byte_seconds, 1 / (gigabytes_per_second * 1e9))
-    # Lanes share the link.
+    # All lanes share the link, so more lanes do not transfer more bytes.
     return replace(costs, read_byte_seconds=seconds, lanes_byte_gain=1.0)
 
 
 def pinned(name: str) -> Strategy | None:
-    """Return the strategy of that name; None, for the cheapest, if it is `AUTO`.
+    """Return the strategy called `name`; None, which stands for the cheapest, if `name` is `AUTO`.
 
     Raises:
-        ConfigError: no strategy has that name.
+        ConfigError: no strategy has this name.
     """
     if name == AUTO:
         return None
@@ -90,9 +92,10 @@ def expected(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricin
     """Return the expected transfer of a route's cells.
 
     Args:
-        route, cells: the route, and its cells that move.
+        route: route to transfer.
+        cells: cells of the route that a request transfers.
         counts: totals over these cells.
-        pricing: costs, and the strategy if it is pinned.
+        pricing: costs, and the strategy to use if one is required.
     """
     costs = pricing.costs
     found = transfer_methods(route, costs, ROOM_BYTES)
@@ -102,6 +105,6 @@ def expected(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricin
     if way.strategy is Strategy.DIRECT:
         descriptors = counts.descriptors
     else:
-        # An image that is read whole goes in chunks.
+        # Images that are read whole need one descriptor per segment.
         descriptors = ceil(way.work.descriptors * len(cells)) or ceil(read_bytes / segment_bytes(read_bytes))
     return Expected(way.strategy, seconds, descriptors, read_bytes)

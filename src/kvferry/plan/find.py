@@ -1,4 +1,4 @@
-"""Lookup of a model's ``config.json`` by a path, a name in the table or a name on the hub."""
+"""Lookup of a model's ``config.json`` by a path, a name in the built-in table or a Hugging Face hub name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvferry.user_cache import expanded
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One model of the table.
+    """One model of the built-in table.
 
     Attributes:
         name: name of the model.
-        source: origin of its configuration.
-        also: names of other models with the same geometry.
-        config: the keys of its ``config.json`` that decide the KV cache.
+        source: origin of the configuration.
+        also: names of other models with the same KV cache geometry.
+        config: keys and values of the model's ``config.json`` that affect the KV cache.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ModelEntry:
 
 @cache
 def entries() -> tuple[ModelEntry, ...]:
-    """Return the models of the table."""
+    """Return all models of the built-in table."""
     raw = tomllib.loads((files("kvferry.plan") / "models.toml").read_text())
     return tuple(
         ModelEntry(name, said["source"], tuple(said.get("also", ())), said["config"])
@@ -45,13 +45,16 @@ def entries() -> tuple[ModelEntry, ...]:
 
 
 def lookup(name: str) -> ModelEntry | None:
-    """Return the model of that name, or None. Case and a leading organisation do not matter."""
+    """Return the model with this name in the built-in table; None if there is none.
+
+    Case and a leading organisation are ignored.
+    """
     wanted = _plain(name)
     return next((entry for entry in entries() if wanted in map(_plain, (entry.name, *entry.also))), None)
 
 
 def nearest(name: str) -> list[str]:
-    """Return up to two names in the table that look like `name`, the likeliest first."""
+    """Return up to two names in the built-in table that are similar to `name`, the most similar first."""
     known = {_plain(each): each for entry in entries() for each in (entry.name, *entry.also)}
     return [known[each] for each in get_close_matches(_plain(name), known, 2, 0.5)]
 
@@ -65,12 +68,15 @@ _FILE = "config.json"
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the model's display name, and the keys of its ``config.json``.
+    """Return a model's display name and the content of its ``config.json``.
 
-    A path that exists wins over the table, and the table wins over the hub.
+    An existing path takes precedence over the built-in table, and the table over the hub.
+
+    Args:
+        model: path of a ``config.json`` or of its folder, name in the built-in table, or name on the hub.
 
     Raises:
-        ConfigError: there is no such model, or its file cannot be read. The message is one sentence.
+        ConfigError: the model is unknown, or its file cannot be read. The message is one sentence.
     """
     path = expanded(model)
     if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
@@ -112,7 +118,11 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-    """Return the path of the file in the hub's cache on this machine; download it if necessary."""
+    """Return the path of the model's ``config.json`` in the local hub cache, after a download if needed.
+
+    Raises:
+        ConfigError: huggingface_hub is not installed, or the download failed.
+    """
     give = "give the path of its config.json"
     try:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415 - comes with the engine, slow to import
@@ -122,7 +132,7 @@ def _from_hub(model: str) -> Path:
         ) from None
     try:
         return Path(hf_hub_download(model, _FILE))
-    except Exception as error:  # whatever the network or the hub answers, the user can do the same
+    except Exception as error:  # for every failure of network or hub, the remedy is the same
         raise ConfigError(
             f"{model!r} is not in the table{_hint(model)}, and the hub could not be asked "
             f"({type(error).__name__}); {give}"

@@ -1,4 +1,4 @@
-"""A forecast of a handover: the planner's result for a hypothetical request between two engines."""
+"""Forecast of a handover: the transfer of one request's KV cache between two hypothetical engines."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from kvferry.planning.select import needed_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForecast:
-    """The forecast for the layers that keep the same.
+    """The forecast for all layers with equal caches.
 
     Attributes:
-        store: the cache of each of these layers, over all ranks.
+        store: cache of each of these layers, over all ranks.
         layers: number of layers.
-        tables: number of their block tables at the destination.
-        tokens: tokens of the prompt that are moved. A snapshot of state is taken after the last of them.
-        page_bytes, to_page_bytes: bytes of one block in one layer on one rank, at the source and at the
-            destination.
-        moved: the transfer of all of these layers.
+        tables: number of block tables of these layers at the destination.
+        tokens: number of tokens of the prompt that are transferred; for recurrent state, the position of the
+            snapshot.
+        page_bytes, to_page_bytes: content bytes of the largest page (one block in one layer on one rank), at
+            the source and at the destination.
+        moved: transfer of all these layers.
     """
 
     store: LayerCache
@@ -40,7 +41,7 @@ class LayerForecast:
 
     @property
     def is_state(self) -> bool:
-        """True if the layers keep one snapshot in place of tokens."""
+        """True if the layers cache recurrent state instead of tokens."""
         return self.store.kind is GroupKind.STATE
 
 
@@ -50,12 +51,12 @@ class Forecast:
 
     Attributes:
         model: name of the model.
-        source, destination: the engines.
-        blocks: tokens of a block at the source and at the destination.
-        tokens: length of the prompt.
-        rows: one forecast per kind of layer.
-        whole: the transfer of all layers.
-        notes: assumptions and choices, a sentence each.
+        source, destination: settings of both engines.
+        blocks: number of tokens per block at the source and at the destination.
+        tokens: length of the prompt in tokens.
+        rows: forecasts by kind of layer.
+        whole: transfer of all layers.
+        notes: assumptions and choices that were made, one sentence each.
     """
 
     model: str
@@ -69,12 +70,12 @@ class Forecast:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers, without copies on several ranks."""
+        """KV cache bytes per token over all layers. Copies on several ranks count once."""
         return sum(row.layers * row.store.bytes_of(1) for row in self.rows if not row.is_state)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one snapshot of recurrent state over all layers, without copies on several ranks."""
+        """Bytes of the recurrent state per sequence over all layers. Copies on several ranks count once."""
         return sum(row.layers * row.store.whole_bytes for row in self.rows if row.is_state)
 
 
@@ -86,14 +87,14 @@ def forecast(
     *,
     separate: bool = False,
 ) -> Forecast:
-    """Return the forecast for handing a prompt over from the first side to the second.
+    """Return the forecast for the handover of a prompt from one engine to another.
 
     Args:
-        reading: the model.
-        sides: source and destination.
-        tokens: length of the prompt.
-        pricing: costs, and the strategy if it is pinned.
-        separate: True for K and V as separate pages on both sides.
+        reading: caches of the model's layers.
+        sides: settings of the source and of the destination.
+        tokens: length of the prompt in tokens.
+        pricing: costs, and the strategy to use if one is required.
+        separate: True if K and V are separate pages on both sides, False if a page holds both.
 
     Raises:
         KVFerryError: an engine cannot have these settings, or the two cannot exchange this model's cache.
@@ -150,7 +151,7 @@ def _without_window(kind: GroupKind) -> GroupKind:
 
 
 def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
-    """Return the content bytes of the largest page in these groups."""
+    """Return the content bytes of the largest page in the groups with these indices."""
     pages = [layer.page for rank in ranks for number in groups for layer in rank.groups[number].layers[:1]]
     return max((page.content_bytes for page in pages), default=0)
 
@@ -161,10 +162,17 @@ def _full_bytes(
     totals: Sequence[int],
     counts: Mapping[LayerCache, int],
 ) -> list[int | None]:
-    """Return, for each kind of layer, the bytes that would move if all layers were full attention.
+    """Return the bytes that would be transferred for each kind of layer if all layers were full attention.
 
-    State that is alone in its layer counts as a layer of the model's widest attention. State beside attention
-    counts as 0. If the model has no attention, the result for state is None.
+    A layer that caches only recurrent state counts as much as the attention layer with the most bytes. State
+    in a layer that also has attention counts as 0. If the model has no attention, the result for state is
+    None.
+
+    Args:
+        reading: caches of the model's layers.
+        kinds: kinds of layers.
+        totals: for each kind, the bytes that would be transferred if its attention were full attention.
+        counts: number of layers of each kind.
     """
     attention = [
         total / counts[kind]

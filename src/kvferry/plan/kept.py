@@ -1,4 +1,8 @@
-"""A forecast of what an engine's tiers keep: chunks in the canonical form, and the storage of a prompt."""
+"""Forecast of the storage in an engine's tiers: the size of chunks, and the storage that a prompt takes.
+
+A *chunk* holds a fixed number of tokens of one KV cache group, or one *snapshot* (recurrent state at one
+position). Its bytes are in the canonical form, which does not depend on the engine's settings.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,15 @@ _NAME = bytes(NAMESPACE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class KeptSettings:
-    """Settings of the engine and of the tiers.
+    """Requested settings of the engine and of the tiers.
 
     Attributes:
-        step_tokens, retention: as in `SnapshotSteps`.
-        chunk_tokens, snapshot_tokens: settings of the connector, in tokens; None for its defaults.
-        prompt: length in tokens of the prompt that is kept.
+        step_tokens: maximum number of tokens per engine step, same as in `SnapshotSteps`.
+        retention: number of tokens between retained snapshots, same as in `SnapshotSteps`.
+        chunk_tokens: number of tokens per chunk; None for the connector's default.
+        snapshot_tokens: number of tokens between positions at which windows and snapshots are stored; None
+            for every chunk.
+        prompt: length in tokens of the prompt that is stored.
     """
 
     step_tokens: int = STEP_TOKENS
@@ -47,12 +54,12 @@ class KeptSettings:
 
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
-    """A chunk of one group, or a snapshot.
+    """The chunk of one group, or its snapshot of recurrent state.
 
     Attributes:
-        group: the group, in the canonical form.
-        layers: number of layers.
-        file_bytes: bytes of its file, with header and padding.
+        group: canonical form of the group.
+        layers: number of layers in the group.
+        file_bytes: size in bytes of the chunk's file, with header and padding.
     """
 
     group: CanonicalGroup
@@ -61,21 +68,23 @@ class KeptGroup:
 
     @property
     def is_state(self) -> bool:
-        """True for a snapshot of recurrent state."""
+        """True if the chunk is a snapshot of recurrent state."""
         return self.group.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierForecast:
-    """The forecast of what the tiers keep.
+    """The forecast of the storage in an engine's tiers.
 
     Attributes:
         prompt: length of the prompt in tokens.
-        chunk_tokens: tokens of a chunk; 0 if nothing can be kept.
-        first_tokens: tokens of the shortest prefix that can be loaded.
-        groups: the chunk of each group.
-        choices: the storage under the requested settings, then under alternatives.
-        why_not: the reason why nothing is kept; empty if something is.
+        chunk_tokens: number of tokens per chunk; 0 if this cache cannot be stored.
+        first_tokens: length in tokens of the shortest prefix that can be loaded; 0 if this cache cannot be
+            stored.
+        groups: chunk of each group; empty if this cache cannot be stored.
+        choices: storage under the requested settings, then under alternative settings.
+        why_not: reason why the cache cannot be stored or no prefix of the prompt can be loaded; empty if a
+            prefix can be loaded.
     """
 
     prompt: int
@@ -87,15 +96,16 @@ class TierForecast:
 
 
 def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierForecast:
-    """Return the forecast of what the tiers of an engine keep.
+    """Return the forecast of the storage in an engine's tiers.
 
     Args:
-        reading: the model.
-        side: the engine.
-        asked: the requested settings.
+        reading: caches of the model's layers.
+        side: settings of the engine that decide its memory layout.
+        asked: requested settings of the engine and the tiers.
 
     Raises:
-        ConfigError: vLLM or the connector would refuse the settings.
+        ConfigError: vLLM or the connector would reject the settings.
+        GeometryError: the heads cannot be distributed evenly over the ranks.
     """
     kinds = {store.kind for store in reading.cache.layers}
     _check_retention(kinds, asked.retention)

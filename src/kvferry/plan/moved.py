@@ -1,4 +1,8 @@
-"""Totals of a transfer over the routes of all ranks."""
+"""Totals of a transfer over the routes of all ranks.
+
+A *route* is a set of layers that are copied alike between two ranks. A *run* is a range of bytes that is
+contiguous at the source and at the destination.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route
 
 MIXED = "mixed"
-"""More than one strategy."""
+"""Strategy name of a transfer whose routes use different strategies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,15 +26,16 @@ class TransferEstimate:
     """The transfer of one kind of layer, or of all layers.
 
     Attributes:
-        pages: number of (block, layer) pages written at the destination, over all its ranks.
-        descriptors: number of runs that are contiguous on both sides.
-        bytes: useful bytes, over all ranks of the destination.
-        full_bytes: `bytes` if all layers were full attention; None if there is no attention to compare with.
-        run_bytes: length in bytes such that half of all bytes are in runs at least this long.
-        block_run_bytes: bytes of the longest run inside one block.
+        pages: number of pages (one block in one layer) that are written at the destination, over all ranks.
+        descriptors: number of runs, after adjacent runs of consecutive cells are merged.
+        bytes: number of useful bytes, over all ranks of the destination.
+        full_bytes: value that `bytes` would have if all layers were full attention; None if the model has no
+            attention to compare with.
+        run_bytes: weighted median of the run length in bytes: half of all bytes are in runs at least as long.
+        block_run_bytes: length in bytes of the longest run inside one cell.
         strategy: name of the strategy, or `MIXED`.
-        read_descriptors, read_bytes: descriptors and bytes of the READs that are posted.
-        seconds: expected duration on the slowest rank.
+        read_descriptors, read_bytes: number of descriptors and bytes of all READs.
+        seconds: expected duration in seconds on the slowest rank.
     """
 
     pages: int
@@ -50,10 +55,10 @@ class TransferTotals:
     """Running totals of a transfer.
 
     Attributes:
-        pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: as in `TransferEstimate`.
-        runs: total bytes by length of run in bytes.
-        strategies: the strategies taken.
-        seconds: expected duration by rank of the destination.
+        pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: same as in `TransferEstimate`.
+        runs: total bytes of all runs, by run length in bytes.
+        strategies: strategies that routes use.
+        seconds: expected duration in seconds, by index of the destination's rank.
     """
 
     pages: int = 0
@@ -67,14 +72,14 @@ class TransferTotals:
     seconds: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, rank: int, route: Route, cells: Cells, full: Cells, pricing: Pricing) -> None:
-        """Add one route of a rank.
+        """Add one route of one destination rank to these totals.
 
         Args:
-            rank: number of the rank at the destination.
-            route: the route.
-            cells: its cells that move.
-            full: its cells that would move if the layers were full attention.
-            pricing: costs, and the strategy if it is pinned.
+            rank: index of the rank at the destination.
+            route: route to add.
+            cells: cells of the route that are transferred.
+            full: cells of the route that would be transferred if its layers were full attention.
+            pricing: costs, and the strategy to use if one is required.
         """
         counted = count_transfer(route, cells)
         self.pages += len(route.layers) * len(set(cells.dst_block.tolist()))
@@ -93,7 +98,7 @@ class TransferTotals:
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:
-        """Return the sum of several totals, without `full_bytes`."""
+        """Return the sum of several totals. Its `full_bytes` is 0."""
         whole = cls()
         for part in parts:
             whole.pages += part.pages
@@ -108,10 +113,11 @@ class TransferTotals:
         return whole
 
     def moved(self, full_bytes: int | None) -> TransferEstimate:
-        """Return these totals as an estimate.
+        """Return the estimate for these totals.
 
         Args:
-            full_bytes: as in `TransferEstimate`; these totals alone do not decide it.
+            full_bytes: bytes if all layers were full attention, same as in `TransferEstimate`. It replaces
+                the attribute of these totals.
         """
         runs = {length: total for length, total in self.runs.items() if total}
         strategies = sorted(self.strategies) or [Strategy.DIRECT]
@@ -130,13 +136,13 @@ class TransferTotals:
 
 
 def median_run(runs: Mapping[int, int]) -> int:
-    """Return the length such that half of all bytes are in runs at least as long; 0 without runs.
+    """Return the run length such that half of all bytes are in runs at least as long; 0 without runs.
 
     >>> median_run({1024: 3000, 65536: 5000}), median_run({1024: 5000, 65536: 3000})
     (65536, 1024)
 
     Args:
-        runs: total bytes by length of run in bytes.
+        runs: total bytes of all runs, by run length in bytes.
     """
     half, seen = sum(runs.values()) / 2, 0
     for length in sorted(runs, reverse=True):

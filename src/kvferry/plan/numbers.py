@@ -1,4 +1,4 @@
-"""Both forecasts as plain numbers, for scripts. docs/plan.md explains every key."""
+"""The forecasts of the handover and of the tiers as JSON, for scripts. docs/plan.md explains every key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.plan.side import EngineSide
 
 
 def kept_as_json(kept: TierForecast) -> dict[str, Any]:
-    """Return the forecast of the tiers as JSON values, in bytes and tokens."""
+    """Return the forecast of the tiers as a JSON object. Sizes are in bytes, lengths in tokens."""
     return {
         "prompt_tokens": kept.prompt,
         "chunk_tokens": kept.chunk_tokens,
@@ -46,7 +46,7 @@ def _choice(one: StorageChoice) -> dict[str, Any]:
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """Return the forecast as JSON values, in bytes, tokens and seconds."""
+    """Return the forecast of a handover as a JSON object, in bytes, tokens and seconds."""
     rows = forecast.rows
     sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     source, destination = (_side(side, tokens) for side, tokens in sides)

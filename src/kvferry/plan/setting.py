@@ -1,4 +1,4 @@
-"""Two hypothetical engines and a request between them, at hypothetical addresses."""
+"""Two hypothetical engines with their memory at made-up addresses, and a request between them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from kvferry.planning.template import Route, Template, build_templates
 
 
 def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
-    """Replace every layer that has both K and V by a layer for K and a layer for V.
+    """Replace every layer that caches K and V by one layer for K and one for V.
+
+    Engines laid out K and V like this before they packed both per head and token.
 
     Returns:
-        The new model, and for each kind of its layers the kind in `reading` that it is part of. Engines laid
-        K and V out like this before they packed both per head and token.
+        (new model, origin). The origin maps each kind of layer in the new model to the kind in `reading` from
+        which it comes.
     """
     origin: dict[LayerCache, LayerCache] = {}
     parts: dict[LayerCache, tuple[LayerCache, ...]] = {}
@@ -39,11 +41,17 @@ def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCa
 
 
 _STEP = 2
-"""Distance of block ids: with every other block of the pool, no two blocks of a table are adjacent."""
+"""Distance between block ids. Tables use every other block of the pool, so no two blocks are adjacent."""
 
 
 def span_of(tokens: int) -> LoadSpan:
-    """Return the span of a prompt without cached tokens. All tokens move but the last, which is computed."""
+    """Return the span that a handover transfers: all tokens of a prompt except the last one.
+
+    The destination has no cached tokens, and it computes the last prompt token itself.
+
+    Args:
+        tokens: length of the prompt in tokens.
+    """
     return LoadSpan(0, tokens - 1, tokens)
 
 
@@ -52,7 +60,8 @@ class Tables:
     """The block tables of the request on one side.
 
     Attributes:
-        by_group: block ids by position, for each group; for a state group the one block of the snapshot.
+        by_group: block ids by position for each group, int64 of shape (blocks,). A state group has one block,
+            which holds the snapshot.
         num_blocks: number of blocks in the pool.
     """
 
@@ -61,7 +70,13 @@ class Tables:
 
 
 def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
-    """Return the block tables of all groups of one side. They share no block and have no null block."""
+    """Return the block tables of all groups on one side, without common blocks and without null blocks.
+
+    Args:
+        reading: caches of the model's layers.
+        side: settings of the engine on this side.
+        tokens: length of the prompt in tokens.
+    """
     layers = reading.cache.layers
     return scattered(
         [
@@ -72,7 +87,7 @@ def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
 
 
 def scattered(blocks: Sequence[int]) -> Tables:
-    """Return tables with the given numbers of blocks.
+    """Return block tables with the given numbers of blocks. No two blocks are adjacent.
 
     >>> [table.tolist() for table in scattered([2, 1]).by_group], scattered([2, 1]).num_blocks
     ([[1, 3], [5]], 7)
@@ -84,14 +99,14 @@ def scattered(blocks: Sequence[int]) -> Tables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """Two engines and a request, at hypothetical addresses.
+    """Two engines and a request between them, at made-up addresses.
 
     Attributes:
-        kinds: the caches that layers have, each kind once.
-        src_rows, dst_rows: index in `kinds` of each group of source and destination.
-        srcs, dsts: ranks of source and destination.
-        src_tables, dst_tables: block tables of source and destination.
-        span: tokens that move.
+        kinds: distinct caches of the model's layers.
+        src_rows, dst_rows: index in `kinds` of each group of the source and of the destination.
+        srcs, dsts: geometry of all ranks of the source and of the destination.
+        src_tables, dst_tables: block tables of the request at the source and at the destination.
+        span: tokens that are transferred.
     """
 
     kinds: tuple[LayerCache, ...]
@@ -106,13 +121,21 @@ class PlannedTransfer:
     def templates(self, number: int) -> tuple[Template, ...]:
         """Return the templates by which one destination rank reads from every source rank.
 
+        Args:
+            number: index of the destination rank.
+
         Raises:
-            Incompatible: the two cannot exchange this model's cache.
+            Incompatible: the two engines cannot exchange this model's cache.
         """
         return build_templates(self.srcs, self.dsts[number])
 
     def cells(self, route: Route, kind: GroupKind, attention_span: int) -> Cells:
-        """Return the cells of a route that move if its group is of this kind and span."""
+        """Return the cells of a route that the request transfers.
+
+        Args:
+            route: route of a template.
+            kind, attention_span: assumed kind and attention span of the route's destination group.
+        """
         src, dst = self.src_tables.by_group[route.src_group], self.dst_tables.by_group[route.dst_group]
         return select_cells(
             route, kind, attention_span=attention_span, span=self.span, src_table=src, dst_table=dst
@@ -122,13 +145,13 @@ class PlannedTransfer:
 def set_up(
     reading: ModelReading, sides: tuple[EngineSide, EngineSide], tokens: int, *, separate: bool = False
 ) -> PlannedTransfer:
-    """Lay out both engines, and the request on them.
+    """Lay out the memory of both engines, and allocate blocks for the request on both sides.
 
     Args:
-        reading: the model.
-        sides: source and destination.
-        tokens: length of the prompt.
-        separate: True for K and V as separate pages on both sides.
+        reading: caches of the model's layers.
+        sides: settings of the source and of the destination.
+        tokens: length of the prompt in tokens.
+        separate: True if K and V are separate pages on both sides, False if a page holds both.
 
     Raises:
         KVFerryError: an engine cannot have these settings.

@@ -1,4 +1,4 @@
-"""A forecast on a terminal, in 80 columns."""
+"""Output of a handover forecast on a terminal, in 80 columns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {
 
 
 def show(forecast: Forecast, console: Console) -> None:
-    """Print a forecast."""
+    """Print the forecast of a handover to `console`."""
     for line in _heading(forecast):
         console.print(line, highlight=False)
     console.print()
@@ -46,7 +46,7 @@ def show(forecast: Forecast, console: Console) -> None:
 
 
 def describe(store: LayerCache) -> str:
-    """Return a short name of a layer's cache: ``full attention``, ``window 1,024``, ``latent``."""
+    """Return a short name of a layer's cache, such as ``full attention``, ``window 1,024`` or ``latent``."""
     name = store.fields[0].name if store.kind is GroupKind.MLA else _NAMES[store.kind]
     return f"{name} {store.attention_span:,}" if store.attention_span else name
 
@@ -62,7 +62,7 @@ def _heading(forecast: Forecast) -> Iterator[str]:
 
 
 def engine(side: EngineSide, block_tokens: int) -> str:
-    """Return a description of one engine."""
+    """Return a description of one engine: parallel sizes, layout and block size."""
     return f"{side.label}, blocks of {block_tokens:,}"
 
 
@@ -104,7 +104,7 @@ def _moved(moved: TransferEstimate) -> Iterator[str]:
 
 
 def show_table(console: Console) -> None:
-    """Print the built-in models with their kinds of layers and the source of each configuration."""
+    """Print all models of the built-in table, with their kinds of layers and the origin of each entry."""
     for entry in entries():
         reading = read_model(entry.config)
         kinds = Counter(reading.cache.layers)

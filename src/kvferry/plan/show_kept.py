@@ -1,4 +1,4 @@
-"""The forecast of the tiers on a terminal, in 80 columns."""
+"""Output of the forecast of the tiers on a terminal, in 80 columns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvferry.plan.kept import KeptGroup, TierForecast
 from kvferry.units import format_bytes
 
 PER_TOKENS = 1024
-"""Number of tokens for which sizes of attention layers are shown."""
+"""Number of tokens for which the table shows the size of attention layers."""
 
 
 def show_kept(kept: TierForecast, console: Console) -> None:
-    """Print the forecast of the tiers."""
+    """Print the forecast of the tiers to `console`."""
     console.print()
     if not kept.groups:
         console.print(
@@ -61,7 +61,7 @@ def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
 
 
 def _choices(kept: TierForecast) -> Table:
-    """Return a table with one row per choice; the requested settings come first."""
+    """Return a table with one row per storage choice. The requested settings come first."""
     state = any(group.is_state for group in kept.groups)
     thinned = any(group.group.attention_span for group in kept.groups) or any(
         choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices

@@ -1,8 +1,8 @@
-"""The shape of one engine, from its flags.
+"""The settings of one engine that decide its memory layout, from the flags of ``kvferry plan``.
 
-Missing flags take the values that vLLM 0.32 chooses on a CUDA machine. A block has 16 tokens. For models with
-recurrent state a block is so large that an attention page holds a snapshot. The layout is the one that
-kvferry's connector requests.
+Missing flags take the values that vLLM 0.32 chooses on a CUDA machine. A block usually has 16 tokens. For
+models with recurrent state, a block has so many tokens that an attention page is at least as large as a
+snapshot of that state. The default layout is the one that kvferry's connector requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.geometry.models import ModelReading
 from kvferry.plan.blocks import base_tokens, block_sizes, group_counts
 
 AUTO = "auto"
-"""The name of the choice to take the engine's default layout."""
+"""Layout name that stands for the engine's default layout."""
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
@@ -26,9 +26,9 @@ class EngineSide:
     """The requested settings of one engine.
 
     Attributes:
-        tp, pp: number of tensor-parallel and of pipeline ranks.
-        layout: order of the axes in memory.
-        block_tokens: tokens of a block; None for vLLM's choice.
+        tp, pp: number of tensor-parallel ranks, and of pipeline ranks.
+        layout: order of the axes in memory: one of `LAYOUTS`, NHD or HND.
+        block_tokens: number of tokens per block; None for vLLM's choice.
     """
 
     tp: int = 1
@@ -48,17 +48,17 @@ class EngineSide:
 
     @property
     def label(self) -> str:
-        """Description for people, without the block size."""
+        """Short description for people, e.g. ``TP2 LBNHC``, without the block size."""
         parallel = [f"TP{self.tp}", *([f"PP{self.pp}"] if self.pp > 1 else [])]
         return f"{' '.join(parallel)} {self.layout}"
 
 
 def layout_of(name: str, reading: ModelReading) -> str:
-    """Return the layout of that name; for `AUTO`, the default of an engine with kvferry's connector.
+    """Return `name`, or for `AUTO` the default layout of an engine with kvferry's connector.
 
-    The default has blocks outermost if vLLM supports that. MLA backends do not declare it and keep vLLM's
-    LBNHC, except for compressed latents (DeepSeek V4), which need blocks outermost. If layers differ, layouts
-    with heads outside of layers are impossible.
+    The default has blocks outermost if vLLM supports that. MLA backends do not declare support, so they have
+    vLLM's LBNHC. Compressed latents (DeepSeek V4) require blocks outermost. If layers have different caches,
+    heads cannot be outside of layers.
     """
     if name.lower() != AUTO:
         return name
@@ -71,7 +71,9 @@ def layout_of(name: str, reading: ModelReading) -> str:
 
 
 def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
-    """Return the tokens of a block of most layers, and the reason in words; empty for the ordinary size.
+    """Return the number of tokens per block in most layers, and the reason in words.
+
+    The reason is empty if all layers have the requested or ordinary block size.
 
     Raises:
         GeometryError: the ranks can neither share nor copy the heads evenly.
@@ -82,11 +84,17 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
 
 def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
-    """Return the engine's shape, with `num_blocks` blocks in each rank's pool.
+    """Return the settings that decide the engine's memory layout.
+
+    Args:
+        reading: caches of the model's layers.
+        side: requested settings of the engine.
+        num_blocks: number of blocks in each rank's pool.
 
     Raises:
-        GeometryError: there are more pipeline ranks than layers, or the tensor-parallel ranks can neither
-            share nor copy the heads evenly.
+        GeometryError: there are more pipeline ranks than layers, the heads cannot be distributed evenly over
+            the tensor-parallel ranks, or the layout does not suit this model.
+        ConfigError: a pipeline rank has no layer with a cache.
     """
     layers = reading.cache.layers
     tokens, _ = base_tokens(layers, side.tp, side.block_tokens)
@@ -97,7 +105,13 @@ def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineSha
 
 
 def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
-    """Return the number of layers that keep something, per pipeline rank. Ranks share out all layers."""
+    """Return the number of entries in `reading.cache.layers` on each pipeline rank.
+
+    Layers without a cache count when layers are distributed over the ranks.
+
+    Raises:
+        ConfigError: a rank has no layer with a cache.
+    """
     cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]
     if min(stages) < 1:

@@ -1,12 +1,13 @@
-"""The positions at which vLLM 0.32 leaves snapshots of recurrent state, from the engine's settings.
+"""The positions at which vLLM 0.32 leaves snapshots of recurrent state, derived from engine settings.
 
-In `align` mode (prefix caching of models with recurrent layers) a prefill step ends at a block boundary, and
-vLLM keeps the state only at the end of a step (`Scheduler._mamba_block_aligned_split`). One more step ends at
-the last boundary that leaves a token to compute. vLLM tells connectors about those of these snapshots that
-the prefix cache retains (`MambaManager.reachable_block_mask`, ``boundary_state_offloads``).
+A *snapshot* is the recurrent state of a sequence at one position. In `align` mode, which is prefix caching
+for models with recurrent layers, every prefill step ends at a block boundary. vLLM keeps the state only at
+the end of a step (`Scheduler._mamba_block_aligned_split`). An additional step ends at the last boundary that
+leaves a prompt token to compute. The prefix cache retains some of these snapshots, and vLLM offers the
+retained ones to connectors (`MambaManager.reachable_block_mask`, ``boundary_state_offloads``).
 
-The positions are those of a request that runs alone. Other requests in the same step take tokens from it,
-which moves the ends of its steps.
+The positions are those of a request that runs alone. If other requests run in the same step, the step
+contains fewer tokens of this request and ends elsewhere.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from dataclasses import dataclass
 from kvferry.errors import ConfigError
 
 STEP_TOKENS = 8192
-"""``max_num_batched_tokens`` of an API server on a GPU of 70 GiB or more; 16,384 from 160 GiB on, 2,048 on
-smaller ones and on an A100 (`EngineArgs.get_batch_defaults`)."""
+"""Default of ``max_num_batched_tokens`` of an API server on a GPU with at least 70 GiB of memory. vLLM takes
+16,384 from 160 GiB on, and 2,048 on smaller GPUs and on an A100 (`EngineArgs.get_batch_defaults`)."""
 
 LAST_ONLY = 0
-"""Default of ``prefix_cache_retention_interval``: only the last snapshot is kept."""
+"""Default of ``prefix_cache_retention_interval``: only the last snapshot is retained."""
 
 _EVERY = ("none", "")
 
@@ -30,16 +31,19 @@ _EVERY = ("none", "")
 class SnapshotSteps:
     """The settings of an engine that decide where it leaves snapshots.
 
-    A prompt of 2,000 tokens in blocks of 128: in one step, in steps of 512, and of those every 1,024:
+    Example: a prompt of 2,000 tokens in blocks of 128 tokens. It is computed in one step, in steps of 512
+    tokens, and in steps of 512 tokens with snapshots retained every 1,024 tokens.
 
     >>> settings = ((2048, 0), (600, None), (600, 1024))
     >>> [list(SnapshotSteps(128, step, keep).positions(2000)) for step, keep in settings]
     [[1920], [512, 1024, 1536, 1920], [1024, 1920]]
 
     Attributes:
-        block_tokens: tokens of a block in all groups, as vLLM sets it for models with recurrent state.
-        step_tokens: ``max_num_batched_tokens``.
-        retention: ``prefix_cache_retention_interval`` in tokens, 0 for the last one only, None for all.
+        block_tokens: number of tokens per block. vLLM uses one block size for all groups of a model with
+            recurrent state.
+        step_tokens: maximum number of tokens per step (``max_num_batched_tokens``).
+        retention: number of tokens between retained snapshots (``prefix_cache_retention_interval``); 0 to
+            retain only the last snapshot, None to retain all.
     """
 
     block_tokens: int
@@ -57,11 +61,15 @@ class SnapshotSteps:
 
     @property
     def apart(self) -> int:
-        """Tokens between the ends of steps: whole blocks, at least one."""
+        """Number of tokens per step, rounded down to whole blocks, at least one block."""
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
     def positions(self, prompt: int) -> Iterator[int]:
-        """Yield the positions, in tokens of a prompt, at which vLLM leaves a snapshot, ascending."""
+        """Yield the positions at which vLLM leaves a snapshot of a prompt, ascending.
+
+        Args:
+            prompt: length of the prompt in tokens.
+        """
         last = (prompt - 1) // self.block_tokens * self.block_tokens
         for tokens in range(self.apart, last, self.apart):
             if self._retains(tokens):
@@ -76,13 +84,13 @@ class SnapshotSteps:
 
 
 def retention_of(text: str) -> int | None:
-    """Return the value of vLLM's ``--prefix-cache-retention-interval`` from its text.
+    """Parse the value of vLLM's option ``--prefix-cache-retention-interval``.
 
     >>> retention_of("0"), retention_of("8448"), retention_of("None")
     (0, 8448, None)
 
     Raises:
-        ConfigError: the text is neither a number of tokens nor None.
+        ConfigError: the text is neither a number of tokens nor "None".
     """
     if text.lower() in _EVERY:
         return None

@@ -1,9 +1,11 @@
-"""A picture of a forecast: one HTML file that needs nothing else.
+"""A picture of a handover forecast, as one self-contained HTML file.
 
-- `strips`: the memory of a rank that holds one block.
-- `runs`: the copies between strips of both sides.
-- `draw`: strips and runs as SVG.
-- `document`: the HTML file.
+- `strips`: lists the contiguous pieces of memory (*strips*) that hold a block on one rank.
+- `runs`: computes the copies between the strips of both sides.
+- `place`: maps memory addresses to positions in the picture.
+- `scene`: collects everything that one picture shows.
+- `draw`: draws strips and copies as SVG.
+- `document`: writes the HTML file.
 """
 
 from kvferry.plan.page.document import picture

@@ -1,4 +1,4 @@
-"""The HTML file: numbers on top, then a picture per kind of layer."""
+"""The HTML file of a handover forecast: a table on top, then two pictures per kind of layer."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _COLUMNS = (
 
 
 def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False) -> str:
-    """Return the text of the HTML file. It loads no other file and runs no script.
+    """Return the text of the HTML file. The file loads no other files and runs no scripts.
 
     Args:
-        forecast: the forecast to show.
-        reading: the model of the forecast.
-        separate: as given to `forecast`.
+        forecast: forecast to show.
+        reading: caches of the model's layers, from which the forecast was computed.
+        separate: True if the forecast was computed with K and V as separate pages.
     """
     setting = set_up(reading, (forecast.source, forecast.destination), forecast.tokens, separate=separate)
     body = [*_heading(forecast), _table(forecast), *_notes(forecast), _legend()]
@@ -106,7 +106,13 @@ def _legend() -> str:
 
 
 def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Iterator[str]:
-    """Yield the HTML of both pictures of one kind of layer."""
+    """Yield the HTML of the section for one kind of layer: a picture of all layers, then of one layer.
+
+    Args:
+        setting: engines and request.
+        number: index of the kind in `setting.kinds`.
+        row: forecast for this kind of layer.
+    """
     yield f"<section><h2>{row.layers} {escape(describe(row.store))}</h2>"
     group = setting.dst_rows.index(number)
     for one_layer in (False, True):

@@ -1,4 +1,8 @@
-"""Strips and runs as SVG: the source's memory above, the destination's below, and ribbons in between."""
+"""Drawing of a transfer as SVG: the source's memory above, the destination's below, copies in between.
+
+A *strip* is a contiguous piece of memory, drawn as a rectangle. A *lane* is the row of strips of one rank. A
+*ribbon* connects the source and the destination of a copied run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from kvferry.plan.page.runs import DrawnRun
 from kvferry.units import format_bytes
 
 COLOURS = 6
-"""Number of colours for layers and for the destination's ranks, which repeat."""
+"""Number of distinct colours for layers, and for ranks of the destination. The colours repeat."""
 
 _BAR = 26
 _LABEL = 18
@@ -23,11 +27,11 @@ _LONGEST_RULE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Ribbon:
-    """A run between two lanes.
+    """A copied run, drawn between two lanes.
 
     Attributes:
-        src, dst: numbers of the lanes.
-        run: the bytes that are copied.
+        src, dst: index of the lane of the source, and of the destination.
+        run: range of bytes that is copied.
     """
 
     src: int
@@ -38,12 +42,12 @@ class Ribbon:
 def drawing(
     title: str, src: Sequence[MemoryLane], dst: Sequence[MemoryLane], ribbons: Sequence[Ribbon]
 ) -> str:
-    """Return an SVG element.
+    """Return the SVG element of a picture.
 
     Args:
         title: description of the picture for screen readers.
-        src, dst: lanes of both sides, none of them empty.
-        ribbons: runs between the lanes.
+        src, dst: lanes of both sides, each with at least one strip.
+        ribbons: copied runs between the lanes.
     """
     above, below = place(src), place(dst)
     top, bottom = _LABEL, _LABEL + _BAR + _BETWEEN
@@ -95,7 +99,12 @@ def _where(placed: DrawnLane, address: int) -> str:
 
 
 def _rule(per_byte: float, y: int) -> str:
-    """Return the SVG of a scale bar: a power of two of bytes, at most a fifth of the picture's width."""
+    """Return the SVG of a scale bar. Its length is a power of two in bytes, up to a fifth of the width.
+
+    Args:
+        per_byte: width of a byte in the picture.
+        y: vertical position of the bar.
+    """
     step = 1
     while 2 * step * per_byte <= _LONGEST_RULE * WIDTH:
         step *= 2

@@ -1,7 +1,7 @@
-"""Mapping of memory addresses to positions along a line.
+"""Mapping of memory addresses to horizontal positions in a picture.
 
-Adjacent memory is drawn adjacent. A small gap replaces memory of other blocks or layers. All ranks of a side
-stand in one row at one scale, so lengths can be compared.
+Adjacent memory is drawn without a gap. Memory of other blocks or layers is drawn as a small gap. All ranks of
+a side are drawn in one row at the same scale, so that lengths can be compared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MOST_GAPS = WIDTH / 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryLane:
-    """The memory of one rank.
+    """The drawn memory of one rank.
 
     Attributes:
         label: name of the rank.
-        strips: its strips, by address.
+        strips: contiguous pieces of the rank's memory, sorted by address.
     """
 
     label: str
@@ -34,13 +34,13 @@ class MemoryLane:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLane:
-    """A lane with its positions in the picture.
+    """A lane with its horizontal positions in the picture.
 
     Attributes:
-        lane: the lane.
+        lane: memory of the rank.
         addresses: address of each strip.
         starts: position of the first byte of each strip.
-        per_byte: width of a byte.
+        per_byte: width of a byte in the picture.
     """
 
     lane: MemoryLane
@@ -49,18 +49,18 @@ class DrawnLane:
     per_byte: float
 
     def at(self, address: int) -> float:
-        """Return the position of an address."""
+        """Return the horizontal position of an address. One between strips maps to the end of a strip."""
         number = max(bisect_right(self.addresses, address) - 1, 0)
         inside = min(address - self.addresses[number], self.lane.strips[number].length)
         return self.starts[number] + inside * self.per_byte
 
     def interval(self, address: int, length: int) -> tuple[float, float]:
-        """Return the first and last position of `length` bytes at `address`."""
+        """Return the positions at which `length` bytes at `address` begin and end."""
         return self.at(address), self.at(address + length - 1) + self.per_byte
 
 
 def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
-    """Place all lanes of one side next to each other."""
+    """Place all lanes of one side next to each other, and return them with their positions."""
     total = sum(strip.length for lane in lanes for strip in lane.strips) or 1
     breaks = sum(_breaks(lane) for lane in lanes)
     gap = min(_GAP, _MOST_GAPS / breaks) if breaks else 0.0
@@ -80,5 +80,5 @@ def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
 
 
 def _breaks(lane: MemoryLane) -> int:
-    """Return the number of gaps between strips."""
+    """Return the number of gaps between the strips of a lane."""
     return sum(before.stop != after.address for before, after in pairwise(lane.strips))

@@ -1,4 +1,8 @@
-"""The runs of bytes that are copied between the strips of both sides."""
+"""The runs of bytes that are copied between the strips of both sides.
+
+A *strip* is a contiguous piece of memory with bytes of one layer and one block. A *run* is a range of bytes
+that is contiguous at the source and at the destination.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from kvferry.planning.template import Route
 
 @dataclass(frozen=True, slots=True)
 class DrawnRun:
-    """A run, or several runs that are drawn as one.
+    """A run or a part of one, or several parts that are drawn as one.
 
     Attributes:
-        src, dst: addresses of the first byte.
-        src_span, dst_span: bytes from the first byte to the last, gaps included.
+        src, dst: address of the first byte on either side.
+        src_span, dst_span: number of bytes from the first byte to the last one on either side, gaps included.
         bytes: number of copied bytes.
-        longest: bytes of the longest run that they are part of.
-        pieces: number of parts of runs.
+        longest: length in bytes of the longest run to which the parts belong.
+        pieces: number of parts.
     """
 
     src: int
@@ -32,7 +36,12 @@ class DrawnRun:
 
 
 def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
-    """Yield every run of a route from the first blocks at the source to the first at the destination."""
+    """Yield the runs of a route that copy the first blocks of the source to those of the destination.
+
+    Args:
+        route: route to draw.
+        src_blocks, dst_blocks: number of drawn blocks on either side.
+    """
     cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
     for cell in range(cells):
         (src_block, src_cell), (dst_block, dst_cell) = (
@@ -51,11 +60,14 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun
 
 
 def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, DrawnRun]]:
-    """Yield the parts of a run that lie in strips on both sides, each after the numbers of both strips.
+    """Divide a run at the ends of strips, and drop the parts that lie outside of strips on either side.
 
     Args:
         run: one contiguous run.
-        src, dst: strips of both sides, by address.
+        src, dst: strips of both sides, sorted by address.
+
+    Yields:
+        (index of the source's strip, index of the destination's strip, part of the run).
     """
     at = 0
     while at < run.bytes:
@@ -83,7 +95,11 @@ def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[t
 
 
 def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
-    """Join the parts between the same two strips."""
+    """Join all parts that connect the same two strips.
+
+    Args:
+        parts: (index of the source's strip, index of the destination's strip, part of a run).
+    """
     joined: dict[tuple[int, int], DrawnRun] = {}
     for a, b, part in parts:
         before = joined.get((a, b))
@@ -92,7 +108,10 @@ def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
 
 
 def _next(strips: Sequence[Strip], address: int) -> int | None:
-    """Return the number of the strip that holds `address`, else of the first one after it, else None."""
+    """Return the index of the first strip that ends after `address`; None if there is none.
+
+    This is the strip that contains the address, or else the next strip.
+    """
     number = bisect_right(strips, address, key=lambda strip: strip.stop)
     return number if number < len(strips) else None
 

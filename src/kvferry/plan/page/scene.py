@@ -1,4 +1,7 @@
-"""The picture of one group: lanes of both sides and the ribbons between them, for all layers or for one."""
+"""The content of a picture of one group, for all of its layers or for one.
+
+A *lane* is the memory of one rank. A *ribbon* is a copied run of bytes between two lanes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kvferry.plan.setting import PlannedTransfer
 from kvferry.planning.template import Route
 
 MAX_RANKS = 4
-"""Maximum number of ranks that are drawn per side."""
+"""Maximum number of drawn ranks per side."""
 MAX_STRIPS = 1200
 MAX_RIBBONS = 600
 
@@ -24,12 +27,12 @@ class Scene:
     """The content of a picture.
 
     Attributes:
-        src, dst: lanes of both sides, none of them empty.
-        ribbons: runs between the lanes.
-        layers: names of the layers that are drawn.
-        of_layers: number of the group's layers on the ranks that are drawn.
-        src_blocks, dst_blocks: number of blocks that are drawn.
-        runs: number of runs between them.
+        src, dst: lanes of both sides, each with at least one strip.
+        ribbons: copied runs between the lanes.
+        layers: names of the drawn layers.
+        of_layers: number of layers of the group on the drawn ranks.
+        src_blocks, dst_blocks: number of drawn blocks on either side.
+        runs: number of copied runs between the drawn blocks.
         joined: True if some ribbon stands for several runs.
     """
 
@@ -45,14 +48,16 @@ class Scene:
 
 
 def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | None:
-    """Return the picture of a group; None if the ranks that are drawn have none of its layers.
+    """Return the picture of a group; None if none of its layers is copied between the drawn ranks.
 
-    If the source groups layers differently, the picture has those that share a block table on both sides.
+    At most `MAX_RANKS` ranks are drawn per side. If the source groups layers differently, the picture shows
+    only layers that share a block table on both sides. Layers are left out if there are too many strips.
 
     Args:
         setting: engines and request.
-        group: number of the group at the destination.
-        one_layer: True to draw the first layer run by run, False to draw all layers strip by strip.
+        group: index of the group at the destination.
+        one_layer: True to draw only the first layer, with one ribbon per run if there are not too many; False
+            to draw all layers, with all runs between two strips as one ribbon.
     """
     srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
     routes = [
@@ -98,7 +103,7 @@ def _shown(
     blocks: tuple[int, int],
     runs: int,
 ) -> Scene:
-    """Return the scene without empty lanes."""
+    """Return the scene, without lanes that have no strips."""
     src = [number for number, lane in enumerate(above) if lane.strips]
     dst = [number for number, lane in enumerate(below) if lane.strips]
     return Scene(
@@ -115,14 +120,18 @@ def _shown(
 
 
 def _blocks(route: Route) -> tuple[int, int]:
-    """Return the blocks to draw of source and destination; the side with larger blocks has one."""
+    """Return the number of blocks to draw at the source and at the destination.
+
+    One block is drawn of the side with larger blocks, and as many whole blocks of the other side as fit into
+    it.
+    """
     if route.cell_tokens == 0:
         return 1, 1
     return max(route.dst_cells // route.src_cells, 1), max(route.src_cells // route.dst_cells, 1)
 
 
 def _names(ranks: Sequence[RankGeometry], group: int) -> Iterator[str]:
-    """Yield the names of a group's layers on these ranks, each once."""
+    """Yield the name of every layer that the group has on these ranks, each once."""
     yield from dict.fromkeys(layer.name for rank in ranks for layer in rank.groups[group].layers)
 
 
@@ -133,7 +142,14 @@ def _sides(
     names: Sequence[str],
     blocks: tuple[int, int],
 ) -> tuple[list[MemoryLane], list[MemoryLane]]:
-    """Return the source's and the destination's lanes for the layers in `names`."""
+    """Return the lanes of the source and of the destination.
+
+    Args:
+        srcs, dsts: drawn ranks of both sides.
+        groups: index of the group on either side.
+        names: names of the drawn layers.
+        blocks: number of drawn blocks on either side.
+    """
     above = [_lane("source", rank, groups[0], names, blocks[0]) for rank in srcs]
     return above, [_lane("destination", rank, groups[1], names, blocks[1]) for rank in dsts]
 

@@ -1,7 +1,7 @@
-"""The memory of a rank that holds a few blocks of a group.
+"""The contiguous pieces of a rank's memory that hold a few blocks of a group.
 
-A *strip* is contiguous memory with bytes of one layer and one block. A page is one strip if only layers and
-blocks are outside of it. In layouts with heads outside, it is several strips.
+A *strip* is a contiguous piece of memory with bytes of one layer and one block. In most layouts a page is one
+strip. It is several strips in layouts with heads outside of blocks or layers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvferry.planning.descriptors import Int64s
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Contiguous memory with bytes of one layer and one block.
+    """A contiguous piece of memory with bytes of one layer and one block.
 
     Attributes:
         address: address of the first byte.
         length: length in bytes.
-        layer, block: numbers of the layer in the group and of the block.
+        layer, block: index of the layer in the group, and id of the block.
         name: name of the layer.
     """
 
@@ -39,12 +39,12 @@ class Strip:
 
 
 def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
-    """Return the strips of blocks 0 to `blocks` - 1 in some layers of a group, by address.
+    """Return the strips of the first blocks in some layers of a group, sorted by address.
 
     Args:
-        group: a group of one rank.
-        layers: numbers of layers in the group.
-        blocks: number of blocks.
+        group: group of one rank.
+        layers: indices of layers in the group.
+        blocks: number of blocks, from block 0 on.
     """
     found = []
     for number in layers:
@@ -60,13 +60,13 @@ def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
 
 
 def rank_label(rank: RankGeometry) -> str:
-    """Return a short name of a rank."""
+    """Return a short name of a rank, e.g. ``TP rank 0 of 2``."""
     stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
     return f"{stage}TP rank {rank.tp_rank} of {rank.tp_size}"
 
 
 def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:
-    """Return the offsets and lengths, in bytes, of the contiguous pieces of a page."""
+    """Return the byte offset and the length in bytes of each contiguous piece of a page, int64."""
     starts, lengths = [], []
     for field in page.fields:
         offsets = np.array([field.offset], np.int64)
