@@ -1,1 +1,1 @@
-"""The connector on each rank: loads under way, copies between blocks and host memory, and their orders."""
+"""The connector's half on each rank: it carries out loads, and copies between KV blocks and host memory."""

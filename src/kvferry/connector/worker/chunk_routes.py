@@ -1,4 +1,9 @@
-"""One rank's part in storing and loading chunks: routes to and from an arena, and the copies over them."""
+"""One rank's part in storing and loading chunks: the copies between its KV blocks and the arena.
+
+The arena is the host memory that holds chunks, shared by all processes of the engine. A *route* describes how
+the bytes of one KV cache group map between a rank's blocks and the chunk format. A *cell* is the smallest
+unit of tokens into which both sizes divide. Copies move whole cells.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +26,18 @@ from kvferry.planning.select import LoadSpan, partly_written_blocks
 from kvferry.planning.template import Route, build_templates
 
 _SLOTS = 1 << 20
-"""More chunks than an order ever names; the pools that planning sees have no other meaning."""
+"""Number of chunks in the pools passed to the planner; any number larger than the chunks of an order."""
 
 
 def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
-    """Check that an engine's ranks fill chunks whole, and can be filled from them.
+    """Check that the ranks of an engine together can fill whole chunks, and can be filled from chunks.
+
+    Args:
+        canonical: format in which chunks are stored.
+        ranks: geometry of every rank of the engine.
 
     Raises:
-        Incompatible: they cannot; says which layers and why.
+        Incompatible: they cannot. The message names the layers and the reasons.
     """
     pools = _pools(canonical)
     for pool in pools:
@@ -38,9 +47,9 @@ def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> N
 
 
 class ChunkRoutes:
-    """One rank's copies between its blocks and the arena. Used by one thread.
+    """Copies chunks between one rank's KV blocks and the arena. Only one thread may use it.
 
-    Every operation is over when it returns.
+    Every method returns only when its copies are complete.
     """
 
     def __init__(
@@ -50,16 +59,16 @@ class ChunkRoutes:
         place: tuple[int, int],
         memory: npt.NDArray[uint8],
     ) -> None:
-        """Prepare.
+        """Compute the copies between this rank's KV blocks and the arena.
 
         Args:
-            canonical: what chunks are.
-            ranks: all of the engine.
-            place: (pp_rank, tp_rank) of this one; its addresses are this process's.
-            memory: the arena, uint8 of shape (bytes,).
+            canonical: format in which chunks are stored.
+            ranks: geometry of every rank of the engine.
+            place: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
+            memory: host memory that holds the chunks, uint8 of shape (bytes,).
 
         Raises:
-            Incompatible, TransferError: the cache has no such form.
+            Incompatible, TransferError: the layout of this rank's KV cache cannot be copied to this format.
         """
         self._canonical, self._memory = canonical, memory
         number = next(n for n, rank in enumerate(ranks) if (rank.pp_rank, rank.tp_rank) == place)
@@ -79,7 +88,10 @@ class ChunkRoutes:
         ]
 
     def store(self, order: StoreOrder) -> tuple[int, ...]:
-        """Copy this rank's part of chunks to the arena; returns bytes per canonical group.
+        """Copy this rank's part of chunks from its blocks to the arena.
+
+        Returns:
+            Number of bytes copied, per stored KV cache group.
 
         Raises:
             TransferError: the order names blocks that do not hold the tokens.
@@ -105,16 +117,20 @@ class ChunkRoutes:
     def load(
         self, pieces: Sequence[Piece], span: LoadSpan, tables: Sequence[Int64s], *, first: bool
     ) -> tuple[int, ...]:
-        """Copy this rank's part of chunks to its blocks; returns bytes per canonical group.
+        """Copy this rank's part of chunks from the arena to its blocks.
 
         Args:
-            pieces: the chunks, by group, then by number.
-            span: how much the whole load brings.
-            tables: destination block ids by position, per group of the engine.
-            first: no part of this load came before, so zero the blocks that it fills only in part.
+            pieces: chunks to copy, sorted by group, then by number.
+            span: range of prompt tokens of the whole load.
+            tables: destination block table of each KV cache group, int64, indexed by block position.
+            first: True for the first part of the load. The blocks that the load fills only in part are then
+                set to zero first.
+
+        Returns:
+            Number of bytes copied, per stored KV cache group.
 
         Raises:
-            TransferError: the tables name blocks that cannot take the tokens.
+            TransferError: the tables name blocks that cannot hold the tokens.
         """
         found = [0] * len(self._canonical.groups)
         if first:
@@ -143,7 +159,7 @@ class ChunkRoutes:
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """A route and what copies over it."""
+    """A route, and the object that copies its cells."""
 
     route: Route
     copies: ChunkCopies

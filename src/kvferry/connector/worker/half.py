@@ -1,7 +1,7 @@
 """The connector's half on each rank.
 
-The engine's hooks call it between two steps. It exchanges values with the lanes that read and with the thread
-that copies chunks; it never waits for either and never calls NIXL.
+The engine's hooks call it in every step. It exchanges values with the threads that read from peers (lanes)
+and with the thread that copies chunks. It never waits for these threads, and never calls NIXL itself.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from kvferry.transport.transfers import Transfers
 
 
 class CacheMirror(Protocol):
-    """Host memory that stands in for a cache that cannot be registered with the transport."""
+    """A copy of the KV cache in host memory, for a cache that cannot be registered with the transport."""
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks, given per group, from the cache to host memory."""
+        """Copy blocks from the cache to host memory. `blocks` has the block ids of each group."""
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks, given per group, from host memory to the cache."""
+        """Copy blocks from host memory to the cache. `blocks` has the block ids of each group."""
 
 
 class WorkerHalf:
-    """One rank's transfers and loads. Only the thread that calls the engine's hooks uses it."""
+    """Carries out the scheduler half's orders on one rank. Only the engine's thread calls it."""
 
     def __init__(self) -> None:
-        """Begin before the cache is described; `start` comes next."""
+        """Create a half without a KV cache. `start` must be called before any other method."""
         self._geometry: RankGeometry | None = None
         self._mirror: CacheMirror | None = None
         self._transfers: Transfers | None = None
@@ -75,16 +75,17 @@ class WorkerHalf:
 
         Args:
             engine_id: name of the engine.
-            geometry: where this rank's pages lie.
+            geometry: memory layout of this rank's KV cache, or of `mirror` if there is one.
             config: the connector's settings.
-            mirror: stands in for the cache, if `geometry` describes it.
-            reads: this engine reads from peers, so connect the transport now rather than at the first read.
+            mirror: copy of the cache in host memory; None if transfers access the cache itself.
+            reads: True if this engine reads from peers. The transport is then initialized now rather than at
+                the first read.
 
         Returns:
-            What the scheduler needs to know of this rank.
+            Description of this rank for the scheduler.
 
         Raises:
-            ConfigError: NIXL cannot be used.
+            ConfigError: NIXL cannot be used, or a setting is invalid.
         """
         self._geometry, self._mirror = geometry, mirror
         place = geometry.pp_rank, geometry.tp_rank
@@ -106,7 +107,10 @@ class WorkerHalf:
         )
 
     def on_weights_changed(self) -> None:
-        """Fail what was ordered so far, and let no peer believe what it reads here."""
+        """Fail all loads ordered so far, because the model weights have changed.
+
+        Also invalidate all lease words, so that peers reject what they read from this rank.
+        """
         self._stale.on_weights_changed()
         self._reports.stale = self._stale.last
         self._void.update(self._orders)
@@ -116,7 +120,7 @@ class WorkerHalf:
             self._transfers.words.invalidate_all()
 
     def begin(self, orders: StepOrders) -> None:
-        """Begin a step: take all orders but those to store."""
+        """Begin a step: start to carry out all its orders, except stores and saves, which `save` starts."""
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
         for load in orders.loads:
@@ -149,12 +153,12 @@ class WorkerHalf:
                 self._loads.landed(read.key, CHANGED)
 
     def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
-        """Keep what the step has computed.
+        """Copy what the step has computed: prompts to the host buffer, and chunks to host memory.
 
         Args:
-            orders: of the step.
-            mark: marks what the device has been given so far, and returns a function that waits, in any
-                thread, until that is computed.
+            orders: orders of the step.
+            mark: function that records an event on the device after the work submitted so far. It returns a
+                function that waits for this event, in any thread.
         """
         for tables, tokens in orders.saves:
             if self._mirror is not None:
@@ -167,7 +171,7 @@ class WorkerHalf:
                 self._mover.store(orders.chunks, mark())
 
     def ended(self) -> EndedRequests:
-        """Return the requests whose transfers have ended since the last call."""
+        """Return the requests whose transfers have ended since the last call, and record their reports."""
         self._take_results()
         if not (self._orders or self._sent):
             return EndedRequests()
@@ -193,7 +197,7 @@ class WorkerHalf:
         return EndedRequests(frozenset(sent), frozenset(received), frozenset(failed))
 
     def _take_results(self) -> None:
-        """Take what the threads have done."""
+        """Collect the results of the threads that read and copy."""
         for result in self._transfers.results() if self._transfers is not None else ():
             self._results[result.key] = result
             self._loads.landed(result.key, result.failure)
@@ -204,14 +208,14 @@ class WorkerHalf:
                 self._loads.landed(end.key, end.failure)
 
     def take_reports(self) -> StepReports | None:
-        """Return the reports for the scheduler half since the last call; None if there are none."""
+        """Return the reports recorded since the last call, and clear them; None if there are none."""
         if not self._reports:
             return None
         reports, self._reports = self._reports, StepReports()
         return reports
 
     def shutdown(self) -> None:
-        """End all threads."""
+        """Close the transfers and end all threads."""
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None

@@ -1,15 +1,15 @@
-"""The life of a load on one worker: two clocks.
+"""The states of a load on one worker.
 
-The *request* has a deadline: when it passes, the load is reported as failed and the request goes on
-without. The *memory* belongs to the transfer until nothing of it is in flight, however long that takes.
+A load ends twice: for its request and for its memory. When its deadline passes, it is reported as failed and
+the request goes on without it. But its KV blocks belong to the transfer until nothing of it is in flight,
+however long that takes.
 
     LOADING ─landed─▶ READY or FAILED     (reported; memory free)
        └─deadline, or given up─▶ EXPIRED ─landed─▶ RELEASED
                     (reported; memory still held)    (memory free)
 
-A load is given up before its deadline when it would be of no use: another part of its prefix has failed.
-
-Each load is reported exactly once, each is released exactly once.
+A load is given up before its deadline when it has become useless, for example because the load of another
+part of the same prefix has failed. Each load is reported exactly once, and released exactly once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The loads that have come to an end since the last call.
+    """The loads that have ended since the last call of `Loads.settle`.
 
     Attributes:
-        reported: load to its failure, None if it succeeded.
-        released: loads of which nothing is in flight any more.
+        reported: reason for the failure of each reported load, by load key; None if it succeeded.
+        released: keys of the loads of which nothing is in flight any more.
     """
 
     reported: dict[str, str | None] = field(default_factory=dict)
@@ -32,21 +32,21 @@ class Settled:
 
 
 class Joined:
-    """Joins the loads of an attempt, each of which brings a part; the attempt ends with the last of them."""
+    """Combines the loads of an attempt, each of which loads a part of a prefix. The last one ends it."""
 
     def __init__(self) -> None:
         self._heard: dict[str, list[str | None]] = {}
 
     def reported(self, attempt: str, loads: int, failure: str | None) -> bool | None:
-        """Note that one of an attempt's loads has been reported.
+        """Record the report of one load of an attempt.
 
         Args:
-            attempt: names it.
-            loads: how many it has.
-            failure: of this one, None if it succeeded.
+            attempt: name of the attempt.
+            loads: number of loads of the attempt.
+            failure: reason for the failure of this load; None if it succeeded.
 
         Returns:
-            Whether all have succeeded, with the last of them; None before.
+            None while other loads are missing. With the last one, whether all loads have succeeded.
         """
         heard = self._heard.setdefault(attempt, [])
         heard.append(failure)
@@ -57,7 +57,7 @@ class Joined:
 
 
 class Loads:
-    """All loads of a worker that are not over. Not thread-safe: the engine's thread calls it."""
+    """The loads of one worker that are not released yet. Not thread-safe: the engine's thread calls it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -67,26 +67,26 @@ class Loads:
         self._landed: dict[str, str | None] = {}
 
     def __len__(self) -> int:
-        """Return the number of loads whose memory is still held."""
+        """Return the number of loads that are not released yet."""
         return len(self._deadlines) + len(self._expired)
 
     def begin(self, key: str, timeout_seconds: float) -> None:
-        """Begin a load."""
+        """Add a load that begins now, with a deadline in `timeout_seconds` seconds."""
         if key in self._deadlines or key in self._expired:
             raise ValueError(f"load {key!r} has begun already")
         self._deadlines[key] = self._clock() + timeout_seconds
 
     def give_up(self, key: str, why: str) -> None:
-        """Fail a load that is of no use any more; do nothing if it has been reported."""
+        """Fail a load that has become useless, for the reason `why`. Do nothing if it has been reported."""
         if key in self._deadlines:
             self._given_up[key] = why
 
     def landed(self, key: str, failure: str | None) -> None:
-        """Note that nothing of a load is in flight any more."""
+        """Record that nothing of a load is in flight any more. `failure` is None if it succeeded."""
         self._landed[key] = failure
 
     def settle(self) -> Settled:
-        """Report what landed and what is late."""
+        """Return the loads that ended, were given up or passed their deadline since the last call."""
         reported: dict[str, str | None] = {}
         released: set[str] = set()
         for key, failure in self._landed.items():

@@ -1,7 +1,7 @@
-"""A rank's thread that copies chunks between its blocks and the arena.
+"""A rank's thread that copies chunks between its KV blocks and the arena, the host memory that holds chunks.
 
-The engine's hooks hand it orders and take what it has done; they never wait. Parts of loads go before stores:
-a request waits for the first, nobody for the second.
+The engine's hooks pass orders to the thread and collect its results without waiting. Parts of loads are
+copied before stores, because requests wait for loads only.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvferry.tiers.host.arena import Arena
 logger = logging.getLogger(__name__)
 
 _FIRST, _LOAD, _STORE, _LAST = range(4)
-"""What goes before what."""
+"""Priorities of jobs, the most urgent first."""
 
 _Job: TypeAlias = Callable[[], None]
 _Item = TypeVar("_Item")
 
 
 class ChunkMover:
-    """Copies chunks in a thread of its own. Only the engine's thread calls its methods."""
+    """Copies chunks in its own thread. Only the engine's thread calls its public methods."""
 
     def __init__(self, place: tuple[int, int]) -> None:
         """Start the thread.
@@ -53,7 +53,7 @@ class ChunkMover:
         self._thread.start()
 
     def load(self, orders: ChunkOrders) -> None:
-        """Take what an engine step says about loads."""
+        """Queue the copies of a step's loads, and attach the arena if the orders name it."""
         if orders.arena is not None:
             self._put(_FIRST, partial(self._attach, orders.arena))
         for part in orders.parts:
@@ -62,29 +62,29 @@ class ChunkMover:
             self._put(_LOAD, partial(self._end, end))
 
     def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
-        """Take what an engine step is to store.
+        """Queue the copies of a step's stores.
 
         Args:
-            orders: of the step.
-            computed: waits until the step's forward has written its blocks.
+            orders: orders of the step.
+            computed: function that waits until the step's forward pass has written its blocks.
         """
         for order in orders.stores:
             self._put(_STORE, partial(self._store, order, computed))
 
     def refuse(self, orders: ChunkOrders, why: str) -> None:
-        """Report every store of a step as failed."""
+        """Report every store of a step as failed, for the reason `why`."""
         self._moved.extend(Moved(order.key, why, (), 0.0) for order in orders.stores)
 
     def moved(self) -> list[Moved]:
-        """Return the orders carried out since the last call."""
+        """Return the reports of the orders carried out since the last call."""
         return _taken(self._moved)
 
     def ended(self) -> list[LoadEnd]:
-        """Return the loads whose last part has been copied since the last call."""
+        """Return the ends of the loads whose last part has been copied since the last call."""
         return _taken(self._ended)
 
     def close(self) -> None:
-        """End the thread, once it has done what it was told."""
+        """Carry out all queued orders, end the thread, and detach the arena."""
         self._put(_LAST, None)
         self._thread.join()
         self._routes = None
@@ -125,7 +125,7 @@ class ChunkMover:
         self._ended.append(LoadEnd(end.key, end.failure or failure))
 
     def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
-        """Carry an order out and report it; return why it failed, None if it did not."""
+        """Carry out an order and record its report. Return the reason if it failed, else None."""
         began = time.perf_counter()
         moved: tuple[int, ...] = ()
         failure = None

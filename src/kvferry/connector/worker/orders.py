@@ -1,4 +1,8 @@
-"""Orders about chunks in host memory to the ranks of an engine, and their reports."""
+"""Orders to the ranks of an engine to copy chunks, and the reports of the ranks.
+
+A *chunk* is a fixed number of tokens of a KV cache group, as stored. Ranks copy chunks between their KV
+blocks and the arena, the host memory that holds chunks.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from kvferry.tiers.host.arena import ArenaHandle
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk of one group, and where it is in the arena.
+    """A chunk of one KV cache group, and its position in the arena.
 
     Attributes:
-        group: number of the canonical group.
-        number: of the chunk in the prompt.
-        offset: bytes from the start of the arena.
+        group: number of the KV cache group in the storage format.
+        number: index of the chunk in the prompt.
+        offset: byte offset of the chunk in the arena.
     """
 
     group: int
@@ -27,12 +31,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ArenaCard:
-    """Facts that a rank needs before the first order.
+    """The description of the arena, which a rank needs before the first order.
 
     Attributes:
-        name: of the arena.
+        name: handle by which a process attaches the arena.
         ranks: geometry of all ranks of the engine.
-        chunk_tokens: tokens of a chunk.
+        chunk_tokens: number of tokens per chunk.
     """
 
     name: ArenaHandle
@@ -42,14 +46,15 @@ class ArenaCard:
 
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """Copy chunks from blocks to the arena; every rank does its part, and says when.
+    """The order to copy chunks from KV blocks to the arena. Every rank copies its part and reports it.
 
     Attributes:
-        key: names the order.
-        pieces: by group, then by number.
-        tables: the blocks that hold them, per group of the engine; None for groups that are no part of it.
-        available: tokens of the prompt that the blocks hold; where they begin or end inside a chunk, the rest
-            of it becomes zero.
+        key: unique name of the order.
+        pieces: chunks to copy, sorted by group, then by number.
+        tables: part of the block table that holds the chunks, for each KV cache group of the engine; None for
+            groups of which nothing is copied.
+        available: range of prompt tokens that the blocks hold. If it begins or ends inside a chunk, the rest
+            of the chunk is filled with zeros.
     """
 
     key: str
@@ -60,13 +65,13 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """Copy chunks that are in the arena now to blocks, as part of a load.
+    """The order to copy chunks that have arrived in the arena to KV blocks, as one part of a load.
 
     Attributes:
-        key: names the part.
+        key: unique name of the part.
         load: the load.
-        pieces: by group, then by number.
-        first: no part of this load came before.
+        pieces: chunks to copy, sorted by group, then by number.
+        first: True for the first part of the load.
     """
 
     key: str
@@ -77,11 +82,11 @@ class LoadPart:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """No more parts will follow.
+    """The message that a load ends: no more parts follow.
 
     Attributes:
-        key: of the load.
-        failure: why it is not whole, None if it is.
+        key: key of the load.
+        failure: reason why parts are missing; None if the load is complete.
     """
 
     key: str
@@ -90,11 +95,13 @@ class LoadEnd:
 
 @dataclass(slots=True)
 class ChunkOrders:
-    """All orders about chunks of one step, in the order in which ranks carry them out.
+    """All orders of one step to copy chunks.
 
     Attributes:
-        arena: in the first step.
-        stores, parts, ends: see each.
+        arena: description of the arena, sent with the first orders; None afterwards.
+        stores: stores to carry out, in this order, after the loads.
+        parts: parts of loads to carry out, in this order.
+        ends: ends of loads.
     """
 
     arena: ArenaCard | None = None
@@ -103,19 +110,19 @@ class ChunkOrders:
     ends: list[LoadEnd] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return whether there is any order."""
+        """Return whether there is any order in this step."""
         return bool(self.arena or self.stores or self.parts or self.ends)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A rank's report of an order, carried out or failed; nothing of it is in flight.
+    """One rank's report that an order was carried out or has failed. Nothing of it is in flight.
 
     Attributes:
-        key: of a store or a part of a load.
-        failure: None if it is done.
-        bytes_by_group: that this rank copied, per canonical group.
-        seconds: that it took.
+        key: key of the store or of the part of a load.
+        failure: reason for the failure; None if the order was carried out.
+        bytes_by_group: number of bytes that this rank copied, per stored KV cache group.
+        seconds: seconds that the copy took.
     """
 
     key: str
@@ -126,13 +133,13 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class MovedByAll:
-    """The reports of all ranks of an order.
+    """The merged reports of several ranks about the same order.
 
     Attributes:
-        key, failure: as of `Moved`.
-        bytes_by_group: over all ranks.
-        seconds: the slowest rank's.
-        ranks: how many have said so.
+        key, failure: same as in `Moved`.
+        bytes_by_group: number of bytes that these ranks copied together, per stored KV cache group.
+        seconds: seconds that the slowest rank took.
+        ranks: number of merged reports.
     """
 
     key: str
@@ -143,11 +150,11 @@ class MovedByAll:
 
     @classmethod
     def of(cls, moved: Moved) -> MovedByAll:
-        """Return the report of one rank."""
+        """Return one rank's report in the form of a merged report."""
         return cls(moved.key, moved.failure, moved.bytes_by_group, moved.seconds)
 
     def with_other(self, other: MovedByAll) -> MovedByAll:
-        """Return these reports with those of other ranks of the same order."""
+        """Return these reports merged with those of other ranks about the same order."""
         ours, theirs = self.bytes_by_group, other.bytes_by_group
         return MovedByAll(
             self.key,

@@ -1,14 +1,14 @@
-"""Epochs whose KV must not be stored or loaded, because the weights changed in them.
+"""Stale epochs: times in which the model weights changed, so that their KV must not be stored or loaded.
 
-Names of chunks and offers stand for the weights that the engine was started with. When weights change, the
-operator has the engine reset its caches, and from then on its names are new ones. An *epoch* is the time
-between two resets; every step says which one it belongs to. The reset may come before the change or after it:
+The names of chunks and offers are valid for the weights with which the engine was started. When weights
+change, the operator has the engine reset its caches. From then on it uses new names. An *epoch* is the time
+between two resets. Each step belongs to one. The reset may come before the change or after it:
 
-    reset, change: the epoch that has begun has computed nothing with old weights, and its names are good
-    change, reset: the epoch that ends has used both weights; nothing of it is stored or loaded any more
+    reset, change: the new epoch has computed nothing with the old weights yet, so its names are valid
+    change, reset: the old epoch has used both weights, so nothing of it is stored or loaded any more
 
-Other engines compare weights at their handshake and never again. So after a change no peer may read from this
-engine, and it reads from none.
+Engines compare weights only at the handshake. So after a change no peer may read from this engine, and this
+engine reads from no peer.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ CHANGED = "the weights of this engine have changed since it was started"
 
 @dataclass(slots=True)
 class StaleEpochs:
-    """The epochs in which the weights changed. The worker's thread calls it.
+    """The set of stale epochs. The worker's thread calls it.
 
     Attributes:
-        last: the last stale epoch; None while the weights are those that the engine was started with.
+        last: number of the last stale epoch; None while the weights are those of the start.
     """
 
     last: int | None = None
     _current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Return whether the weights have changed in this epoch or later."""
+        """Return whether the weights have changed in epoch `epoch` or in a later one."""
         return self.last is not None and epoch <= self.last
 
     def on_step(self, epoch: int) -> None:
-        """Note the epoch of a step that computes or loads something."""
+        """Record the epoch of a step that computes tokens or begins a load."""
         self._current = epoch
 
     def on_weights_changed(self) -> None:
-        """Mark the current epoch stale. The first one always is: its names hold the weights' digest."""
+        """Mark the current epoch as stale.
+
+        The current epoch is that of the last step that used the cache. Before any such step it is the first
+        epoch, whose names contain the digest of the weights at the start.
+        """
         self.last = self._current
