@@ -93,7 +93,7 @@ class ControlClient:
                 it.
             keys: CURVE keys.
             peers: machines that may be dialled.
-            handshake_seconds: timeout of each reply in a handshake, and of a redemption.
+            handshake_seconds: timeout of a handshake, and of a redemption.
             heartbeat_seconds: time between heartbeats.
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds

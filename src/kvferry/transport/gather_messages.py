@@ -1,13 +1,18 @@
-"""Messages of a reading worker to the worker that it reads from: requests to gather cells.
+"""Messages of the gather channel: a reading worker asks the producer's worker to gather cells.
 
-    reader                                producer's worker
-    Introduce(routes)           ─────▶    prepares the copies
-    Gather(chunk, lease, cells) ─────▶    gathers into its outgoing area
-                                ◀─────    Gathered(chunk, position, word) | NotGathered(chunk, reason)
-    Done(chunk)                 ─────▶    may use that part of the area again
+    reader                                  producer's worker
+    AnnounceRoutes(routes)        ─────▶    prepares the copies
+    Gather(segment, lease, cells) ─────▶    gathers into its outgoing staging area
+                                  ◀─────    Gathered(segment, position, word) | NotGathered(segment, reason)
+    Done(segment)                 ─────▶    frees the segment's staging memory
 
-The reader reads the packed cells, then the word of their allocation. If the allocation was freed meanwhile,
-its word has changed, like the word of a lease that has ended (`transport.lease`).
+A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. To
+gather cells is to pack each into an image: contiguous memory that one READ can fetch. A segment is the run of
+cells of one request.
+
+The reader reads the images first, and then the word of their allocation: an integer in registered memory. If
+the allocation was freed meanwhile, its word has changed, like the word of a lease that has ended
+(`transport.lease`).
 """
 
 from __future__ import annotations
@@ -39,13 +44,14 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """The packing of one route's cells into images.
+    """The copies that pack the cells of one route (layers that are read alike) into images.
 
     Attributes:
-        src_stride, src_blocks: bytes between blocks of the source pool, number of its blocks.
+        src_stride: bytes from one block of the source pool to the next.
+        src_blocks: number of blocks in the source pool.
         image_stride: bytes from one image to the next.
-        parts: strided copies from addresses of block 0 to offsets in an image, with the offsets of a block's
-            cells.
+        parts: strided copies from the addresses of block 0 to offsets in an image. Each part has the byte
+            offsets of the cells in a block, the same number in all parts.
     """
 
     src_stride: _Stride
@@ -60,7 +66,12 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
-    """Announces the routes of later `Gather` messages."""
+    """Announces the routes of later `Gather` messages, and replaces those announced before.
+
+    Attributes:
+        protocol: protocol version of the reader.
+        routes: routes that `Gather` names by index.
+    """
 
     protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     routes: list[GatherRoute]
@@ -70,10 +81,11 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     """Asks the source to gather cells that a lease protects.
 
     Attributes:
-        segment: number of the segment, echoed in the reply.
-        route: of those introduced.
-        slot, generation: the lease word.
-        blocks: int32 ids of the cells' source blocks, in order.
+        segment: number of the segment, repeated in the reply.
+        route: index of the route among those sent in `AnnounceRoutes`.
+        slot: index of the word that shows whether the lease is valid.
+        generation: generation that this word must have (its low half).
+        blocks: source block id of each cell, as packed int32.
         cell: index of the first cell within its block; the other cells follow it.
     """
 
@@ -85,23 +97,24 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     cell: _Count
 
     def ids(self) -> Int64s:
-        """`blocks` as an array."""
+        """Return the source block id of each cell, int64 of shape (n,)."""
         return np.frombuffer(self.blocks, np.int32).astype(np.int64)
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Frees a segment that the reader has read or no longer wants."""
+    """Frees the staging memory of a segment that the reader has read or no longer needs."""
 
     segment: _Count = msgspec.field(name="chunk")
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """A segment has been gathered.
+    """Reply: a segment has been gathered.
 
     Attributes:
         segment: number of the segment.
-        position: index of its first image in the area.
-        word, generation: index of the allocation's word and its generation, to be compared after the READ.
+        position: index of its first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
+        word: index of the allocation's word, which the reader reads after the images.
+        generation: generation that this word must still have then (its low half).
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -111,11 +124,11 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """A segment will not be gathered.
+    """Reply: a segment will not be gathered.
 
     Attributes:
         segment: number of the segment.
-        reason: the cause, as text.
+        reason: cause, for messages.
         unknown: True if the server does not know the routes; the reader must announce them again.
     """
 
@@ -133,15 +146,15 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a message."""
+    """Encode a request or a reply as MessagePack."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode and check a reader's message.
+    """Decode a reader's message and check its sizes and routes.
 
     Raises:
-        ProtocolError: it cannot be decoded, or is out of bounds.
+        ProtocolError: the message cannot be decoded, or a value is out of bounds.
     """
     with as_protocol_error("a gather request"):
         message: Request = _requests.decode(data)
@@ -153,10 +166,10 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a reply.
+    """Decode a reply of the producer's worker.
 
     Raises:
-        ProtocolError: it cannot be decoded.
+        ProtocolError: the reply cannot be decoded.
     """
     with as_protocol_error("an answer to a gather request"):
         message: Reply = _replies.decode(data)
@@ -196,7 +209,7 @@ def _check_route(route: GatherRoute) -> None:
             )
         for nest in part.nests:
             _check_nest(nest, stride)
-    # What is dense in an image says at the same time that no nest repeats itself for hours.
+    # This limit also bounds the work: loops cannot repeat the same bytes for hours.
     if (size := sum(nest.bytes for part in route.parts for nest in part.nests)) > stride:
         raise ProtocolError(
             f"copies of {size} bytes into a packed cell of {stride}; expected no more than it has"
@@ -204,7 +217,7 @@ def _check_route(route: GatherRoute) -> None:
 
 
 def _check_nest(nest: StridedCopy, stride: int) -> None:
-    """Check that a copy stays inside its image, because the memory after it belongs to another reader."""
+    """Check that a copy writes only inside its image: the memory after it may belong to another reader."""
     regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in nest.loops)
     if nest.run < 1 or len(nest.loops) > MAX_LOOPS or not regular:
         raise ProtocolError(

@@ -1,10 +1,13 @@
-"""Gather cells for readers: one thread, one ROUTER socket, one outgoing staging area per worker.
+"""The producer's end of the gather channel: pack cells into staging memory on request of readers.
+
+Each worker has one such server: one thread, one ROUTER socket, one outgoing staging area.
 
     asked ─room─▶ gathered ─Done─▶ free
       └─no room─▶ waiting ─room─▶ ...          gathered ─silent for too long─▶ word raised ─▶ free
 
-The reply to a reader names the word of its allocation. The server raises that word before it gives the memory
-to another reader. It never calls NIXL, because the area is registered already.
+Each allocation has a word: an integer in registered memory. The reply names the word, and the server raises
+it before it gives the memory to another reader. So a late reader detects that its data may be overwritten.
+The server never calls NIXL, because the area is already registered.
 """
 
 from __future__ import annotations
@@ -45,19 +48,19 @@ from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 logger = logging.getLogger(__name__)
 
 ALLOCATION_SECONDS = 60.0
-"""Time for a reader to read gathered cells."""
+"""Time after which gathered cells that no reader has released are freed."""
 
 WAIT_SECONDS = 5.0
-"""Maximum time that a request waits for staging memory. Readers time out soon after it."""
+"""Maximum time that a request waits for staging memory. The timeout of readers is about the same."""
 
 MAX_READERS = 1024
 MAX_WAITING = 4096
 MAX_WAITING_OF_READER = 1024
 MAX_WAITING_BYTES = 64 << 20
-"""Limit on the bytes of block ids of all waiting requests."""
+"""Maximum total size in bytes of the block ids of all waiting requests."""
 
 MAX_CELLS_OF_ALL_READERS = 1 << 22
-"""Limit on the cells of all announced routes; beyond it the oldest readers are forgotten."""
+"""Maximum number of cells in the routes of all readers; beyond it the oldest reader is forgotten."""
 
 _POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
@@ -65,7 +68,13 @@ _SWEEP_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Reader:
-    """A reader: its announced routes with their copies, its allocations, its number of cells."""
+    """A reader that has announced its routes.
+
+    Attributes:
+        routes: announced routes, each with its prepared copies.
+        allocations: staging memory of the reader's gathered segments, by segment number.
+        cells: number of cells in a block, summed over all parts of the routes.
+    """
 
     routes: list[tuple[GatherRoute, StagingCopies]]
     allocations: dict[int, _HeldAllocation] = field(default_factory=dict)
@@ -86,11 +95,11 @@ class _Waiting:
 
 
 class GatherServer:
-    """Gathers cells for readers until closed.
+    """A thread that gathers cells for readers until closed.
 
     Attributes:
-        port: the port it listens on.
-        area: the staging area; it has one word for each unit, starting at `first_word`.
+        port: port that the server listens on.
+        area: outgoing staging area. Each unit has one word; the first is at index `first_word`.
     """
 
     def __init__(
@@ -104,17 +113,17 @@ class GatherServer:
         peers: AllowedPeers = ANY_PEER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind and start.
+        """Bind a socket to any free port and start the thread.
 
         Args:
-            host: address to bind, on any free port.
-            geometry: geometry of this worker, whose blocks are gathered.
-            area: the outgoing staging area.
-            words: the worker's lease words; those from `first_word` on belong to the area, one per unit.
+            host: address to bind.
+            geometry: addresses and layout of this worker's KV cache, from which cells are gathered.
+            area: outgoing staging area.
+            words: lease words of the worker. Those from `first_word` on belong to the area, one per unit.
             first_word: index of the area's first word.
             keys: CURVE keys.
             peers: machines that may connect.
-            clock: seconds.
+            clock: function that returns the time in seconds.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -134,7 +143,7 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the thread; leave it running if its current copy takes longer than `patience_seconds`."""
+        """End the thread, unless its current copy takes longer than `patience_seconds`."""
         self._stop.set()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():
@@ -151,7 +160,7 @@ class GatherServer:
         self._listener.close()
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Take a step; log any exception, so that the thread continues for other readers."""
+        """Call `step` and log any exception, so that the thread continues for other readers."""
         try:
             step()
         except KVFerryError as error:
@@ -183,7 +192,7 @@ class GatherServer:
             self._free_all(oldest)
 
     def _crowded(self) -> bool:
-        """Return whether the number of readers or of their cells exceeds a limit."""
+        """Return whether there are too many readers, or too many cells in their routes."""
         cells = sum(reader.cells for reader in self._readers.values())
         return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
 
@@ -194,7 +203,7 @@ class GatherServer:
             self._waiting.append(_Waiting(sender, message, self._clock()))
 
     def _is_full(self, sender: bytes, message: Gather) -> bool:
-        """Return whether the waiting requests of this reader, or of all, reach a limit."""
+        """Return whether too many requests of this reader, or of all readers, are waiting."""
         if not self._waiting:
             return False
         of_reader = sum(one.sender == sender for one in self._waiting)
@@ -207,13 +216,13 @@ class GatherServer:
 
     def _serve_waiting(self) -> None:
         while self._waiting:
-            first = self._waiting.popleft()  # a request that raises is not tried again
+            first = self._waiting.popleft()  # removed first, so a request that raises is not retried
             if not self._gather(first.sender, first.message):
                 self._waiting.appendleft(first)
                 return
 
     def _gather(self, sender: bytes, message: Gather) -> bool:
-        """Answer a request; return False if no staging memory is free for it now."""
+        """Gather a segment, or refuse it, and reply. Return False if no staging memory is free for it now."""
         reader = self._readers.get(sender)
         if reader is None:
             return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)
@@ -226,7 +235,7 @@ class GatherServer:
         allocation = self.area.allocate(len(blocks), route.image_stride)
         if allocation is None:
             return False
-        # What was gathered is right only if no block had been given back by now.
+        # Check the lease again after the copy: the data is valid only if no block has been freed by now.
         if reason := self._copy(message, route, loops, allocation) or self._ended(message):
             self.area.free(allocation)
             return self._refuse(sender, message, reason)
@@ -239,7 +248,7 @@ class GatherServer:
     def _copy(
         self, message: Gather, route: GatherRoute, loops: StagingCopies, allocation: Allocation
     ) -> str | None:
-        """Fill an allocation; return the reason if that fails, else None."""
+        """Pack the cells of a request into an allocation. Return None, or the reason if the copy fails."""
         slots = self.area.images(route.image_stride)
         try:
             blocks = message.ids()
@@ -279,7 +288,7 @@ class GatherServer:
         self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.segment != segment)
 
     def _expire(self) -> None:
-        """Reclaim allocations that were not read in time, and refuse requests that waited too long."""
+        """Free allocations that were not released in time, and refuse requests that waited too long."""
         now = self._clock()
         if now - self._swept < _SWEEP_SECONDS:
             return
@@ -299,6 +308,6 @@ class GatherServer:
         reader.allocations.clear()
 
     def _free(self, held: _HeldAllocation) -> None:
-        """Raise the word of an allocation, so that late READs are detected, and free it."""
+        """Free an allocation. Raise its word first, so that late READs are detected."""
         self._words.end([self._first_word + held.allocation.unit])
         self.area.free(held.allocation)

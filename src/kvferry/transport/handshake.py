@@ -1,13 +1,13 @@
-"""Handshakes with peers and their results, without sockets.
+"""The state of the handshakes with peers. This module opens no sockets.
 
     (unknown) ─start→ LOOKING ─ranks arrive→ KNOWN
                          └─refused, silent or malformed→ REFUSED ─after a while→ (unknown)
 
-Requests name addresses, so a client can make the engine contact any number of them. The number of concurrent
-handshakes is therefore limited, and while there are many, silent peers time out early. The number of
-remembered peers is limited too.
+Requests name the addresses of peers, so a client can make the engine contact any number of addresses.
+Therefore the number of concurrent handshakes is limited. While there are many, silent peers time out early.
+The number of remembered peers is limited too.
 
-The engine's thread uses `status`, `start` and `forget`; the thread that has the sockets uses the rest.
+The engine's thread uses `status`, `is_full`, `start` and `forget`. The thread with the sockets uses the rest.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from kvferry.transport.messages import (
 logger = logging.getLogger(__name__)
 
 REFUSAL_SECONDS = 10.0
-"""Time for which a refused peer is not asked again."""
+"""Time for which a refused peer is not contacted again."""
 
 REFRESH_SECONDS = 2.0
-"""Minimum time between handshakes that are caused by tickets of another incarnation."""
+"""Minimum time between handshakes with a peer whose tickets name another incarnation (run of the engine)."""
 
 MAX_HANDSHAKES = 64
 """Maximum number of concurrent handshakes."""
 
 HURRY_HANDSHAKES = 32
-"""Number of concurrent handshakes from which silent peers time out early."""
+"""Number of concurrent handshakes above which silent peers time out early."""
 
 HURRY_SECONDS = 0.5
-"""The early timeout of a silent peer."""
+"""Timeout of a silent peer while there are more than `HURRY_HANDSHAKES`."""
 
 MAX_REMEMBERED = 1024
-"""Maximum number of remembered refusals, and of known peers; the oldest are forgotten."""
+"""Maximum number of remembered refusals, and maximum number of known peers; the oldest are forgotten."""
 
 _REASON_CHARACTERS = 2000
 
@@ -62,12 +62,17 @@ Address: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The handshake is under way."""
+    """Status: the handshake is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """The peer can be read from."""
+    """Status: the peer can be read from.
+
+    Attributes:
+        facts: facts about the peer.
+        ranks: description of every worker of the peer.
+    """
 
     facts: Facts
     ranks: tuple[RankCard, ...]
@@ -75,7 +80,11 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """The peer cannot be read from; the reason is a sentence."""
+    """Status: the peer cannot be read from.
+
+    Attributes:
+        reason: cause, as a sentence.
+    """
 
     reason: str
 
@@ -90,7 +99,7 @@ class _Handshake:
 
 
 class Handshakes:
-    """Handshakes with peers, each with a deadline of its own."""
+    """The handshakes with all peers, and their results. Each handshake has its own deadline."""
 
     def __init__(
         self,
@@ -102,11 +111,11 @@ class Handshakes:
         """Create the registry without peers.
 
         Args:
-            facts: facts about this engine.
-            check: returns a peer's ranks with addresses to dial; raises Incompatible for ranks that this
-                engine cannot read.
-            patience_seconds: time for a peer to answer.
-            clock: seconds.
+            facts: facts about this engine, which are sent to peers.
+            check: function that takes a peer's address and ranks and returns the ranks with resolved
+                addresses. It raises Incompatible for ranks that this engine cannot read.
+            patience_seconds: timeout of a handshake.
+            clock: function that returns the time in seconds.
         """
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
         self._answers: dict[Address, PeerStatus] = {}
@@ -121,11 +130,16 @@ class Handshakes:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
-        """Return the status of the peer at `address`; None if a handshake is needed.
+        """Return the status of a peer; None if a new handshake is needed.
 
-        A peer known by another incarnation than `incarnation` may have been restarted, so a handshake is
-        needed unless one has just been done. If the peer reports the same incarnation again, the grant is
-        stale; the caller can tell from the facts.
+        If the known peer has another incarnation than `incarnation`, it may have been restarted. Then a new
+        handshake is needed, unless one was requested for this reason in the last `REFRESH_SECONDS`. If the
+        peer reports its old incarnation again, the grant with `incarnation` is stale. The caller detects that
+        by comparing with the facts.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+            incarnation: random number of the run of the peer that the caller expects; None for any run.
         """
         answer = self._answers.get(address)
         if isinstance(answer, Unusable) and self._refusal_is_over(address):
@@ -139,17 +153,17 @@ class Handshakes:
 
     @property
     def is_full(self) -> bool:
-        """True while the maximum number of handshakes is under way."""
+        """True while the maximum number of handshakes is under way, so that none may be started."""
         return len(self._looking) >= MAX_HANDSHAKES
 
     def start(self, address: Address) -> Pending:
-        """Record that a handshake is about to start."""
+        """Set a peer's status to Pending, because a handshake is about to start; return the status."""
         self._looking[address] = None
         answer = self._answers[address] = Pending()
         return answer
 
     def forget(self, address: Address) -> None:
-        """Forget what is known of a peer, so that its next use starts a handshake."""
+        """Forget the status of a peer, so that its next use starts a handshake."""
         self._looking.pop(address, None)
         self._answers.pop(address, None)
 
@@ -157,30 +171,30 @@ class Handshakes:
 
     @property
     def deadlines(self) -> list[float]:
-        """Deadlines of the handshakes under way, in seconds of the clock."""
+        """Deadlines of all handshakes under way, in seconds of the clock."""
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address) -> Hello:
-        """Return the first message to a peer and start its timeout."""
+        """Start the timeout of a handshake, and return the first message to send."""
         self._running[address] = _Handshake(self._clock())
         return Hello(PROTOCOL, self._facts)
 
     def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
-        """Process a peer's reply; return the next message to it, if any."""
+        """Process a peer's encoded reply. Return the next message to send; None if there is none."""
         handshake = self._running.get(address)
         if handshake is None:
-            return None  # nothing was asked, or it came too late
+            return None  # no handshake is under way, or the reply is too late
         try:
             return self._take(address, handshake, decode_reply(answer))
         except KVFerryError as error:
             self.refuse(address, str(error))
-        except Exception as error:  # noqa: BLE001 - said in full; a bad peer costs that peer, nothing else
+        except Exception as error:  # noqa: BLE001 - logged in full; only this peer is refused
             self._log.say(type(error).__name__, "control channel: an unexpected error", error)
             self.refuse(address, f"its answer cannot be used: {error}")
         return None
 
     def refuse(self, address: Address, reason: str) -> None:
-        """Refuse a peer for REFUSAL_SECONDS, and log why."""
+        """Mark a peer as Unusable for `REFUSAL_SECONDS`, and log the reason."""
         reason = shown(reason, _REASON_CHARACTERS)
         host, port = address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
@@ -194,12 +208,12 @@ class Handshakes:
         self._closable.append(address)
 
     def pop_refused(self) -> list[Address]:
-        """Return the peers that were refused since the last call."""
+        """Return the addresses of peers refused since the last call, and clear the list."""
         refused, self._closable = self._closable, []
         return refused
 
     def refuse_silent(self) -> None:
-        """Refuse peers whose deadline has passed."""
+        """Refuse all peers whose handshake has passed its deadline."""
         now = self._clock()
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
@@ -211,21 +225,21 @@ class Handshakes:
                 )
 
     def is_refused(self, address: Address) -> bool:
-        """Return whether a peer was asked and cannot be used."""
+        """Return whether the status of a peer is Unusable."""
         return isinstance(self._answers.get(address), Unusable)
 
     def _patience(self, handshake: _Handshake) -> float:
-        """Return the timeout for a reply: shorter for a silent peer while many handshakes are under way."""
+        """Return a handshake's timeout: shorter if the peer is silent and many handshakes are under way."""
         if handshake.facts is None and len(self._running) > HURRY_HANDSHAKES:
             return min(HURRY_SECONDS, self._patience_seconds)
         return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
-        """Return whether a peer is unknown and no handshake with it is under way."""
+        """Return whether a peer has no status and no handshake with it is under way."""
         return self._answers.get(address) is None and address not in self._running
 
     def forget_refusals(self) -> None:
-        """Forget refusals that have expired."""
+        """Forget all refusals older than `REFUSAL_SECONDS`."""
         for address in [one for one in self._refused_at if self._refusal_is_over(one)]:
             del self._refused_at[address]
             if self.is_refused(address):
@@ -270,7 +284,10 @@ class Handshakes:
 
 
 def _put(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Record the time for an address. If there are too many, forget the oldest and return its address."""
+    """Record the time `now` for an address. If there are too many, remove the oldest and return its address.
+
+    Return None if none is removed.
+    """
     times.pop(address, None)
     times[address] = now
     if len(times) <= MAX_REMEMBERED:

@@ -1,7 +1,7 @@
-"""Create secrets: the machine's key, and files for ``secret_file``.
+"""Create secrets: the machine's key, and files for the setting ``secret_file``.
 
-The machine's key is written to a temporary file and hard-linked into place, so two engines that start at once
-use the same key, and no reader sees a partial file.
+The machine's key is written to a temporary file and then hard-linked to its final name. So two engines that
+start at the same time use the same key, and no engine reads a partial file.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvferry.errors import ConfigError
 from kvferry.transport.security import SECRET_BYTES
 
 KEY_NAME = "key"
-"""File name of the machine's key in its directory."""
+"""Name of the file with the machine's key."""
 
 REMEDY = "set secret_file to a file with the engines' secret (kvferry keygen FILE makes one)"
 
 
 def new_secret() -> str:
-    """Return a random secret as one line of text."""
+    """Return a new random secret, as one line of Base64 text."""
     return base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode() + "\n"
 
 
 def write_secret(path: Path) -> None:
-    """Write a random secret to a new file that only its owner can read.
+    """Write a new random secret to a new file that only its owner can read.
 
     Raises:
-        ConfigError: it exists, or cannot be written.
+        ConfigError: the file exists, or cannot be written.
     """
     try:
         _write_new(path, None)
@@ -48,11 +48,18 @@ def write_secret(path: Path) -> None:
 
 @contextmanager
 def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
-    """Open the directory of the machine's key, which only this user may access.
+    """Open and check the directory of the machine's key, and yield its file descriptor.
+
+    Only this user may have access to the directory.
+
+    Args:
+        folder: path of the directory.
+        make: True to create the directory if it does not exist.
 
     Raises:
-        ConfigError: it cannot be created or opened, belongs to another user, or is open to others.
-        FileNotFoundError: it does not exist and `make` is false.
+        ConfigError: the directory cannot be created or opened, belongs to another user, or others have
+            access.
+        FileNotFoundError: the directory does not exist and `make` is false.
     """
     try:
         if make:
@@ -77,14 +84,14 @@ def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
 
 
 def make_key(folder: Path, directory: int) -> None:
-    """Create the machine's key, unless another engine has just created it.
+    """Create the file with the machine's key. Keep the existing key if another engine has just created one.
 
     Args:
-        folder: names the directory in errors.
-        directory: descriptor of the directory.
+        folder: path of the directory, for error messages.
+        directory: file descriptor of the directory.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: the file cannot be created.
     """
     name = f".{KEY_NAME}-{secrets.token_hex(8)}"
     try:
@@ -100,7 +107,7 @@ def make_key(folder: Path, directory: int) -> None:
 
 
 def _write_new(path: Path, directory: int | None) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # EXCL: follows no symbolic link either
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL also refuses symbolic links
     with os.fdopen(os.open(path, flags, 0o600, dir_fd=directory), "w", encoding="ascii") as file:
         file.write(new_secret())
         file.flush()

@@ -1,10 +1,10 @@
-"""The file with the secret that engines share.
+"""Read the secret that engines share from its file.
 
-The setting ``secret_file`` names it. Without that setting, all engines of a user on a machine share the
-machine's key: a file in the user's state directory that the first engine creates.
+The setting ``secret_file`` names the file. Without that setting, all engines of a user on a machine share the
+*machine's key*: a file in the user's state directory that the first engine creates.
 
-The machine's key is never taken from a file that another user could have planted: the directory and the file
-must belong to this user, be closed to others, and not be symbolic links.
+Another user must not be able to plant a machine's key. So the directory and the file must belong to this
+user, give no access to others, and not be symbolic links.
 """
 
 from __future__ import annotations
@@ -26,26 +26,30 @@ MAX_SECRET_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KeyLocation:
-    """The file of an engine's secret.
+    """The location of the file with an engine's secret.
 
     Attributes:
         path: path of the file.
-        configured: True for the ``secret_file`` of the configuration, False for the machine's key.
+        configured: True if the setting ``secret_file`` names it; False for the machine's key.
     """
 
     path: Path
     configured: bool
 
     def __str__(self) -> str:
-        """Return its name for error messages."""
+        """Return the description of the file for error messages."""
         return f"secret_file {self.path}" if self.configured else f"this machine's key {self.path}"
 
 
 def key_location(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> KeyLocation:
-    """Return the location of the secret; the file may not exist yet.
+    """Return the location of the file with the secret. The file may not exist yet.
+
+    Args:
+        secret_file: value of the setting ``secret_file``; None for the machine's key.
+        environment: environment variables.
 
     Raises:
-        ConfigError: no secret_file is set, and the user has no state directory.
+        ConfigError: `secret_file` is None, and the user has no state directory.
     """
     if secret_file is not None:
         return KeyLocation(Path(secret_file), configured=True)
@@ -65,10 +69,13 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
 
 
 def read_keys(secret_file: str | None) -> Keys:
-    """Return the key pair of `secret_file`, or of the machine's key, which is created if needed.
+    """Read the secret and derive the key pair. Create the machine's key if it is needed and does not exist.
+
+    Args:
+        secret_file: value of the setting ``secret_file``; None for the machine's key.
 
     Raises:
-        ConfigError: the file cannot be read or created, others can read it, or it holds no secret.
+        ConfigError: the file cannot be read or created, others have access to it, or it holds no secret.
     """
     place = key_location(secret_file)
     if place.configured:
@@ -80,10 +87,16 @@ def read_keys(secret_file: str | None) -> Keys:
 
 
 def existing_keys(secret_file: str | None) -> Keys | None:
-    """Return the key pair like `read_keys`, but create nothing: None if the machine has no key yet.
+    """Read the secret and derive the key pair, but create no file.
+
+    Args:
+        secret_file: value of the setting ``secret_file``; None for the machine's key.
+
+    Returns:
+        Key pair; None if `secret_file` is None and the machine has no key yet.
 
     Raises:
-        ConfigError: see `read_keys`.
+        ConfigError: the file cannot be read, others have access to it, or it holds no secret.
     """
     place = key_location(secret_file)
     if place.configured:
@@ -96,7 +109,10 @@ def existing_keys(secret_file: str | None) -> Keys | None:
 
 
 def _given_secret(place: KeyLocation) -> bytes:
-    """Read a ``secret_file``. A symbolic link and group-readable files are allowed, as in Kubernetes."""
+    """Read the file of the setting ``secret_file``.
+
+    It may be a symbolic link and readable by its group, as in Kubernetes.
+    """
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -118,12 +134,12 @@ def _machine_secret(place: KeyLocation, directory: int) -> bytes:
 
 
 def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
-    """Return the secret in an open file, and close it.
+    """Check an open file, return the secret in it, and close it.
 
     Args:
-        descriptor: the open file.
-        place: its location, for error messages.
-        closed_to: permission bits that the file must not have.
+        descriptor: file descriptor.
+        place: location of the file, for error messages.
+        closed_to: permission bits that must not be set.
         owners: ids of the users that may own the file.
     """
     try:
@@ -158,7 +174,7 @@ def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tupl
 
 
 def _exists(directory: int) -> bool:
-    """Return whether the machine's key exists; a dangling symbolic link counts."""
+    """Return whether the file with the machine's key exists. A dangling symbolic link counts as existing."""
     try:
         os.stat(KEY_NAME, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
