@@ -1,17 +1,23 @@
-"""A lane: one thread with one agent that reads from peers.
+"""A lane: one thread with one NIXL agent that reads from peers.
 
-The engine's thread submits orders and takes results, and never waits for a lane. A post may take as long as
-its READ, planning a long prompt takes milliseconds, and preparing a peer takes longer. The lane's thread does
-all three.
+The engine's thread submits orders, polls for results, and never waits for a lane. The lane's thread does the
+work that takes time: starting a READ may take as long as the READ itself, planning a long prompt takes
+milliseconds, and preparing a peer takes longer.
 
     ordered ─plan, post─▶ DATA ─all done─▶ WORDS ─equal─▶ ready
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-The direct entries of a rank of the peer are one READ. Packed cells move segment by segment (`packed_read`).
+DATA: the KV is being read. WORDS: the lease words are being read. A lease word is an integer in the
+    producer's
+registered memory that changes before leased blocks are freed. So an unchanged word proves that the KV is
+valid.
 
-Every order has exactly one result, delivered when none of its READs is in flight. Until then nothing else may
-use its memory.
+All direct descriptors of a rank of the peer form one READ. Packed cells move segment by segment
+(`packed_read`).
+
+Every order has exactly one result. The lane delivers it when none of the order's READs is in flight. Until
+then nothing else may use the destination blocks.
 """
 
 from __future__ import annotations
@@ -44,33 +50,41 @@ from kvferry.transport.staging import StagingArea
 logger = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 4096
-"""Maximum number of segments, over all reads, whose words are being read."""
+"""Maximum number of segments of gathered cells that a lane reads at a time, over all reads."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
-"""Seconds between polls while a READ is in flight; some transports make progress only when polled."""
+"""Shortest and longest time between polls while a READ is in flight, in seconds.
+
+Some transports make progress only when polled.
+"""
 
 _LONGEST_WAIT = 1e-3
-"""Seconds until the next poll for orders while a source gathers."""
+"""Maximum seconds until the next poll for orders, while the lane waits only for sources to gather cells."""
 
 
 class MakeAgent(Protocol):
-    """A function that makes an agent, with the arguments of `Agent`."""
+    """A function that creates an agent, with the same arguments as `Agent`."""
 
     def __call__(self, name: str, *, progress: bool) -> Agent:
-        """Return a started agent."""
+        """Start and return an agent.
+
+        Args:
+            name: name of the agent, unique among all agents that ever communicate.
+            progress: True to run NIXL's progress thread.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The result of an order, whose READs have all ended.
+    """The result of an order. None of its READs is in flight any more.
 
     Attributes:
-        key: the order's key.
-        failure: None if all bytes arrived and the lease words were unchanged; else the reason.
-        plan: the plan of the read; None if planning failed.
-        transfer_seconds: from the first post to the last byte.
-        check_seconds: time to read the lease words.
-        peer_lost: True if the peer is gone or has been restarted, so that other orders will fail too.
+        key: key of the order.
+        failure: reason of the failure; None if all bytes arrived and the lease words were unchanged.
+        plan: plan of the read; None if the order failed before it was planned, or its blocks were not zeroed.
+        transfer_seconds: duration from the start of the read until the KV has arrived.
+        check_seconds: duration of reading the lease words.
+        peer_lost: True if the peer cannot be read or has restarted, so that other orders will fail too.
     """
 
     key: str
@@ -83,7 +97,12 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class _Connect:
-    """A command to prepare a peer, or to remove it if `cards` is None."""
+    """A command to connect or to disconnect a peer.
+
+    Attributes:
+        peer: name of the peer.
+        cards: descriptions of the peer's ranks; None to disconnect the peer.
+    """
 
     peer: str
     cards: tuple[RankCard, ...] | None
@@ -91,7 +110,21 @@ class _Connect:
 
 @dataclass(slots=True)
 class _Read:
-    """A read in progress."""
+    """A read in progress.
+
+    Attributes:
+        order: order that is executed.
+        peer: connection to the peer.
+        landing: index of the first of the `MAX_SOURCES` words into which lease words are read.
+        plan: plan of the read.
+        handles: READs in flight: first those of direct descriptors, later those of lease words.
+        packed: packed cells that are being moved.
+        words: True once the lease words are being read.
+        failure: reason of the failure; None if there is none so far.
+        peer_lost: True if the transport failed.
+        started: time of the start of the read, seconds of `time.perf_counter`.
+        data_done: time when the KV had arrived; 0 before.
+    """
 
     order: ReadOrder
     peer: ConnectedPeer
@@ -107,7 +140,7 @@ class _Read:
 
 
 class Lane:
-    """A thread that executes read orders. The methods up to `join` are for the engine's thread."""
+    """A thread that executes read orders. The engine's thread calls the public methods."""
 
     def __init__(
         self,
@@ -119,16 +152,16 @@ class Lane:
         validator: MetadataValidator,
         in_flight: int,
     ) -> None:
-        """Start the thread; `wait_ready` blocks until it can read.
+        """Start the thread. Use `wait_ready` to wait until it can read.
 
         Args:
-            name: the agent's name, unique among all engines' ranks.
-            geometry: geometry of this worker.
-            landing: staging memory that images are read into; shared by all lanes.
-            settings: strategies and costs.
-            make_agent: called in the thread.
-            validator: decides whether a peer's metadata may be loaded.
-            in_flight: maximum number of reads in flight; more are queued.
+            name: name of the NIXL agent, unique among all agents that ever communicate.
+            geometry: addresses and layout of this worker's KV cache.
+            landing: staging area that packed cells are read into; all lanes share it.
+            settings: settings of transfers, such as strategy and costs.
+            make_agent: function that creates the agent; the thread calls it.
+            validator: object that decides whether a peer's transport metadata may be loaded.
+            in_flight: maximum number of orders that are read at a time; further orders are queued.
         """
         self._settings, self._geometry, self._images = settings, geometry, landing
         self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_SEGMENTS, np.uint64)
@@ -149,7 +182,7 @@ class Lane:
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Block until the agent runs and memory is registered.
+        """Block until the agent runs and the memory is registered.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -161,34 +194,39 @@ class Lane:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Queue a command to connect a peer; orders for it may be submitted at once."""
+        """Queue a command to connect a peer. Orders for the peer may be submitted at once.
+
+        Args:
+            peer: name of the peer.
+            cards: descriptions of all ranks of the peer.
+        """
         self._asked.append(_Connect(peer, tuple(cards)))
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Queue a command to remove a peer after its reads have ended; later orders for it fail."""
+        """Queue a command to disconnect a peer when its reads have ended. Later orders for the peer fail."""
         self._asked.append(_Connect(peer, None))
         self._wake.set()
 
     def submit(self, order: ReadOrder) -> None:
-        """Queue an order."""
+        """Queue an order for the thread to read."""
         self._asked.append(order)
         self._wake.set()
 
     def results(self) -> list[ReadResult]:
-        """Return the results since the last call."""
+        """Return and remove the results of all orders that have ended since the last call."""
         taken = []
         while self._results:
             taken.append(self._results.popleft())
         return taken
 
     def stop(self) -> None:
-        """Tell the thread to end after its READs have ended."""
+        """Tell the thread to end when its reads have ended; do not wait."""
         self._stop = True
         self._wake.set()
 
     def join(self, patience_seconds: float) -> bool:
-        """Wait for the thread to end; return whether it has."""
+        """Wait at most `patience_seconds` for the thread to end; return whether it has ended."""
         self._thread.join(patience_seconds)
         return not self._thread.is_alive()
 
@@ -199,7 +237,7 @@ class Lane:
             agent = make_agent(name, progress=False)
             images = [self._images.region] if self._images.units else []
             agent.register([*self._geometry.regions, *images, self._landing_region])
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+        except BaseException as error:  # noqa: BLE001 - `wait_ready` raises it
             self._fault = error
             return
         finally:
@@ -231,7 +269,7 @@ class Lane:
         self._shut(agent)
 
     def _take_asked(self, agent: Agent) -> bool:
-        """Execute queued commands in order; return False if there were none."""
+        """Execute queued commands and orders, in order. Return False if there was nothing to do."""
         busy = self._links.process_verdicts()
         if busy:
             self._asked.extendleft(reversed(self._held))
@@ -260,7 +298,7 @@ class Lane:
         )
 
     def _start(self, agent: Agent, order: ReadOrder) -> None:
-        """Begin an order; queue it while its peer is ASKED."""
+        """Start to read an order. Hold it back while the metadata of its peer is being checked."""
         peer = self._links.get(order.peer)
         if peer is None:
             self._held.append(order)
@@ -270,7 +308,7 @@ class Lane:
             return
         try:
             plan = peer.plan(order)
-        except Exception as error:  # noqa: BLE001 - a request fails alone
+        except Exception as error:  # noqa: BLE001 - only this order fails
             log_unexpected(error)
             self._results.append(ReadResult(order.key, str(error), None, 0.0, 0.0))
             return
@@ -317,7 +355,7 @@ class Lane:
             read.failure, read.peer_lost = f"the transport refused the read: {error}", True
 
     def _pause(self, nap: float) -> None:
-        """Sleep, but wake when a gather server replies."""
+        """Sleep for `nap` seconds; wake up early if a gather server replies."""
         clients = [
             rank.source.client.socket
             for read in self._reads
@@ -326,27 +364,27 @@ class Lane:
             if rank.source.client is not None and rank.source.client.waiting
         ]
         if clients:
-            # With nothing to look after besides, the answer alone counts: looking sooner takes the core that
-            # the source gathers on, where both share one machine.
+            # If no READ is in flight, only a reply matters. Polling more often would take CPU time from the
+            # source, if it gathers on the same machine.
             in_flight = any(read.handles or any(p.in_flight for p in read.packed) for read in self._reads)
             zmq.select(clients, [], [], nap if in_flight else _LONGEST_WAIT)
         else:
             time.sleep(nap)
 
     def _progress(self, agent: Agent) -> bool:
-        """Advance every read; return whether any advanced."""
+        """Advance all reads in progress; return whether any advanced."""
         moved = False
         for read in list(self._reads):
             try:
                 moved |= self._advance(agent, read)
-            except Exception as error:  # noqa: BLE001 - a read fails alone; what is in flight is waited for
+            except Exception as error:  # noqa: BLE001 - only this read fails; its READs in flight are awaited
                 if read.failure is None:
                     log_unexpected(error)
                     read.failure = f"the lane failed: {error}"
         return moved
 
     def _advance(self, agent: Agent, read: _Read) -> bool:
-        """Advance one read; return whether it advanced."""
+        """Take the next step of a read if it is possible; return whether the read advanced."""
         moved = False
         for packed in read.packed:
             if read.failure is not None:
@@ -370,7 +408,7 @@ class Lane:
         return True
 
     def _read_words(self, agent: Agent, read: _Read) -> None:
-        """Read the lease word of every rank that was read from, now that the data has arrived."""
+        """Start to read the lease word of every rank that was read from, because the KV has arrived."""
         read.words, read.data_done = True, time.perf_counter()
         there = np.array([read.order.lease.slot], np.int32)
         for number, rank in enumerate(read.plan.ranks):

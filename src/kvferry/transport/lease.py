@@ -1,14 +1,16 @@
-"""A producer's promise to keep blocks, and the word that changes before it is broken.
+"""Leases (a producer's promises to keep KV blocks), and the words that tell a consumer that a lease ended.
 
-A lease has a slot. Every worker of the producer keeps one 8-byte word per slot in registered memory: the
-worker's incarnation in the high half, the slot's generation in the low half. A `LeaseWord` names the slot and
-the generation that it has now. Granting a lease writes nothing, so it is valid at once. When a lease ends,
-every worker raises the generation *before* the blocks are freed. A consumer reads the word in a second READ,
-posted after its data has arrived. If the word is unchanged, no block had been freed when the data was read.
+A lease has a slot. Every worker of the producer keeps one 8-byte word per slot in registered memory. The high
+half of the word is the worker's incarnation (a random number of this run), the low half is the slot's
+generation (a counter). A `LeaseWord` names the slot and its current generation.
+
+Granting a lease writes nothing, so the lease is valid at once. When a lease ends, every worker raises the
+generation *before* the blocks are freed. A consumer reads the word with a second READ, which it starts after
+its data has arrived. If the word is unchanged, no block had been freed when the data was read.
 
     FREE ─grant→ HELD ─release or expiry→ ENDING ─all workers have raised the word→ FREE
 
-A lease is *claimed* when its consumer redeems the ticket. It may stay unclaimed, because the request can be
+A lease is *claimed* when a consumer redeems its ticket. It may never be claimed, because the request can be
 refused, or the client can disconnect, before a consumer receives the offer.
 """
 
@@ -28,12 +30,12 @@ _GENERATIONS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class LeaseWord:
-    """The value of a lease's word on every worker, which a consumer compares after a READ.
+    """The word that protects a lease: a consumer compares it after reading the lease's blocks.
 
     Attributes:
-        slot: index of the word on every worker.
-        generation: low half of every worker's word while the lease holds.
-        incarnation: the producer's incarnation that granted it.
+        slot: index of the word, the same on every worker.
+        generation: low half of every worker's word while the lease is valid.
+        incarnation: incarnation of the engine that granted the lease.
     """
 
     slot: int
@@ -41,21 +43,21 @@ class LeaseWord:
     incarnation: int
 
     def word(self, worker: int) -> int:
-        """Return the word of the worker with incarnation `worker` while the lease holds."""
+        """Return the expected word of the worker with incarnation `worker` while the lease is valid."""
         return worker << 32 | self.generation
 
 
 def new_incarnation() -> int:
-    """Return a random number that identifies one run of an engine or worker, 1 to 2³² - 1."""
+    """Return a random number from 1 to 2³² - 1 that identifies one run of an engine or worker."""
     return secrets.randbelow(_GENERATIONS - 1) + 1
 
 
 class LeaseWords:
-    """A worker's lease words: an array that is registered with the transport.
+    """A worker's lease words: an array in memory that peers can read.
 
     Attributes:
-        incarnation: high half of every word.
-        array: uint64 of shape (slots,).
+        incarnation: incarnation of this worker, the high half of every word.
+        array: word of every slot, uint64 of shape (slots,).
     """
 
     def __init__(self, incarnation: int, slots: int) -> None:
@@ -68,17 +70,20 @@ class LeaseWords:
         return int(self.array.ctypes.data)
 
     def add(self, count: int) -> int:
-        """Add `count` words that belong to no lease; return the first slot. Call it before registration."""
+        """Append `count` words that belong to no lease, and return the slot of the first.
+
+        Call it before the array is registered with the transport, because it moves the array.
+        """
         first = len(self.array)
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
         return first
 
     def invalidate_all(self) -> None:
-        """Invalidate all present and future leases: set the incarnation to 0, which no lease has."""
+        """Invalidate all present and future leases: set all words to 0, an incarnation that no worker has."""
         self.array[:] = 0
 
     def end(self, slots: Iterable[int]) -> None:
-        """Raise the words of these slots, which invalidates READs under their old words."""
+        """Raise the generation of these slots, which invalidates all reads under the old words."""
         for slot in slots:
             word = int(self.array[slot])
             self.array[slot] = (word & ~(_GENERATIONS - 1)) | ((word + 1) % _GENERATIONS)
@@ -93,9 +98,13 @@ class _HeldLease:
 
 
 class LeaseBook:
-    """The leases of a producer, in its scheduler. Only the book decides when a lease ends.
+    """The leases of a producer, kept by its scheduler. Only this class decides when a lease ends.
 
-    Not thread-safe: only the engine's thread calls it. Events of other threads come through a queue.
+    Not thread-safe: only the engine's thread calls it. Events of other threads arrive through a queue.
+
+    Attributes:
+        seconds: default duration of a lease.
+        expired: number of leases that have expired.
     """
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
@@ -109,19 +118,23 @@ class LeaseBook:
         self._ending: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of leases held or ending."""
+        """Return the number of leases that are held or ending."""
         return len(self._held) + len(self._ending)
 
     @property
     def held(self) -> list[str]:
-        """Names of the leases that have not ended."""
+        """Names of the leases that are held, oldest first."""
         return list(self._held)
 
     def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
-        """Grant a lease for the blocks of request `name`, for `seconds` or the book's default.
+        """Grant a lease for the blocks of a request, and return the word that protects it.
+
+        Args:
+            name: name of the lease, the id of the request.
+            seconds: duration until the lease expires; None for the default.
 
         Raises:
-            TransferError: all slots are in use; the blocks are then not offered.
+            TransferError: all slots are in use, so the blocks cannot be offered.
         """
         if not self._free:
             raise TransferError(
@@ -133,7 +146,7 @@ class LeaseBook:
         return LeaseWord(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:
-        """Mark leases as claimed and restart their full duration. Unknown names are ignored.
+        """Mark leases as claimed, and extend them to the default duration from now. Ignore unknown names.
 
         Returns:
             Names of the leases that were extended.
@@ -145,29 +158,34 @@ class LeaseBook:
         return known
 
     def unclaimed(self, seconds: float) -> list[str]:
-        """Return the leases that have been unclaimed for at least `seconds`, oldest first."""
+        """Return the leases granted at least `seconds` ago and never claimed, by name, oldest first."""
         latest = self._clock() - seconds
         return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
-        """End leases that are held.
+        """End leases. Ignore those that are not held.
 
         Returns:
-            Slots by request of the leases that now end; all workers must raise these words.
+            Slot of each lease that ends, by name. All workers must raise the words of these slots, and then
+            `ended` must be called.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         self._ending.update(ending)
         return ending
 
     def end_expired(self) -> dict[str, int]:
-        """End leases that have expired; return the same as `end`."""
+        """End all leases that have expired.
+
+        Returns:
+            Slot of each lease that ends, by name, the same as for `end`.
+        """
         now = self._clock()
         late = [name for name, held in self._held.items() if held.expires <= now]
         self.expired += len(late)
         return self.end(late)
 
     def ended(self, name: str) -> None:
-        """Free the slot of a lease, after all workers have raised its word."""
+        """Free the slot of an ending lease, because all workers have raised its word."""
         slot = self._ending.pop(name, None)
         if slot is None:
             return

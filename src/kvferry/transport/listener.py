@@ -1,4 +1,4 @@
-"""A listening ROUTER socket in a context of its own, to which peers connect."""
+"""A listening ZeroMQ ROUTER socket for peers: encrypted, authenticated, with a limit on connections."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from kvferry.transport.connection_limit import ConnectionLimiter
 from kvferry.transport.endpoint import zmq_endpoint
 
 _QUEUED = 64
-"""Maximum queued messages of a peer (more are held back) and replies to it (more are dropped)."""
+"""Maximum number of queued messages from a peer, and of queued replies to it.
+
+ZeroMQ holds back further messages, and drops further replies.
+"""
 
 
 class Listener:
-    """Receives messages from peers and answers them; one thread at a time uses it.
+    """A socket that receives messages from peers and sends replies. One thread at a time may use it.
 
     Attributes:
-        port: the port it listens on.
+        port: port that the socket listens on.
     """
 
     def __init__(
@@ -40,10 +43,10 @@ class Listener:
         Args:
             channel: name of the channel in error messages.
             host: address to bind.
-            port: 0 for any free one.
+            port: port to bind; 0 for any free port.
             keys: CURVE keys; a client without them is refused.
-            max_message_bytes: longest message; a peer that sends a longer one is disconnected.
-            max_connections: see `ConnectionLimiter`.
+            max_message_bytes: maximum size of a message; a peer that sends a longer one is disconnected.
+            max_connections: maximum number of open connections; None for the default of `ConnectionLimiter`.
             peers: machines that may connect.
 
         Raises:
@@ -71,17 +74,17 @@ class Listener:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a message, at most this long; return whether there is one to `receive`."""
+        """Wait at most `seconds` for a message; return whether one has arrived. Process connection events."""
         heard = dict(self._poller.poll(int(seconds * 1000)))
         if self._connections.events in heard:
             self._connections.process_events()
         return self._socket in heard
 
     def receive(self) -> tuple[bytes, bytes]:
-        """Return a sender and its message.
+        """Return the next message as (id of the sender, bytes of the message). Block until there is one.
 
         Raises:
-            ProtocolError: the sender sent more or less than one frame.
+            ProtocolError: the message does not consist of exactly one frame.
         """
         frames = self._socket.recv_multipart()
         if len(frames) != 2:
@@ -89,11 +92,11 @@ class Listener:
         return frames[0], frames[1]
 
     def send(self, to: bytes, message: bytes) -> None:
-        """Send a reply; it is dropped if the recipient has disconnected."""
+        """Send a reply to the peer with id `to`. It is dropped if the peer has disconnected."""
         self._socket.send_multipart([to, message])
 
     def close(self) -> None:
-        """Close the socket; messages that have not been sent are dropped."""
+        """Close the socket. Replies that have not been sent are dropped."""
         self._connections.close()
         self._socket.close()
         self._door.close()

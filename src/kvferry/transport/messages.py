@@ -1,21 +1,26 @@
-"""Messages between schedulers: versioned, bounded, schema-checked.
+"""Messages of the control channel between schedulers: versioned, bounded, schema-checked.
 
     consumer                         producer
     Hello(facts)          ──────▶    compares facts
                           ◀──────    Accepted(facts) | Refused(differences)
     AskRanks(facts)       ──────▶    compares facts again, because it keeps no state of peers
                           ◀──────    Ranks(geometry, transport metadata, lease words of every rank)
-    Redeem(ticket)        ──────▶    compares the prompt     (`transport.redeem`)
+    Redeem(ticket)        ──────▶    compares the prompts    (`transport.redeem`)
                           ◀──────    Redeemed(block tables, lease word) | NotRedeemed(reason)
     Heartbeat(tickets)    ──────▶    extends their leases    (no answer)
     Release(tickets)      ──────▶    ends this consumer's claims                (no answer)
     AskTurn(keys)         ──────▶    looks the keys up in the earlier turns that it keeps
                           ◀──────    Turns(those that share most chunks)
 
-Compatibility is checked first: a peer that cannot be used never gets transport metadata, and is told every
+A ticket is a random id that names a lease: the producer's promise to keep KV blocks. A turn is a finished
+request whose KV an engine keeps for the next turn of its conversation.
+
+Compatibility is checked first: an incompatible peer never gets transport metadata, and the reply names every
 difference. A ticket may be redeemed before the handshake has ended, because the grant is useless without the
-rest. Facts are compared by name. A fact that only one side has is no difference. A fact may be a group of
-settings by name, in which a setting that only one side has is a difference.
+transport metadata.
+
+Facts are compared by name. A fact that only one side has does not count as a difference. A fact may be a
+group of settings. In a group, a setting that only one side has counts as a difference.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from kvferry.transport.redeem import Grant, Incarnation, NotRedeemed, Redeem, Re
 
 PROTOCOL = 6
 MAX_REQUEST_BYTES = 4 << 20
-"""Maximum bytes of a message to a producer, before authentication too."""
+"""Maximum size in bytes of a message to a producer."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_TICKETS = 4096
 """Maximum number of tickets in one message; a consumer with more sends several."""
@@ -46,9 +51,9 @@ MAX_KEYS = 65_536
 MAX_TURNS = 4
 MAX_FACTS = 8192
 MAX_NAMED = 12
-"""Maximum number of settings of a group that a comparison names; it counts the others."""
+"""Maximum number of differing settings of a group that a comparison names; it only counts the others."""
 
-# A list is prepared of as many words as a peer says it has, and addresses are computed with as int64.
+# The reader prepares one descriptor per word that the peer claims to have, and computes addresses as int64.
 _Words = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _HalfWord = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
@@ -65,10 +70,10 @@ _Protocol = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 EngineId: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
 Fact: TypeAlias = _Text | Annotated[dict[_Text, _Text], msgspec.Meta(max_length=MAX_FACTS)]
-"""A fact about an engine: a text, or a group of settings by name."""
+"""A fact about an engine: a text, or a group of settings (value by name)."""
 
 Host: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_.:%-]{1,255}\Z")]
-"""A host that can be dialled: a name, or an address, with an optional IPv6 zone."""
+"""A host to connect to: a name, or an IP address with an optional IPv6 zone."""
 
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
@@ -77,11 +82,13 @@ class Facts(msgspec.Struct, frozen=True):
     """Facts about the engine that sends a message.
 
     Attributes:
-        engine_id: the engine's id.
-        incarnation: random number of this run of the engine.
-        software: versions, for logs only.
-        must_agree: facts that decide what the bytes mean, by name; a difference refuses the peer.
-        keeps_turns: address at which it answers queries for earlier turns; None if it keeps none.
+        engine_id: id of the engine.
+        incarnation: random number that identifies this run of the engine.
+        software: versions of the software, for logs only.
+        must_agree: facts on which the meaning of the KV bytes depends, by name; if one differs, the peer is
+            refused.
+        keeps_turns: (host, port) at which the engine answers queries for earlier turns; None if it keeps
+            none.
     """
 
     engine_id: EngineId
@@ -92,38 +99,56 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Opens a handshake."""
+    """Request: opens a handshake.
+
+    Attributes:
+        protocol: protocol version of the consumer.
+        facts: facts about the consumer.
+    """
 
     protocol: _Protocol
     facts: Facts
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """The producer can serve this consumer."""
+    """Reply: the producer can serve this consumer.
+
+    Attributes:
+        facts: facts about the producer.
+    """
 
     facts: Facts
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The producer cannot serve this consumer; one sentence per reason."""
+    """Reply: the producer cannot serve this consumer.
+
+    Attributes:
+        differences: reasons, one sentence each.
+    """
 
     differences: Annotated[list[_Sentence], msgspec.Meta(max_length=MAX_DIFFERENCES)]
 
 
 class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
-    """Asks for the ranks. Repeats the facts, because the producer keeps no state of peers."""
+    """Request: asks for the ranks. It repeats the facts, because the producer keeps no state of peers.
+
+    Attributes:
+        protocol: protocol version of the consumer.
+        facts: facts about the consumer.
+    """
 
     protocol: _Protocol
     facts: Facts
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """The gather channel of a worker.
+    """The gather channel of a worker, over which readers ask it to pack cells into its staging area.
 
     Attributes:
         host, port: address of the gather channel.
-        address, bytes: address and size of the area that packed cells are read from.
-        words: number of the worker's words that belong to the area; they are its last ones.
+        address, bytes: memory address and size of the staging area that packed cells are read from.
+        words: number of the worker's words that belong to the staging area. They are its last words.
     """
 
     host: Host
@@ -134,14 +159,18 @@ class Outgoing(msgspec.Struct, frozen=True):
 
 
 class RankCard(msgspec.Struct, frozen=True):
-    """One worker of the producer.
+    """Description of one worker of the producer.
+
+    A word is an 8-byte integer in registered memory that changes before the memory that it protects is
+    reused.
 
     Attributes:
-        geometry: its geometry, with the addresses of its pages.
-        agent: its transport metadata.
-        words_address, words: address of its first word, number of words; those of leases come first.
-        incarnation: the high half of its words.
-        outgoing: its gather channel; None if it does not gather.
+        geometry: addresses and layout of the worker's KV cache.
+        agent: transport metadata of the worker's NIXL agent.
+        words_address: memory address of the worker's first word.
+        words: number of words; the words of leases come first.
+        incarnation: random number of this run of the worker, the high half of its words.
+        outgoing: gather channel of the worker; None if it does not gather.
     """
 
     geometry: RankGeometry
@@ -153,37 +182,51 @@ class RankCard(msgspec.Struct, frozen=True):
 
     @property
     def leases(self) -> int:
-        """Number of lease words among its words."""
+        """Number of words that belong to leases."""
         return self.words - (self.outgoing.words if self.outgoing else 0)
 
 
 class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
-    """All workers of the producer."""
+    """Reply: all workers of the producer.
+
+    Attributes:
+        ranks: description of every worker.
+    """
 
     ranks: Annotated[list[RankCard], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Extends the leases that the consumer has claimed with these tickets."""
+    """Message without reply: extends leases that the consumer has claimed, and leases of earlier turns.
+
+    Attributes:
+        consumer: incarnation of the consumer.
+        tickets: tickets of the leases.
+    """
 
     consumer: Incarnation
     tickets: Tickets
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Ends the consumer's claims on these tickets."""
+    """Message without reply: ends the consumer's claims on leases.
+
+    Attributes:
+        consumer: incarnation of the consumer.
+        tickets: tickets of the leases.
+    """
 
     consumer: Incarnation
     tickets: Tickets
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
-    """Asks for an earlier turn that begins as a prompt does.
+    """Request: asks for earlier turns that share a prefix with a prompt.
 
     Attributes:
-        number: number of the query, echoed in the reply.
-        chunk_tokens: tokens of a chunk.
-        keys: keys of the prompt's whole chunks, from the first on.
+        number: number of the query, repeated in the reply.
+        chunk_tokens: number of tokens in a chunk.
+        keys: key (digest of the content) of each whole chunk of the prompt, from the first on.
     """
 
     number: Annotated[int, msgspec.Meta(ge=0)]
@@ -192,17 +235,17 @@ class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
 
 
 class KeptTurn(msgspec.Struct, frozen=True):
-    """A finished request whose blocks its engine keeps for a while.
+    """A finished request whose KV blocks its engine keeps for the next turn of the conversation.
 
     Attributes:
-        engine_id, incarnation: the engine that keeps it.
-        ticket: the ticket of its lease.
-        grant: the grant for a reader.
+        engine_id, incarnation: id and incarnation of the engine that keeps the turn.
+        ticket: ticket that names the turn's lease.
+        grant: block tables and lease word for a reader.
         tokens: number of tokens in the blocks.
-        least: length of the shortest prefix that a reader can continue from. Sliding windows limit it, and
-            recurrent state exists only after all tokens.
-        chunks: number of chunks that it shares with the query.
-        after: tokens that follow these chunks.
+        least: number of tokens in the shortest prefix that a reader can continue from. With sliding windows,
+            earlier blocks are gone; recurrent state exists only after the last token.
+        chunks: number of chunks that the turn shares with the query.
+        after: token ids that follow these chunks.
     """
 
     engine_id: EngineId
@@ -215,12 +258,17 @@ class KeptTurn(msgspec.Struct, frozen=True):
     after: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)]
 
     def found(self, chunks: int, after: list[int]) -> KeptTurn:
-        """Return a copy for a query that shares `chunks` chunks, followed by the tokens `after`."""
+        """Return a copy with other `chunks` and `after`, for the reply to a query."""
         return msgspec.structs.replace(self, chunks=chunks, after=after)
 
 
 class Turns(msgspec.Struct, frozen=True, tag="turns"):
-    """The turns found for query `number`. All share the same chunks and differ in the tokens after them."""
+    """Reply: the turns found for a query.
+
+    Attributes:
+        number: number of the query.
+        kept: turns found. All share the same chunks with the prompt, and may differ in the tokens after them.
+    """
 
     number: int
     kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MAX_TURNS)]
@@ -238,7 +286,7 @@ _numbered = msgspec.msgpack.Decoder(Numbered)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a message."""
+    """Encode a request or a reply as MessagePack."""
     return _encoder.encode(message)
 
 
@@ -246,7 +294,7 @@ def decode_request(data: bytes) -> Request:
     """Decode a consumer's message.
 
     Raises:
-        ProtocolError: it cannot be decoded, or is out of bounds.
+        ProtocolError: the message cannot be decoded, or a value is out of bounds.
     """
     with as_protocol_error(f"a request of protocol {PROTOCOL}"):
         message: Request = _requests.decode(data)
@@ -254,10 +302,10 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a producer's reply and check its ranks.
+    """Decode a producer's reply; if it holds ranks, check them.
 
     Raises:
-        ProtocolError: it cannot be decoded, or its ranks are out of bounds or contradict each other.
+        ProtocolError: the reply cannot be decoded, a value is out of bounds, or ranks contradict each other.
     """
     with as_protocol_error(f"an answer of protocol {PROTOCOL}"):
         message: Reply = _replies.decode(data)
@@ -267,7 +315,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def decode_numbered(data: bytes) -> Numbered | None:
-    """Decode a reply that has the number of its request; return None for other messages."""
+    """Decode a reply that repeats the number of its request. Return None for anything else."""
     try:
         answer: Numbered = _numbered.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -276,7 +324,9 @@ def decode_numbered(data: bytes) -> Numbered | None:
 
 
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
-    """Return one sentence per differing fact that both sides have, or per differing setting of a group.
+    """Compare the facts that both sides have; return one sentence per difference.
+
+    In a group of settings, every differing setting is a difference.
 
     >>> theirs = {"dtype": "float16", "rope": {"theta": "1"}}
     >>> compare_facts(theirs, {"dtype": "float32", "rope": {"theta": "2"}})
@@ -293,7 +343,7 @@ def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[
 
 
 def make_refusal(differences: Sequence[str]) -> Refused:
-    """Return a refusal with these differences, shortened if they exceed the limits of a message."""
+    """Return a refusal with these differences, shortened to the limits of a message."""
     said = [shown(text, MAX_SENTENCE) for text in differences[: MAX_DIFFERENCES - 1]]
     if more := len(differences) - len(said):
         said.append(f"{more} more differences")
@@ -301,7 +351,7 @@ def make_refusal(differences: Sequence[str]) -> Refused:
 
 
 def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
-    """Yield one sentence per setting that differs."""
+    """Yield one sentence per differing setting of the group `name`; count those beyond `MAX_NAMED`."""
     keys = [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]
     for key in keys[:MAX_NAMED]:
         yield f"{name}: {key} is {theirs.get(key, 'not set')} there, {ours.get(key, 'not set')} here"
