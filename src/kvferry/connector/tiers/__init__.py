@@ -1,1 +1,5 @@
-"""KV kept in tiers: `storing` stores chunks as they are computed, `source` loads them for later requests."""
+"""KV in tiers: host memory, files and object stores.
+
+`storing` stores chunks of running requests. `source` loads chunks for later requests. A chunk is a fixed
+number of tokens of a KV cache group, as stored.
+"""

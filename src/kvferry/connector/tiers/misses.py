@@ -1,4 +1,4 @@
-"""Reasons why the tiers have nothing of a prompt."""
+"""Reasons why the tiers have no usable prefix of a prompt."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLIN
 
 
 def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
-    """Return what the boundary closest to being usable lacks.
+    """Return why a look-up found no usable prefix beyond the tokens that the engine has.
 
-    EVICTED if every missing chunk was cached recently: a larger cache would have hit. LOCAL if the engine has
-    the beginning itself, and no group has anything beyond it.
+    It names the chunks that are missing at the prefix end that comes closest to being usable. The reason is
+    EVICTED if every missing chunk was cached recently, so that a larger cache would have hit. It is LOCAL if
+    the engine has the start of the prompt itself and no group has any chunk beyond.
 
     Args:
-        chunks: of the request.
-        found: what a look-up came to that brought nothing.
-        labels: of the canonical groups, with their numbers.
-        cache: that was looked in.
+        chunks: chunk keys of the request.
+        found: result of the look-up.
+        labels: label (number and kind) of each stored KV cache group.
+        cache: cache that was searched.
     """
     chunked, lacking = found.chunked, found.missing
     short = SourceMiss(

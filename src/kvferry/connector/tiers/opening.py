@@ -1,4 +1,4 @@
-"""Opening of the storage tiers of an engine."""
+"""Opens the storage tiers of an engine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ logger = logging.getLogger(__name__)
 def open_tiers(
     tiers: Sequence[StorageSettings], named: Callable[[], Namespace], table: KeyTable
 ) -> list[tuple[SlowTier, float]]:
-    """Open storage tiers; return those that can be used with their weights, and log why others cannot.
+    """Open the storage tiers. Log an error for each tier that cannot be used, and go on without it.
 
     Args:
         tiers: settings of the tiers, the fastest first.
-        named: returns the namespace of the chunks.
-        table: key table that the tiers share.
+        named: function that returns the namespace of the chunk keys.
+        table: table of chunk keys that all tiers share.
+
+    Returns:
+        (tier, weight) of each tier that can be used.
     """
     found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()

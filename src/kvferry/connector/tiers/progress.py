@@ -1,4 +1,4 @@
-"""How far the chunks of a running request have been considered for storing."""
+"""The progress of storing the chunks of a running request."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from kvferry.connector.engine import Request
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of one request, which hands out every chunk once.
+    """The chunks of one request that are complete and not stored yet. `take` returns each chunk once.
 
     Attributes:
         request: the request.
-        computed: tokens that the steps so far compute.
-        preemptions: how often it had been preempted when it was last admitted; -1 before.
-        found: tokens that it then had without computing them: from the engine's own cache, or loaded.
-        chunks: how many of its chunks were taken.
-        tail: its prompt's last, shorter chunk was taken, or there is none.
-        due: tokens computed at which there may be something to take.
+        computed: number of tokens that are computed, or will be after the steps scheduled so far.
+        preemptions: number of its preemptions when it was last admitted; -1 before its first step.
+        found: number of tokens that it had at that time without computing them, from the engine's prefix
+            cache or from a load.
+        chunks: number of its complete chunks that `take` has returned.
+        tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
+        due: number of computed tokens from which on `take` may return something.
     """
 
     request: Request
@@ -30,7 +31,7 @@ class Progress:
     due: int = 0
 
     def step(self, tokens: int) -> bool:
-        """Note the tokens of the coming step; return whether a chunk may be complete then."""
+        """Add the `tokens` tokens of the coming step. Return whether it may complete a chunk."""
         request = self.request
         if self.preemptions != request.num_preemptions:
             self.preemptions, self.found = request.num_preemptions, request.num_computed_tokens
@@ -38,13 +39,20 @@ class Progress:
         return self.computed >= self.due
 
     def end(self) -> bool:
-        """Note that the request has ended; return whether its blocks still hold what it has computed."""
-        # Of a load that is under way, what the engine counts as computed is not there yet.
+        """Record that the request has ended. Return whether its blocks still hold what it has computed."""
+        # While a load is under way, its tokens are not in the blocks yet.
         self.computed = min(self.computed, self.request.num_computed_tokens)
-        return self.preemptions == self.request.num_preemptions  # preempted, its blocks were given back
+        return self.preemptions == self.request.num_preemptions  # a preemption frees its blocks
 
     def take(self, chunk_tokens: int) -> tuple[range, bool]:
-        """Take the complete chunks that are left; return them, and whether the prompt's tail is one."""
+        """Return the complete chunks that were not returned before, and mark them as taken.
+
+        Args:
+            chunk_tokens: number of tokens per chunk.
+
+        Returns:
+            The indices of these chunks, and whether the shorter last chunk of the prompt is to be stored too.
+        """
         prompt = self.request.num_prompt_tokens
         until = min(self.computed, self.request.num_tokens)
         whole = range(self.chunks, max(self.chunks, until // chunk_tokens))

@@ -1,4 +1,4 @@
-"""The chunks of every request that the tiers may keep or serve."""
+"""The chunk keys of all requests whose KV the tiers may store or load."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 class Prompts:
-    """Chunks of requests, by request id. A prompt without a certain name is neither stored nor looked up."""
+    """The chunk keys of requests, by request id.
+
+    A chunk key names the content of a chunk. A prompt whose content is not certain has no keys. It is neither
+    stored nor looked up.
+    """
 
     def __init__(self, canonical: CanonicalForm, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Begin.
+        """Create the record without requests.
 
         Args:
-            canonical: the form of chunks.
+            canonical: format in which chunks are stored.
             adapters: the engine's LoRA adapters.
-            prompts_only: name no generated tokens, whose KV differs from that of the same prompt.
+            prompts_only: True to name no generated tokens, because their KV differs from that of a prompt.
         """
         self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
         self._known: dict[str, PromptChunks] = {}
@@ -36,7 +40,10 @@ class Prompts:
 
     @property
     def widest(self) -> int:
-        """Number of the group that needs most chunks of a prefix: attention to all tokens, or the longest."""
+        """Number of the stored KV cache group that needs most chunks of a prefix.
+
+        It is a group that attends to all tokens, else the group with the longest window, else one of state.
+        """
         groups = self._canonical.groups
         kinds = [
             (one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span) for one in groups
@@ -44,7 +51,7 @@ class Prompts:
         return kinds.index(max(kinds))
 
     def add(self, request: Request) -> PromptChunks | None:
-        """Return the chunks of a new request; None if they have no certain names, or none yet."""
+        """Add a new request and return its chunks; None if their keys are not certain, or not known yet."""
         self._unnamed.pop(request.request_id, None)
         try:
             keys = self._keys(request)
@@ -56,7 +63,7 @@ class Prompts:
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
-        """Return the chunks of a request with all tokens known by now; None if they have no names."""
+        """Return the chunks of a request, including generated tokens; None if they have no keys."""
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(request.request_id)
         if self.are_pending(request.request_id):
@@ -78,11 +85,11 @@ class Prompts:
         return chunks
 
     def are_pending(self, request_id: str) -> bool:
-        """Return whether the chunks of a request have no names yet but may have later."""
+        """Return whether the chunks of a request have no keys yet but may have them later."""
         return isinstance(self._unnamed.get(request_id), NotYetNamed)
 
     def why_unnamed(self, request_id: str) -> str:
-        """Return why the chunks of a request have no names."""
+        """Return the reason why the chunks of a request have no keys, as text for people."""
         return str(self._unnamed.get(request_id, self._suspended or "the cache was reset since it came in"))
 
     def remove(self, request_id: str) -> None:
@@ -91,16 +98,17 @@ class Prompts:
         self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Rename everything: what was stored before is not found, and nobody else finds what is stored now.
+        """Change all keys from now on, so that chunks stored before are not found.
 
-        Running requests are neither stored nor looked up any more, because their blocks mix old and new.
+        The new keys are random, so that other engines do not find the chunks stored from now on. Running
+        requests are no longer stored or looked up, because their blocks mix KV from before and after.
         """
         self._known.clear()
         self._unnamed.clear()
         self._epoch, self._suspended = f"{secrets.token_hex(16)} ", ""
 
     def suspend(self, why: str) -> None:
-        """Name nothing until `start_anew`, nor any more what was named before."""
+        """Drop all keys, and compute none until `start_anew`, for the reason `why`."""
         self._known.clear()
         self._unnamed.clear()
         self._suspended = why

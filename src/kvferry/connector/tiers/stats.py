@@ -1,4 +1,4 @@
-"""Events about the tiers: what happened to chunks since the last step, whichever requests they belong to."""
+"""Events about the tiers: counts of chunks read, stored, missed, dropped and evicted since the last step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.tiers.names import HOST
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """Counts of one tier since the start."""
+    """The counts of one tier since the start, as in `TierChanged`."""
 
     fetched: int
     stored: int
@@ -34,7 +34,13 @@ _NOTHING = _Totals(fetched=0, stored=0, stored_bytes=0, evicted=0, missed={}, dr
 
 @dataclass(slots=True)
 class TierEvents:
-    """Emits an event for every tier that has changed, once per step."""
+    """Emits the events about all tiers, once per step in which any of them has changed.
+
+    Attributes:
+        cache: the chunks in host memory and in the slower tiers.
+        stores: stores under way, which count the chunks dropped for lack of blocks.
+        events: stream that receives the events.
+    """
 
     cache: ChunkCache
     stores: StoreOrders
@@ -44,13 +50,13 @@ class TierEvents:
 
     @log_errors
     def emit_changes(self, times: TransferTimes, copies: Sequence[float]) -> None:
-        """Emit what has changed since the last call.
+        """Emit an event for every tier if any tier has changed since the last call.
 
         Args:
-            times: times of chunks between host memory and storage since then.
-            copies: seconds of each copy from host memory to blocks since then.
+            times: seconds of each read and write of a chunk in storage since the last call.
+            copies: seconds of each copy from host memory to blocks since the last call.
         """
-        looked = self._signs()  # before counting: what a thread adds meanwhile is seen next time
+        looked = self._signs()  # before counting, so that the next call sees concurrent changes
         if looked == self._looked and not copies:
             return
         self._looked = looked
@@ -58,7 +64,7 @@ class TierEvents:
             self.events.emit(event)
 
     def _signs(self) -> tuple[object, ...]:
-        """Return a value that changes whenever a tier has changed; it takes a microsecond."""
+        """Return a value that changes whenever a tier has changed. The call takes a microsecond."""
         around = [one.slow_tier.queue.usage for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
 

@@ -1,7 +1,8 @@
-"""Stores under way: chunks that ranks are to copy out of blocks of the engine, pinned until all of them have.
+"""Stores under way: orders to the ranks to copy chunks from the engine's blocks to host memory.
 
-When a request has ended, and what it had stored is there, its chunks are ranked as used, its beginning last:
-what a prompt begins with is of use without the rest, the rest is not without it.
+The blocks stay pinned until all ranks have copied them. When a request has ended and its stores are complete,
+its chunks are marked as used so that its last chunks are evicted first. The start of a prompt is useful
+without the rest, but the rest is useless without the start.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from kvferry.planning.select import NULL_BLOCK
 from kvferry.tiers.host.tier import Slot
 
 MOST_PINNED = 0.25
-"""Of the engine's blocks: what stores may hold back from it."""
+"""Maximum share of the engine's blocks that stores may pin."""
 
 
 @dataclass(slots=True)
 class _Store:
-    """An order that ranks have not done yet.
+    """A store that not all ranks have carried out yet.
 
     Attributes:
-        request_id: whose chunks they are.
-        slots: with the tokens that each will hold.
-        blocks: pinned.
+        request_id: id of the request that the chunks belong to.
+        slots: (slot in host memory, number of tokens) of each chunk.
+        blocks: blocks pinned for the store.
     """
 
     request_id: str
@@ -41,23 +42,23 @@ class _Store:
 
 
 class StoreOrders:
-    """The stores under way of an engine. Only the engine's thread calls it.
+    """Orders stores and completes them. Only the engine's thread calls it.
 
     Attributes:
-        dropped: chunks that were not stored, by reason.
-        most_pinned: blocks that stores may hold.
+        dropped: number of chunks that were not stored, by reason.
+        most_pinned: maximum number of blocks that stores may pin.
     """
 
     def __init__(
         self, cache: ChunkCache, pool: BlockPool, labels: Sequence[str], events: EventStream
     ) -> None:
-        """Begin.
+        """Create the record without stores.
 
         Args:
-            cache: of this engine.
+            cache: the chunks in host memory and in the slower tiers.
             pool: the engine's block pool.
-            labels: of the canonical groups, with their numbers.
-            events: told of orders.
+            labels: label (number and kind) of each stored KV cache group.
+            events: stream that receives the events of each store.
         """
         self.dropped: Counter[str] = Counter()
         self.most_pinned = int(MOST_PINNED * len(pool.blocks))
@@ -70,7 +71,7 @@ class StoreOrders:
 
     @property
     def busy(self) -> bool:
-        """Whether blocks are pinned."""
+        """Whether stores are under way, which pin blocks."""
         return bool(self._stores)
 
     def order(
@@ -81,14 +82,17 @@ class StoreOrders:
         stretches: Sequence[TableSlice | None],
         available: range,
     ) -> None:
-        """Reserve room, pin blocks, and tell the ranks with the next hand-over.
+        """Order a store: reserve slots in host memory, pin the blocks, and queue the order for the ranks.
+
+        Chunks for which there is no slot, or too many blocks are pinned, are not stored.
 
         Args:
-            request_id: whose chunks they are.
-            group: canonical.
-            wanted: (number, key, tokens) of chunks.
-            stretches: blocks per group of the engine.
-            available: tokens that the blocks hold.
+            request_id: id of the request that the chunks belong to.
+            group: number of the stored KV cache group.
+            wanted: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a state snapshot.
+            stretches: part of the block table that holds the chunks, for each KV cache group of the engine;
+                None for groups of which nothing is copied.
+            available: range of prompt tokens that these blocks hold.
         """
         ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}
         if self._pinned + len(ids) > self.most_pinned:
@@ -112,12 +116,12 @@ class StoreOrders:
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(stretches), available))
 
     def take(self) -> list[StoreOrder]:
-        """Return the orders since the last call."""
+        """Return the orders queued since the last call, and clear the queue."""
         orders, self._orders = self._orders, []
         return orders
 
     def moved(self, moved: MovedByAll) -> bool:
-        """Handle an order that all ranks have carried out; return whether it was a store."""
+        """Complete a store that all ranks have carried out. Return whether the order was a store."""
         store = self._stores.pop(moved.key, None)
         if store is None:
             return False
@@ -140,20 +144,20 @@ class StoreOrders:
         return True
 
     def ended(self, request_id: str, keys: list[bytes]) -> None:
-        """Note a request that has ended, of which nothing more will be ordered.
+        """Record that a request has ended, so that none of its chunks will be ordered any more.
 
         Args:
-            request_id: which.
-            keys: of its prompt's chunks, from the first on.
+            request_id: id of the request.
+            keys: keys of the chunks of its prompt, the first chunk first.
         """
         self._ended[request_id] = keys
         self._rank(request_id)
 
     def start_anew(self) -> None:
-        """Forget which chunks ended requests used."""
+        """Forget the chunk keys of ended requests."""
         self._ended.clear()
 
     def _rank(self, request_id: str) -> None:
-        """Mark the chunks of an ended request as used, once nothing of it is being stored."""
+        """Mark the chunks of an ended request as used, if none of its stores is under way."""
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
             self._cache.used(self._ended.pop(request_id))

@@ -1,15 +1,17 @@
-"""Orders to store chunks of running requests.
+"""Selection of the chunks of running requests to store.
 
-A chunk is complete in the step that computes its last token, and is ordered in that step (`store_orders`):
-its blocks are pinned, and ranks copy them after the forward. What is at hand already, what has left its
-window, and what finds no room is not stored. Of what is computed although a slow tier has it, host memory
-gets a copy, and that tier nothing (`Writing.owe`).
+A chunk, a fixed number of tokens of a KV cache group, is complete in the step that computes its last token.
+Its store is ordered in that step (`store_orders`): its blocks are pinned, and ranks copy them after the
+forward pass. A chunk is not stored if host memory has it already, if its tokens have left the attention
+window, or if there is no room. If the engine computes a chunk although a slow tier has it, host memory gets a
+copy, and that tier is not written again (`Writing.owe`).
 
-Snapshots of recurrent state exist where the engine leaves them, which it says step by step
-(``boundary_state_offloads``): the block of every state group at a position. One that ends a chunk is stored.
+A snapshot is the recurrent state at one position. The engine reports in each step which snapshots the step
+writes (``boundary_state_offloads``): at a position, one block of every group of recurrent state. A snapshot
+at the end of a chunk is stored.
 
-Windows and snapshots are only of use where a prefix ends. With `snapshot_tokens` that is at its multiples and
-where a prompt ends; only what is needed there is kept.
+Windows and snapshots are useful only where a prefix ends. With `snapshot_tokens`, prefixes end at its
+multiples and at the end of a prompt. Only the chunks and snapshots needed there are kept.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_
 from kvferry.planning.select import NULL_BLOCK, first_attended
 
 _TOGETHER = 16
-"""Chunks of one order at most."""
+"""Maximum number of chunks per order."""
 
 Resolve = Callable[[str], BlockIds]
 
 
 class Storing:
-    """Orders stores. Only the engine's thread calls it."""
+    """Selects the chunks to store, and orders their stores. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -51,17 +53,17 @@ class Storing:
         orders: StoreOrders,
         snapshot_tokens: int,
     ) -> None:
-        """Begin.
+        """Create the selection without requests.
 
         Args:
-            cache: of this engine.
-            prompts: where requests are named.
-            canonical: what chunks are.
-            groups: the engine's, as a rank has them.
-            parts: blocks that loads fill in part; they are not stored.
-            orders: to the ranks.
-            snapshot_tokens: distance of positions at which windows and snapshots are kept, a multiple of a
-                chunk's tokens.
+            cache: the chunks in host memory and in the slower tiers.
+            prompts: chunk keys of the engine's requests.
+            canonical: format in which chunks are stored.
+            groups: the KV cache groups in the geometry of one rank.
+            parts: record of the blocks that loads fill only in part, which are not stored.
+            orders: stores under way, which receive the orders.
+            snapshot_tokens: distance in tokens between positions at which windows and snapshots are kept, a
+                multiple of the number of tokens per chunk.
         """
         self._orders = orders
         self._cache, self._prompts, self._part_blocks = cache, prompts, parts
@@ -80,11 +82,11 @@ class Storing:
         self._progress: dict[str, Progress] = {}
 
     def on_new_request(self, request: Request) -> None:
-        """Follow a new request whose chunks have names."""
+        """Follow a new request whose chunks have keys, or may have them later."""
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
 
     def schedule(self, step: Step) -> None:
-        """Order what the coming step completes."""
+        """Order the stores of the chunks and snapshots that the coming step completes."""
         for request_id, tokens in step.tokens.items():
             progress = self._progress.get(request_id)
             if progress is not None and progress.step(tokens):
@@ -95,7 +97,12 @@ class Storing:
                 self._snapshots(progress.request, snapshots)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Store what a request that has ended completed last; its blocks are pinned."""
+        """Order the stores of the last complete chunks of a request that has ended.
+
+        Args:
+            request: the request.
+            block_ids: its block table of each group, up to the last computed token.
+        """
         progress = self._progress.pop(request.request_id, None)
         if progress is None:
             return
@@ -105,12 +112,12 @@ class Storing:
             self._orders.ended(request.request_id, chunks.all_keys(request.num_prompt_tokens))
 
     def start_anew(self) -> None:
-        """Store nothing more of the requests that are running."""
+        """Store no more chunks of the requests that are running now."""
         self._progress.clear()
         self._orders.start_anew()
 
     def _look_at(self, progress: Progress, resolve: Resolve) -> None:
-        """Store what is complete now."""
+        """Order the stores of the chunks of a request that are complete now."""
         request, prompt = progress.request, progress.request.num_prompt_tokens
         chunks = self._prompts.get(request)
         if chunks is None and self._prompts.are_pending(request.request_id):
@@ -136,7 +143,15 @@ class Storing:
     def _store(
         self, progress: Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
     ) -> None:
-        """Order the chunks of one group that are to be stored, as far as their blocks are there."""
+        """Order the stores of chunks of one group, except those that are stored already or not in the blocks.
+
+        Args:
+            progress: progress of the request.
+            group: number of the stored KV cache group.
+            keys: key of each candidate chunk by its index in the prompt.
+            tables: block table of each KV cache group of the engine.
+            until: number of tokens, from the start of the prompt, that the blocks hold.
+        """
         names, ends = list(keys.values()), np.minimum((np.array(list(keys)) + 1) * self._chunk, until)
         kept = self._cache.host.contains(names)
         kept |= (ends <= progress.found + 1) & self._cache.available(
@@ -164,7 +179,10 @@ class Storing:
             )
 
     def _together(self, group: int) -> int:
-        """Return the most chunks of one order. Small orders let a long prompt find room at least in part."""
+        """Return the maximum number of chunks per order of a group.
+
+        If room is short, small orders let at least a part of a long prompt be stored.
+        """
         blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
         return max(1, min(_TOGETHER, self._orders.most_pinned // blocks))
 
@@ -177,7 +195,7 @@ class Storing:
         tables: BlockIds,
         available: range,
     ) -> None:
-        """Order chunks whose tokens at hand are these."""
+        """Order a store of the chunks `numbers`, of which the blocks hold the tokens `available`."""
         low, high = available.start, min((numbers[-1] + 1) * self._chunk, available.stop)
         stretches = [
             slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
@@ -187,11 +205,11 @@ class Storing:
         self._orders.order(progress.request.request_id, group, wanted, stretches, available)
 
     def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
-        """Return the token of a chunk from which on the engine still has it; None if that is not enough.
+        """Return the first token of a chunk that the engine's blocks still hold; None if too few are left.
 
-        What a window has left behind is not needed of a chunk either: whoever goes on from its end, or from
-        later, looks no farther back. Of what was found and not computed, blocks are believed from that on in
-        which the window began that went on from it: no load brings more.
+        A chunk may lack the tokens that the window has left behind, because a request that continues from its
+        end or later does not attend to them. Tokens that were not computed but found or loaded are trusted
+        only from the block in which the window at their end begins, because a load brings no more.
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = max(
@@ -209,17 +227,17 @@ class Storing:
             if NULL_BLOCK in ids[gone:] or len(ids) < -(-high // size) - low // size:
                 return None
             since = max(since, (low // size + gone) * size if gone else low, looked // size * size)
-        if since > low:  # where blocks of all parts begin
+        if since > low:  # round up to a block boundary of all parts
             size = lcm(*(self._groups[part].block_tokens for part in self._parts[group]))
             since = -(-since // size) * size
         return since if since <= needed else None
 
     def _snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
-        """Store the states that a step leaves at the end of a chunk.
+        """Order the stores of the snapshots that a step writes at the end of a chunk.
 
         Args:
             request: the request.
-            snapshots: (group, block id, tokens) of each.
+            snapshots: (group number, block id, number of tokens that the state has seen) of each snapshot.
         """
         assert self._state is not None
         chunks = self._prompts.get(request)

@@ -1,4 +1,4 @@
-"""The tiers of one engine, in its scheduler's process."""
+"""The tiers of one engine, in the process of its scheduler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from kvferry.tiers.sizes import parse_size
 logger = logging.getLogger(__name__)
 
 _DEFAULT_SHARE = 10
-"""Of the memory that is available, what host memory takes if nobody says."""
+"""Divisor of the available memory that gives the default size of the host memory tier."""
 
 _CLOSING_SECONDS = 10.0
 
@@ -54,8 +54,8 @@ class Tiering:
     """Opens the tiers, drives them once per step, and closes them. Only the engine's thread calls it.
 
     Attributes:
-        source: what bids for requests.
-        weights: of what comes from each tier, by its name.
+        source: source that bids the tiers' chunks for requests.
+        weights: weight of each tier's tokens by tier name.
     """
 
     def __init__(
@@ -71,21 +71,23 @@ class Tiering:
         pool: BlockPool,
         events: EventStream,
     ) -> None:
-        """Make the arena and open the tiers, once all workers are up.
+        """Allocate the arena, the host memory that holds chunks, and open the tiers.
+
+        Called when all workers have started.
 
         Args:
-            tiers: what is configured.
-            config: the other settings.
-            engine: facts of the engine.
-            parts: what the parts of the scheduler half share.
-            namespace: returns the namespace of chunks of a form.
+            tiers: settings of the tiers.
+            config: the connector's other settings.
+            engine: facts about the engine.
+            parts: objects that sources and admission share.
+            namespace: function that returns the namespace of chunk keys for a storage format of chunks.
             adapters: the engine's LoRA adapters.
-            ranks: geometry of all workers.
+            ranks: geometry of all workers' KV caches.
             pool: the engine's block pool.
-            events: told of what is stored.
+            events: stream that receives the events of stores and tiers.
 
         Raises:
-            ConfigError: nothing could ever be stored, or the memory cannot be had.
+            ConfigError: no chunk could ever be stored, or the memory cannot be allocated.
         """
         canonical = _canonical(config, engine, ranks)
         self._workers = len(ranks)
@@ -126,25 +128,25 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must keep stepping even without requests."""
+        """Whether the engine must run steps even without requests."""
         return self._stores.busy or self.source.busy or self._cache.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether stores hold blocks that will become free."""
+        """Whether stores pin blocks that will become free without preempting a request."""
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """Follow a new request whose chunks have names, or may have later."""
+        """Follow a new request for storing if its chunks have keys, or may have them later."""
         if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
     def schedule(self, step: Step, orders: StepOrders) -> None:
-        """Take what threads have done, and order the stores of the coming step.
+        """Process the results of the tiers' threads, and order the stores of the coming step.
 
         Args:
             step: the coming step.
-            orders: mutated; the orders of `source` are added by `admission`.
+            orders: orders to add to; mutated. Admission adds the orders of `source`.
         """
         self._cache.poll()
         orders.chunks.arena, self._card = self._card, None
@@ -152,7 +154,7 @@ class Tiering:
         orders.chunks.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
-        """Take the orders that ranks have carried out."""
+        """Complete the stores and parts of loads that all ranks have reported."""
         for key, moved in reports.moved.items():
             whole = self._moved[key].with_other(moved) if key in self._moved else moved
             self._moved[key] = whole
@@ -164,44 +166,47 @@ class Tiering:
                     self.source.moved(whole)
 
     def _say(self, failure: str) -> None:
-        """Log why ranks could not carry out an order, once per reason."""
+        """Log the reason why ranks could not carry out an order. Each reason is logged only once."""
         self._failures[failure] += 1
         if self._failures[failure] == 1:
             logger.warning("tiers: ranks could not copy chunks: %s", failure)
 
     def step_done(self) -> None:
-        """Emit events of what the tiers have done since the last step."""
+        """Emit events about the changes in the tiers since the last step."""
         self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Handle the end of a request."""
+        """Order the last stores of a request that has ended, and forget it."""
         self._storing.finished(request, block_ids)
         self._prompts.remove(request.request_id)
 
     def start_anew(self) -> None:
-        """Make everything that was kept so far unusable."""
+        """Invalidate all chunks stored so far, because the engine's cache is reset."""
         self._prompts.start_anew()
         self._storing.start_anew()
         self.source.start_anew()
         self._cache.clear()
 
     def suspend(self, why: str) -> None:
-        """Store and load nothing until `start_anew`; what is kept stays right for whoever finds it."""
+        """Stop storing and loading until `start_anew`, for the reason `why`.
+
+        Chunks stored before stay valid for other engines.
+        """
         self._prompts.suspend(why)
         self._storing.start_anew()
         self.source.start_anew()
 
     def shutdown(self) -> None:
-        """Write what is to be written, and end all threads."""
+        """Write queued chunks for at most `_CLOSING_SECONDS`, end all threads, and free the arena."""
         self._cache.shutdown(_CLOSING_SECONDS)
         self._arena.close()
 
 
 def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
-    """Return the form of this engine's chunks.
+    """Return the format in which this engine's chunks are stored.
 
     Raises:
-        ConfigError: none could ever be stored.
+        ConfigError: no chunk of this engine could ever be stored.
     """
     blocks = [group.snapshot_tokens for group in engine.groups]
     if engine.has_rings:
