@@ -1,8 +1,11 @@
-"""Tiers, which keep chunks of KV cache.
+"""Tiers: places that keep chunks of KV cache.
 
-A *chunk* is a fixed number of tokens of one KV cache group, in a form that does not depend on the engine that
-wrote it. `host` keeps chunks in memory that the ranks of a node share. `files` keeps them in a directory that
-several processes share, `objects` in object storage; both implement `storage_tier`. `format` defines the
-bytes of a chunk, `paths` its name. `index` records the chunks that a tier has. `eviction` chooses the chunks
-to evict when a tier is full. `admin` and `survey` serve an operator's commands.
+A *chunk* is a fixed number of tokens of one KV cache group, or a *snapshot*, the recurrent state at one
+position. Its bytes do not depend on the engine that wrote it.
+
+`host` keeps chunks in memory that the ranks of a node share. `files` keeps them in a directory, and `objects`
+in object storage; several processes can share either. Both implement the protocol in `storage_tier`.
+`format` defines the bytes of a chunk, and `paths` its file name. `index` records which chunks a tier has.
+`eviction` chooses the chunks to evict when the host tier is full. `admin` and `survey` implement operator
+commands.
 """

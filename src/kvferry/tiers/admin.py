@@ -1,4 +1,4 @@
-"""The protocol of a cache for operator commands: all kvferry files in one directory or under one URL."""
+"""The protocol for operator commands on a cache: all kvferry files in one directory or under one URL."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvferry.tiers.paths import CacheEntry
 
 @dataclass(frozen=True, slots=True)
 class SpaceUsage:
-    """The space of a cache. None marks a number that does not exist or cannot be read.
+    """The space that a cache uses, in bytes. A value is None if it does not exist or cannot be read.
 
     Attributes:
-        capacity: maximum bytes of all files.
-        charged: bytes that the ledger counts as used, including those reserved for chunks being written.
+        capacity: maximum bytes of all files together.
+        charged: bytes in use by the cache's own account, including space reserved for chunks being written.
         free: free bytes on the disk.
     """
 
@@ -31,11 +31,11 @@ class CollectResult:
     """The result of `CacheAdmin.collect`.
 
     Attributes:
-        swept: number of removed leftovers of dead writers.
-        evicted: number of evicted chunks and quarantined files.
+        swept: number of temporary files of dead writers that were removed.
+        evicted: number of evicted files: chunks, and bad chunks in quarantine.
         evicted_bytes: bytes of the evicted files.
-        charged: bytes in use afterwards.
-        capacity: bytes that the cache was evicted to.
+        charged: bytes in use after the eviction.
+        capacity: limit in bytes that the cache was reduced to.
     """
 
     swept: int
@@ -46,30 +46,33 @@ class CollectResult:
 
 
 class StoredFile(Protocol):
-    """A file or object that is being read. Its content may be damaged in any way.
+    """A file or object that is open for reading. Its content may be damaged in any way.
 
     Attributes:
-        size: bytes of the file.
+        size: length of the file in bytes.
     """
 
     size: int
 
     def read(self, offset: int, size: int) -> Buffer:
-        """Return `size` bytes from `offset` on, or fewer at the end of the file. Raises OSError."""
+        """Return the `size` bytes at `offset`, or fewer at the end of the file. Raises OSError."""
         ...
 
     def quarantine(self) -> bool:
-        """Move the file to quarantine unless another one replaced it; return whether it was moved."""
+        """Move the file to quarantine, where no engine reads it; return whether it was moved.
+
+        A file that has replaced it meanwhile stays.
+        """
         ...
 
 
 class CacheAdmin(Protocol):
-    """One cache. Engines may use it at the same time, so listed files may be gone.
+    """A cache as operator commands see it. Engines may use it at the same time, so listed files may be gone.
 
     Attributes:
-        where: absolute path of a directory, or a URL.
-        records_use: whether the time of a file is its last use; otherwise it is the time of storing.
-        no_capacity: meaning of an unknown capacity, for messages.
+        where: absolute path of the directory, or URL.
+        records_use: True if the time of a file is its last use, False if it is the time of storing.
+        no_capacity: text that explains to the operator why the capacity is unknown.
     """
 
     where: str
@@ -77,11 +80,11 @@ class CacheAdmin(Protocol):
     no_capacity: str
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield all kvferry files. Raises ConfigError if they cannot be listed."""
+        """Yield all kvferry files of the cache. Raises ConfigError if they cannot be listed."""
         ...
 
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
-        """Open a file for reading. Raises FileNotFoundError, or another OSError."""
+        """Open a file for reading, as a context manager. Raises FileNotFoundError or another OSError."""
         ...
 
     def space(self) -> SpaceUsage:
@@ -89,10 +92,10 @@ class CacheAdmin(Protocol):
         ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove leftovers of dead writers, count all files again, and evict the oldest.
+        """Remove temporary files of dead writers, count all files again, and evict the oldest files.
 
         Args:
-            capacity: bytes to evict to, this once; None for the capacity of the cache.
+            capacity: limit in bytes to evict to, for this call only; None for the capacity of the cache.
 
         Raises:
             ConfigError: the cache cannot be used, or its capacity is unknown and none is given.

@@ -1,6 +1,6 @@
-"""Names of tiers and of sources of tokens, for messages, metrics and settings.
+"""Names of tiers, and of the sources that KV can be loaded from, for messages, metrics and settings.
 
-The second and later tiers of a kind are numbered: ``file.2``.
+The first tier of a kind has the name of its kind, such as ``file``. Further ones are numbered: ``file.2``.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 from enum import Enum, auto
 
 PEER = "peer"
-"""Another engine, as a tier and as a source."""
+"""Name of the tier, and of the source, that stands for another engine."""
 
 HOST = "host"
+"""Name of the host tier: chunks in host memory."""
 
 TIERS = "tiers"
-"""The source that loads from an engine's own tiers."""
+"""Name of the source that loads from an engine's own tiers."""
 
 
 class Medium(Enum):
-    """The medium that tokens were loaded from, for engines that count tokens by medium."""
+    """The kind of storage that tokens were loaded from, for engines that count tokens by medium."""
 
     PEER = auto()
     HOST = auto()
@@ -26,7 +27,11 @@ class Medium(Enum):
 
 
 def tier_name(kind: str, before: int) -> str:
-    """Return the name of a tier that follows `before` tiers of its kind.
+    """Return the name of a tier in a list of tiers.
+
+    Args:
+        kind: kind of the tier.
+        before: number of earlier tiers of the same kind in the list.
 
     >>> tier_name("file", 0), tier_name("file", 1)
     ('file', 'file.2')
@@ -35,7 +40,7 @@ def tier_name(kind: str, before: int) -> str:
 
 
 def tier_kind(name: str) -> str:
-    """Return the kind of a tier by its name.
+    """Return the kind of the tier with a given name.
 
     >>> tier_kind("file"), tier_kind("file.2")
     ('file', 'file')

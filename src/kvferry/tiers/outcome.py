@@ -9,7 +9,7 @@ from threading import Lock
 
 
 class PutOutcome(StrEnum):
-    """The outcome of storing a chunk. All but the first two are dropped stores."""
+    """The outcome of storing a chunk. With all but the first two, the chunk is not in the tier: dropped."""
 
     STORED = "stored"
     PRESENT = "present"  # the tier had it already
@@ -21,12 +21,12 @@ class PutOutcome(StrEnum):
 
     @property
     def dropped(self) -> bool:
-        """Return whether the chunk is not in the tier now."""
+        """Return whether the chunk was dropped, so that the tier does not have it."""
         return self not in (PutOutcome.STORED, PutOutcome.PRESENT)
 
 
 class GetOutcome(StrEnum):
-    """The outcome of fetching a chunk. All but the first are misses."""
+    """The outcome of fetching a chunk. All outcomes but the first are misses."""
 
     HIT = "hit"
     ABSENT = "absent"
@@ -37,12 +37,12 @@ class GetOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counts of one process since it opened a tier.
+    """The counts of one storage tier in one process, since the process opened the tier.
 
     Attributes:
-        puts, gets: number of chunks by outcome.
-        stored_bytes: bytes of stored files, with header and padding.
-        evicted: number of chunks evicted to make room.
+        puts, gets: numbers of stores and of fetches, by outcome.
+        stored_bytes: bytes of the stored files, including headers and padding.
+        evicted: number of files that this process evicted to make room.
         evicted_bytes: bytes of the evicted files.
         quarantined: number of bad chunks moved to quarantine.
         swept: number of removed temporary files of dead writers.
@@ -58,18 +58,18 @@ class TierStats:
 
     @property
     def dropped(self) -> dict[PutOutcome, int]:
-        """Dropped stores by reason."""
+        """Numbers of dropped stores, by reason."""
         return {reason: count for reason, count in self.puts.items() if reason.dropped}
 
     @property
     def misses(self) -> dict[GetOutcome, int]:
-        """Misses by reason."""
+        """Numbers of fetches that missed, by reason."""
         return {reason: count for reason, count in self.gets.items() if reason is not GetOutcome.HIT}
 
 
 @dataclass
 class OutcomeCounter:
-    """Counts the fields of `TierStats`. Any thread may use it."""
+    """A thread-safe counter of the outcomes that `TierStats` reports."""
 
     _puts: Counter[PutOutcome] = field(default_factory=Counter)
     _gets: Counter[GetOutcome] = field(default_factory=Counter)
@@ -77,20 +77,25 @@ class OutcomeCounter:
     _lock: Lock = field(default_factory=Lock)
 
     def count_put(self, what: PutOutcome, stored_bytes: int) -> bool:
-        """Count a store; return whether it is the first with this outcome."""
+        """Count a store; return whether it is the first one with this outcome.
+
+        Args:
+            what: outcome of the store.
+            stored_bytes: bytes of the chunk file, counted only if it was stored.
+        """
         with self._lock:
             self._puts[what] += 1
             self._sums["stored_bytes"] += stored_bytes if what is PutOutcome.STORED else 0
             return self._puts[what] == 1
 
     def count_get(self, what: GetOutcome) -> bool:
-        """Count a fetch; return whether it is the first with this outcome."""
+        """Count a fetch; return whether it is the first one with this outcome."""
         with self._lock:
             self._gets[what] += 1
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:
-        """Add to counts of `TierStats`, by name."""
+        """Add to the counts that are given by their name in `TierStats`, such as ``add(evicted=1)``."""
         with self._lock:
             self._sums.update(counts)
 

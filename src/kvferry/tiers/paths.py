@@ -1,8 +1,9 @@
 """File names in a directory of the file tier, and listings of its files. `docs/format.md` shows the layout.
 
-The object tier has the same layout below its URL. A *name* is relative to the directory or the URL.
+The object tier uses the same layout below its URL. A *path* includes the directory or the URL, a *name* is
+relative to it. The *root* is the directory.
 
-kvferry counts, moves and removes only files with a name made here.
+kvferry counts, moves and removes only files whose names match the patterns of this module.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from pathlib import Path
 from kvferry.user_cache import user_cache
 
 DIRECTORY_VERSION = 1
+"""Version of the layout of a directory."""
 MARKER = "kvferry.json"
+"""Name of the file that marks a directory of the file tier and contains the version of its layout."""
 LEDGER = "ledger"
+"""Name of the file with the capacity and the bytes in use."""
 QUARANTINE = "quarantine"
+"""Name of the folder for bad chunks."""
 NAMESPACE_NOTE = "namespace.json"
+"""Name of the file in a namespace's folder that describes the namespace."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _BUCKET = re.compile(r"[0-9a-f]{2}")
@@ -35,7 +41,7 @@ _BAD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32,64}-[0-9a-f]{16}\.bad")
 
 
 class EntryKind(StrEnum):
-    """The kind of a file in a cache."""
+    """The purpose of a file in a cache."""
 
     CHUNK = "chunk"
     TEMPORARY = "temporary"
@@ -50,11 +56,11 @@ class CacheEntry:
 
     Attributes:
         path: path of the file, or URL of the object.
-        kind: kind of the file.
-        size: bytes of the file.
-        charged: bytes counted against the capacity: the size, or the bytes reserved for a temporary file.
-        used_ns: time of the last use, nanoseconds since 1970.
-        namespace: 64 hex digits; empty if the file belongs to no namespace.
+        kind: purpose of the file.
+        size: length of the file in bytes.
+        charged: bytes counted against the capacity: the size, or for a temporary file the reserved bytes.
+        used_ns: time of the last use (of storing, in object storage), nanoseconds since 1970.
+        namespace: digest of the namespace, 64 hex digits; empty if the file belongs to none.
         boot: boot id of the machine that writes a temporary file; empty for other files.
     """
 
@@ -68,12 +74,18 @@ class CacheEntry:
 
 
 def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
-    """Return the path of a key's chunk, whether or not it exists."""
+    """Return the path of the chunk file for a key. The file need not exist.
+
+    Args:
+        root: path of the directory.
+        namespace: digest of the namespace, 32 bytes.
+        key: key of the chunk, 16 to 32 bytes.
+    """
     return f"{root}/{chunk_name(namespace, key)}"
 
 
 def chunk_name(namespace: bytes, key: bytes) -> str:
-    """Return the name of a key's chunk, relative to the root."""
+    """Return the name of the chunk file for a key, relative to the root."""
     return f"{namespace.hex()}/{key[:1].hex()}/{key.hex()}.kv"
 
 
@@ -83,48 +95,55 @@ def note_name(namespace: bytes) -> str:
 
 
 def key_of(name: str) -> bytes | None:
-    """Return the key in a file name; None if it is not the name of a chunk."""
+    """Return the key in a file name without folders; None if it is not the name of a chunk."""
     found = _CHUNK.fullmatch(name)
     return bytes.fromhex(found[1]) if found else None
 
 
 def keys_of(names: Sequence[str]) -> list[bytes]:
-    """Return the keys in file names, leaving out names that are not of chunks."""
-    # No name has a slash in it. One search of many names takes a third of the time of one search each.
+    """Return the keys in file names without folders. Names of other files than chunks are skipped."""
+    # A file name has no slash. One search over all names takes a third of the time of one search per name.
     found = _CHUNKS.findall("/".join(names))
     return [bytes.fromhex(key) for key in found if len(key) % 2 == 0]
 
 
 def is_chunk_folder(name: str) -> bool:
-    """Return whether a folder of that name holds chunks."""
+    """Return whether a folder in a namespace's folder, with this name, is for chunks."""
     return _BUCKET.fullmatch(name) is not None
 
 
 def temporary_path(final: str, reserved: int) -> str:
-    """Return an unused path beside `final` whose name holds the bytes reserved for it."""
+    """Return an unused path for a temporary file in the folder of `final`.
+
+    Args:
+        final: path that the complete file will get.
+        reserved: number of bytes reserved for the file, which its name contains.
+    """
     folder, name = os.path.split(final)
     stem = name.partition(".")[0]
     return f"{folder}/.{stem}.{reserved}.{boot_id()}.{secrets.token_hex(8)}.tmp"
 
 
 def chunk_identity(path: str) -> tuple[bytes, bytes]:
-    """Return namespace and key of a path made by `chunk_path`."""
+    """Return the namespace digest and the key in a path that `chunk_path` made."""
     folders, name = os.path.split(path)
     return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
 
 
 def quarantine_path(root: str, path: str) -> str:
-    """Return a new path in quarantine for a bad file at a path made by `chunk_path`."""
+    """Return an unused path in quarantine for a bad file at a path that `chunk_path` made."""
     return f"{root}/{quarantine_name(*chunk_identity(path))}"
 
 
 def quarantine_name(namespace: bytes, key: bytes) -> str:
-    """Return a new name in quarantine for a bad chunk."""
+    """Return an unused name in quarantine for a bad chunk, relative to the root."""
     return f"{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
 
 
 def entry_kind(name: str) -> EntryKind | None:
-    """Return the kind of a name; None if it is not kvferry's. `walk` finds further kinds, in directories.
+    """Return the kind of the file or object with a name; None if the name is not one of kvferry's.
+
+    It recognises the kinds that object storage has. A directory has more, which `walk` finds.
 
     >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
     (<EntryKind.CHUNK: 'chunk'>, None)
@@ -149,7 +168,10 @@ def default_directory() -> str:
 
 
 def find_same_directory(path: str, others: Iterable[str]) -> str | None:
-    """Return which of `others` is the same directory as `path`, by link or mount; None if none is."""
+    """Return the first of `others` that is the same directory as `path`; None if there is none.
+
+    Links and mounts are followed.
+    """
     for other in others:
         with suppress(OSError):
             if os.path.samefile(path, other):
@@ -159,7 +181,7 @@ def find_same_directory(path: str, others: Iterable[str]) -> str | None:
 
 @cache
 def boot_id() -> str:
-    """Return an id of this boot of the machine, in hex."""
+    """Return an id of this boot of the machine, in hex; the host name in hex if the kernel gives no id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
@@ -167,7 +189,7 @@ def boot_id() -> str:
 
 
 def walk(root: str) -> Iterator[CacheEntry]:
-    """Yield all files of the tier under `root`, except those removed meanwhile.
+    """Yield all kvferry files under `root`. Files that are removed during the walk are skipped.
 
     Raises:
         OSError: an existing folder cannot be read.
@@ -184,7 +206,7 @@ def walk(root: str) -> Iterator[CacheEntry]:
 
 
 def folders(root: str) -> Iterator[str]:
-    """Yield all folders of the tier under `root`, inner ones first."""
+    """Yield the paths of all kvferry folders under `root`, each after the folders in it."""
     for name, is_folder, entry in _scan(root):
         if is_folder and _NAMESPACE.fullmatch(name):
             yield from (
@@ -195,6 +217,7 @@ def folders(root: str) -> Iterator[str]:
 
 
 def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
+    """Yield the kvferry files in the folder of a namespace."""
     for name, is_folder, entry in _scan(folder):
         if is_folder and is_chunk_folder(name):
             yield from _files(
@@ -209,6 +232,7 @@ def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
 def _files(
     folder: str, kinds: dict[re.Pattern[str], EntryKind], namespace: str = "", *, links: bool = False
 ) -> Iterator[CacheEntry]:
+    """Yield the files of a folder whose names match a pattern in `kinds`. Links are skipped by default."""
     for name, is_folder, entry in _scan(folder, links=links):
         for pattern, kind in kinds.items():
             if not is_folder and (found := pattern.fullmatch(name)):
@@ -216,6 +240,7 @@ def _files(
 
 
 def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.DirEntry[str]]]:
+    """Yield the name of each entry of a folder, whether it is a folder, and the entry itself."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -226,7 +251,9 @@ def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.D
 
 
 def _check_gone(path: str) -> None:
-    """Check that a path is gone: a file on a mount that fails for a moment must not count as free space.
+    """Check that a path that was reported missing does not exist.
+
+    If a mount fails for a moment, its files must not be taken for removed: they still use space.
 
     Raises:
         OSError: the path still exists.
@@ -238,6 +265,7 @@ def _check_gone(path: str) -> None:
 def _stat(
     entry: os.DirEntry[str], kind: EntryKind, namespace: str = "", found: re.Match[str] | None = None
 ) -> Iterator[CacheEntry]:
+    """Yield one entry for a file, or none if the file is gone. `found` is the match of a temporary name."""
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""All kinds of tiers. A new kind of storage tier is one entry here."""
+"""All kinds of tiers. To add a kind of storage tier, add its settings class to `STORAGE_TIERS`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvferry.tiers.storage_settings import StorageSettings
 STORAGE_TIERS: Mapping[str, type[StorageSettings]] = MappingProxyType(
     {one.kind: one for one in (FileSettings, ObjectSettings)}
 )
-"""Kinds of storage tiers by name, in the order in which they are shown."""
+"""Settings class of each kind of storage tier, by name of the kind, in the order of display."""
 
 TIER_KINDS = (PEER, HOST, *STORAGE_TIERS)
-"""Names of the kinds of all tiers, in the order in which they are shown."""
+"""Names of all kinds of tiers, in the order of display."""
 
 
 def medium_of(name: str) -> Medium:
-    """Return the medium of a tier by its name.
+    """Return the medium of the tier with a given name.
 
     >>> medium_of("file.2")
     <Medium.DISK: 3>

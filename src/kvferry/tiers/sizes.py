@@ -13,17 +13,21 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def check_capacity(where: str, capacity: int | str | None) -> None:
-    """Check a capacity of a tier; None stands for a default.
+    """Check the configured capacity of a tier.
+
+    Args:
+        where: name of the tier in the configuration, for the error message.
+        capacity: number of bytes, or a text such as ``4GiB``; None, for the default, is valid.
 
     Raises:
-        ConfigError: it is not a size, or not above 0; `where` names the tier.
+        ConfigError: the capacity is not a size, or not above 0.
     """
     if capacity is not None and parse_size(capacity) <= 0:
         raise ConfigError(f"{where}: capacity is {capacity!r}, it must be above 0")
 
 
 def parse_size(size: int | str) -> int:
-    """Return a size in bytes.
+    """Convert a number of bytes, or a text with a unit, to a number of bytes.
 
     >>> parse_size("1.5GiB"), parse_size("20 MB"), parse_size(4096)
     (1610612736, 20000000, 4096)

@@ -1,6 +1,7 @@
-"""The protocol of a kind of storage tier: its settings, and how to open one.
+"""The base class of a storage tier's settings, which also open the tier.
 
-A subclass of `StorageSettings` is all that other code knows of a kind. `tiers.registry` lists the subclasses.
+Other code uses a kind of storage tier only through its subclass of `StorageSettings`. `tiers.registry` lists
+the subclasses.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Location:
     """The location of a tier's chunks.
 
     Attributes:
-        text: the location, for messages.
-        key: a value that is equal for two tiers with the same chunks.
+        text: description of the location, for messages.
+        key: value for comparison; two tiers of one kind with equal keys have the same chunks.
     """
 
     text: str
@@ -37,8 +38,8 @@ class TrialResult:
     """The result of `StorageSettings.try_out`.
 
     Attributes:
-        found: a sentence without its full stop.
-        advice: what to do; empty if the storage can be used.
+        found: result of the trial, as a sentence without a full stop.
+        advice: advice for the operator; empty if the storage can be used.
     """
 
     found: str
@@ -52,10 +53,10 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     Attributes:
         kind: value of ``type``, and name of the tier in messages and metrics.
-        medium: medium under which the engine counts tokens from this tier.
-        write: when chunks are written: ``through``, as soon as one is in host memory, or ``back``, when host
-            memory fills up.
-        load_weight: weight of tokens from here, for source policy ``weight``.
+        medium: medium under which the engine counts the tokens loaded from this tier.
+        write: write mode. ``through`` writes a chunk as soon as it is in host memory, ``back`` when host
+            memory fills up, or at shutdown.
+        load_weight: weight of each token that this tier offers; used only by source policy ``weight``.
     """
 
     kind: ClassVar[str]
@@ -65,10 +66,10 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     load_weight: float = 1.0
 
     def check(self, where: str) -> None:
-        """Check values without looking at the storage.
+        """Check the values without access to the storage.
 
         Args:
-            where: names the object in messages, such as ``tiers[1]``.
+            where: name of this object in the configuration, for messages, such as ``tiers[1]``.
 
         Raises:
             ConfigError: a value is out of range.
@@ -77,30 +78,30 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def location(self) -> Location:
-        """The location of the chunks, without looking at the storage."""
+        """The configured location of the chunks, determined without access to the storage."""
         raise NotImplementedError
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> StorageTier:
-        """Open the storage. May block for a few seconds.
+        """Open the storage and return the tier. This may block for a minute or more.
 
         Args:
             namespace: namespace of the chunks.
             table: key table that the tiers of a cache share.
-            earlier: tiers that come before this one. They have other locations, but it may turn out only now
-                that two locations are the same storage.
+            earlier: settings of the storage tiers before this one in the configuration. Their locations
+                differ, but a link or a mount can make two locations the same storage.
 
         Raises:
-            ConfigError: it cannot be used; the engine continues without this tier.
+            ConfigError: the storage cannot be used; the engine continues without this tier.
         """
         raise NotImplementedError
 
     @property
     def trial_seconds(self) -> float:
-        """The longest time that `try_out` may take."""
+        """Time limit for `try_out`, in seconds."""
         raise NotImplementedError
 
     def try_out(self) -> TrialResult:
-        """Write something small to the storage, remove it, and return what happened; for `kvferry doctor`.
+        """Write a small object to the storage, remove it, and return the result, for `kvferry doctor`.
 
         Raises:
             ConfigError: the storage cannot be used with these settings.

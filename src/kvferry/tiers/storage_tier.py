@@ -1,8 +1,8 @@
 """The protocol of a storage tier: a disk, a mount or a bucket, which keeps chunks after engines end.
 
-A chunk moves as a whole through host memory. `body` and `into` are slots of the arena. They contain the
-chunk's sections as `geometry.canonical` places them. Calls that block belong on threads of their own. The
-caller limits how many threads a hanging mount can block.
+A chunk is stored and fetched as a whole. Its *body* is its content in host memory, laid out by
+`geometry.canonical`: one or more *sections*, each at a page boundary. Many calls block, so call them on
+threads of their own. The caller must limit how many threads a hanging mount can block.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The bytes in use of a tier's storage, and a hint why a namespace is empty.
+    """The usage of a tier's storage, and a hint why a namespace may be empty.
 
     Attributes:
-        used, capacity: bytes of all namespaces together; None if unknown.
-        same_name_namespace: digest, in hex, of another namespace whose model has the same name as this one's.
-            Empty if there is none, or while this namespace has chunks.
+        used, capacity: bytes in use and maximum bytes, of all namespaces together; None if unknown.
+        same_name_namespace: digest, in hex, of another namespace whose model has the same name. Empty if
+            there is none, or while this namespace has chunks.
     """
 
     used: int | None = None
@@ -36,35 +36,41 @@ class StoreUsage:
 
 
 class StorageTier(Protocol):
-    """The chunks of one namespace, in storage that processes may share. Any thread may make any call.
+    """The chunks of one namespace, in storage that processes may share. Any thread may call any method.
 
-    Failures of a disk, a network or another process are outcomes, not exceptions. They are counted, and the
-    first of each kind is logged with what to do about it.
+    If a disk, a network or another process fails, calls return an outcome and raise no exception. Failures
+    are counted, and the first of each kind is logged with advice.
 
     Attributes:
-        keys: keys of the chunks that this process knows to be in the tier. `refresh` adds chunks that other
-            processes stored and removes those that they evicted. Until then `get` may miss a known chunk.
+        keys: keys of the chunks that this process believes to be in the tier. `refresh` adds chunks that
+            other processes stored, and removes those that they evicted. Until then `get` of such a key
+            misses.
     """
 
     keys: TierKeys
 
     @property
     def paused(self) -> bool:
-        """Return whether the tier currently refuses all requests because earlier ones failed."""
+        """Return whether the tier currently refuses to fetch, because earlier requests failed."""
         return False
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return which keys can be fetched, from memory alone: bool of shape (len(keys),)."""
+        """Return a mask of the keys that can be fetched: bool of shape (len(keys),).
+
+        The answer comes from memory, without access to the storage. While the tier is paused, it is all
+        False.
+        """
         return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk. Blocks, and does not read `body` after it returns.
+        """Store a chunk. The call blocks, and does not use `body` after it returns.
 
         Args:
-            key: 16 to 32 bytes.
+            key: key of the chunk, 16 to 32 bytes.
             group: group, shape and tokens of the chunk.
-            body: sections of the chunk, each at a multiple of 4096 bytes. `put` sets the padding between them
-                to zero. The sections must not change during the call. Page-aligned memory is not copied.
+            body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. `put` sets
+                the padding between them to zero. The sections must not change during the call.
+                Page-aligned memory is not copied.
 
         Raises:
             ChunkError: key, group and body do not form a chunk; nothing was stored.
@@ -72,40 +78,40 @@ class StorageTier(Protocol):
         ...
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a whole chunk. Blocks, and does not write `into` after it returns.
+        """Fetch a whole chunk. The call blocks, and does not use `into` after it returns.
 
-        A chunk that is absent, damaged or unreadable is removed from `keys`.
+        After a miss, the chunk is removed from `keys`, unless the tier was only paused.
 
         Args:
-            key: 16 to 32 bytes.
-            group: expected group, shape and tokens; a chunk of another shape is not a hit.
+            key: key of the chunk, 16 to 32 bytes.
+            group: expected group, shape and tokens; a chunk of another shape is a miss.
             into: writable memory, as long as the chunk's body. Its content is valid only after a hit.
                 Storage is read directly into page-aligned memory.
 
         Raises:
-            ChunkError: `into` has another length; nothing was read.
+            ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
         """
         ...
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks were used, the most valuable one last. Blocks.
-
-        Does nothing in a tier that does not evict by use.
+        """Record that chunks were used, in a tier that evicts by time of last use. The call blocks.
 
         Args:
-            keys: keys of chunks, which need not be in the tier.
+            keys: keys of the chunks, in the order in which to evict them. The tier need not have them all.
         """
         del keys
 
     def usage(self) -> StoreUsage:
-        """Return the usage of the storage. Blocks, and must be called by one thread at a time."""
+        """Return the usage of the storage. The call blocks. Only one thread may call it at a time."""
         return StoreUsage()
 
     def refresh(self) -> int:
-        """Update `keys` with chunks that other processes stored or evicted. Blocks; called every few seconds.
+        """Update `keys` with chunks that other processes stored or evicted.
+
+        The call blocks. A background thread makes it every few seconds.
 
         Returns:
-            The number of listings that had changed.
+            The number of folders, or of listings, that had changed since the last call.
         """
         ...
 
@@ -115,5 +121,5 @@ class StorageTier(Protocol):
         ...
 
     def close(self) -> None:
-        """Release open resources. Idempotent; no other call may be under way or follow."""
+        """Release open resources. Idempotent. No other call may be in progress, or follow."""
         ...

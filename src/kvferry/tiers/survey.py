@@ -1,4 +1,4 @@
-"""Surveys of a cache for operator commands. They change nothing, unless quarantine is requested."""
+"""Surveys of a cache for operator commands. They change nothing, except that `verify_all` may quarantine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.tiers.format.decode import read_header, verify
 from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity
 
 _LONGEST_NOTE = 1 << 20
-# Files that are read at once: what is far away takes its time to begin.
+# Number of files that are read at once, because each read from remote storage begins with a delay.
 _THREADS = 8
 _BATCH = 1024
 
@@ -26,14 +26,14 @@ class NamespaceUsage:
     """The chunks of one namespace.
 
     Attributes:
-        namespace: 64 hex digits.
+        namespace: digest of the namespace, 64 hex digits.
         name: name of the model, as the first writer of the note gave it; empty if there is no valid note.
         facts: facts that the namespace was made from; empty if there is no valid note.
         chunks: number of chunk files.
-        tokens: sum over all chunks; a chunk of several groups counts the group with the most tokens.
-        total_bytes: bytes of the chunk files.
-        oldest, newest: first and last time of use of a chunk, or of storing if use is not recorded: seconds
-            since 1970; None if there is no chunk.
+        tokens: sum of the tokens of all chunks. A chunk of several groups counts its group with most tokens.
+        total_bytes: bytes of all chunk files.
+        oldest, newest: earliest and latest time at which a chunk was last used (or stored, if use is not
+            recorded), seconds since 1970; None if there is no chunk.
         unreadable: number of chunks with an unreadable or invalid header.
     """
 
@@ -50,12 +50,16 @@ class NamespaceUsage:
 
 @dataclass(frozen=True)
 class CacheTotals:
-    """The content of a cache, in files and bytes.
+    """The content of a cache, in numbers of files and bytes.
 
     Attributes:
         path: path of the directory, or the URL.
-        capacity, charged, free: bytes, as in `SpaceUsage`.
-        total_bytes: bytes of all files.
+        capacity, charged, free: bytes, same as in `SpaceUsage`.
+        total_bytes: bytes of all kvferry files.
+        namespaces: number of namespaces with a file.
+        chunks, chunk_bytes: number and bytes of chunk files.
+        temporary, temporary_bytes: number and bytes of files that are being written or were abandoned.
+        quarantined, quarantined_bytes: number and bytes of bad chunks in quarantine.
     """
 
     path: str
@@ -78,7 +82,7 @@ class BadChunk:
 
     Attributes:
         path: path or URL of the file.
-        why: reason for the failure, one sentence.
+        why: reason of the failure, in one sentence.
         moved: whether the file was moved to quarantine.
     """
 
@@ -93,9 +97,9 @@ class VerifyResult:
 
     Attributes:
         chunks: number of chunk files.
-        total_bytes: bytes of the chunk files.
+        total_bytes: bytes of all chunk files.
         bad: chunk files that failed a check.
-        other_versions: number of chunks of other format versions, which other releases can check.
+        other_versions: number of chunks of another format version. This release cannot check them.
     """
 
     chunks: int
@@ -105,7 +109,7 @@ class VerifyResult:
 
 
 def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
-    """Return the usage of each namespace, after reading the header of every chunk."""
+    """Return the usage of each namespace, sorted by digest. The header of every chunk is read."""
     found: dict[str, list[CacheEntry]] = {}
     for entry in cache.entries():
         if entry.namespace:
@@ -114,7 +118,7 @@ def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
 
 
 def cache_totals(cache: CacheAdmin) -> CacheTotals:
-    """Return the totals of a cache without reading a file."""
+    """Return the totals of a cache. Files are listed, but not read."""
     entries = list(cache.entries())
     space = cache.space()
     kinds = {kind: [entry.size for entry in entries if entry.kind is kind] for kind in EntryKind}
@@ -138,8 +142,8 @@ def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
     """Read and check every byte of every chunk.
 
     Args:
-        cache: the cache.
-        quarantine: whether to move bad chunks to quarantine; otherwise nothing is changed.
+        cache: cache to check.
+        quarantine: whether to move bad chunks to quarantine; if False, nothing is changed.
     """
     chunks = [entry for entry in cache.entries() if entry.kind is EntryKind.CHUNK]
     found = list(_of_each(chunks, lambda entry: _check(cache, entry, quarantine)))
@@ -159,7 +163,11 @@ def _of_each(entries: Sequence[CacheEntry], read: Callable[[CacheEntry], _Read])
 
 
 def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk | OtherVersion | None:
-    """Return why a file is bad or cannot be checked by this release; None if it is good or gone."""
+    """Check a chunk file, and move a bad one to quarantine if requested.
+
+    Returns:
+        A BadChunk or an OtherVersion with the reason; None if the chunk is good, or its file is gone.
+    """
     try:
         with cache.opened(entry) as opened:
             try:
@@ -180,6 +188,7 @@ def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk |
 
 
 def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -> NamespaceUsage:
+    """Return the usage of one namespace, from the entries of all its files."""
     chunks = [entry for entry in entries if entry.kind is EntryKind.CHUNK]
     tokens = list(_of_each(chunks, lambda entry: _tokens(cache, entry)))
     used = [entry.used_ns / 1e9 for entry in chunks]

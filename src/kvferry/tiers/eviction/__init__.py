@@ -1,4 +1,7 @@
-"""Eviction policies: which chunk leaves when a tier is full. One per module, one contract (`base`)."""
+"""Eviction policies, which choose the chunk to evict when the host tier is full.
+
+Each module has one policy. All implement the base class in `base`.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,4 +16,4 @@ __all__ = ["EVICTION_POLICIES", "EvictionPolicy"]
 EVICTION_POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {"lru": LRU, "arc": ARC, "s3fifo": S3FIFO}
 )
-"""Policies by their name in a configuration; each is made with the capacity in bytes."""
+"""Policy classes by their name in a configuration. The argument of each is the capacity in bytes."""

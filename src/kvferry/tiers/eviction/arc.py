@@ -1,15 +1,16 @@
 """ARC: one LRU of keys used once, one of keys used again, and an adaptive boundary between them.
 
 Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003,
-figure 4. `recent` is the paper's T1, `frequent` T2, and their ghosts B1 and B2; `target` is p, the bytes that
-`recent` should have. A ghost hit in B1 means that `recent` was too small, one in B2 that `frequent` was.
+figure 4. `recent` is the paper's T1, and `frequent` is T2. Each has *ghosts*, the keys that were evicted from
+it: B1 and B2 in the paper. `target` is p, the bytes that `recent` should have. If a new key has a ghost in
+B1, `recent` was too small. If it has one in B2, `frequent` was too small.
 
-Simplified against the paper:
-- bytes in place of pages: a ghost hit moves the target by the key's size, times the ratio of the ghosts'
-  bytes;
-- the victim is chosen before the new key is known, so the target moves after the replacement instead of
-  before it, and the tie-break of REPLACE for a page of B2 is not needed;
-- ghosts are trimmed when something is added, to T1 + B1 within the capacity and all four within twice that.
+Simplifications:
+- Sizes are in bytes, not pages. A ghost hit moves the target by the key's size, times the ratio of the bytes
+  in B1 and B2, if that is above 1.
+- The victim is chosen before the new key is known. So the target moves after the replacement, not before it,
+  and the tie-break of REPLACE for a page of B2 is not needed.
+- Ghosts are trimmed when a queue gets a key: T1 + B1 to the capacity, and all four to twice the capacity.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class ARC(EvictionPolicy):
-    """The ARC policy. A scan passes through `recent` and does not disturb `frequent`."""
+    """The ARC policy. Keys that are used only once pass through `recent`, and evict none of `frequent`."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._target = 0.0
@@ -28,7 +29,7 @@ class ARC(EvictionPolicy):
         super().__init__(capacity_bytes, resident, ghosts)
 
     def touch(self, key: bytes) -> None:
-        """Record a use of a key: make it the newest of `frequent`. Raises KeyError if it is not admitted."""
+        """Record a use of a key: make it the newest in `frequent`. Raises KeyError if it is not admitted."""
         if key in self._recent:
             self._recent.move(key, self._frequent)
         else:
@@ -48,7 +49,7 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """Check the queues, the ghosts' bounds and the target. Raises AssertionError."""
+        """Check the queues, the limits of the ghosts, and the target. Raises AssertionError."""
         super().check_integrity()
         recent = self._recent.total + self._recent_ghosts.total
         everything = recent + self._frequent.total + self._frequent_ghosts.total
@@ -63,7 +64,7 @@ class ARC(EvictionPolicy):
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """If the key has a ghost, adapt the target and drop the ghost; return whether it had one."""
+        """Adapt the target if the key has a ghost, and drop the ghost; return whether it had one."""
         recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
         if key in self._recent_ghosts:
             self._target = min(self._target + size * max(1.0, frequent / recent), self.capacity_bytes)
@@ -76,7 +77,7 @@ class ARC(EvictionPolicy):
         return True
 
     def _trim(self) -> None:
-        """Drop the oldest ghosts beyond the paper's bounds."""
+        """Drop the oldest ghosts beyond the limits in the module's docstring."""
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total
         self._frequent_ghosts.trim(rest)

@@ -1,10 +1,11 @@
-"""The contract of an eviction policy, and what all policies share.
+"""The base class of eviction policies: their contract, and the code that all policies share.
 
-A policy ranks keys. It holds no bytes and frees none. The tier reports what happens to each key, and the
-policy names the key to evict:
+A policy ranks keys. It neither stores nor frees the chunks. The tier reports what happens to each key, and
+the policy chooses the key to evict. Some policies remember an evicted key as a *ghost*, without its chunk.
+The tier calls these methods:
 
-    admit(key, bytes)   add a key; its ghost, if it has one, may affect its rank
-    touch(key)          the key was used
+    admit(key, bytes)   add a key; a ghost of this key, if there is one, may affect its rank
+    touch(key)          record a use of the key
     make_newest(key)    rank the key as the latest used, without counting a use
     pin / unpin         exclude the key from eviction, and allow it again
     evict()             remove and return a key to evict; it may become a ghost
@@ -13,14 +14,15 @@ policy names the key to evict:
 **What mutates.** Every method except the queries changes the policy and nothing else. The policy keeps
 references to keys only.
 
-**When a key must be pinned.** While its bytes are read: `evict` never names a pinned key, and the caller may
-reuse the bytes of an evicted key at once. Pins are not counted: a caller with several readers pins for the
-first and unpins after the last. An unpinned key ranks as the latest used.
+**When a key must be pinned.** Pin a key while its bytes are read, because the caller may reuse the bytes of
+an evicted key at once. `evict` never returns a pinned key. Pins are not counted: a caller with several
+readers pins the key for the first and unpins it after the last. `unpin` ranks the key as the latest used.
 
-**What is unsafe.** Not thread-safe. The sum of admitted bytes must stay within the capacity: evict first.
+**What is unsafe.** A policy is not thread-safe. The sum of admitted bytes must stay within the capacity, so
+evict before you admit.
 
-All limits are in bytes, because keys differ in size. Ghosts count with the bytes of their former chunks,
-which limits their number. Every method takes constant time, `evict` of S3-FIFO on average.
+All limits are in bytes, because chunks differ in size. A ghost counts with the bytes of its former chunk,
+which limits the number of ghosts. Methods take constant time; in S3-FIFO, `evict` does on average.
 """
 
 from __future__ import annotations
@@ -32,26 +34,32 @@ from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
 
 class EvictionPolicy(ABC):
-    """A ranking of keys.
+    """A ranking of the keys of chunks, which decides the order of their eviction.
 
-    Every admitted key is in one of the policy's resident queues, from which `evict` takes. Its other queues
-    hold ghosts. A subclass decides where a key enters, where it moves when it is used, and which key leaves.
+    Every admitted key is in one of the policy's resident queues, and `evict` chooses among these. Its other
+    queues hold ghosts. A subclass decides where a key enters, where it moves on a use, and which key leaves.
 
     Attributes:
-        capacity_bytes: bound on the sum of admitted bytes.
+        capacity_bytes: maximum sum of admitted bytes.
     """
 
     def __init__(
         self, capacity_bytes: int, resident: Sequence[ByteQueue], ghosts: Sequence[ByteQueue] = ()
     ) -> None:
-        """Create an empty policy with the queues of the subclass."""
+        """Create a policy without keys.
+
+        Args:
+            capacity_bytes: maximum sum of admitted bytes.
+            resident: empty queues of the subclass for admitted keys.
+            ghosts: empty queues of the subclass for ghosts.
+        """
         self.capacity_bytes = capacity_bytes
         self._resident = resident
         self._queues = (*resident, *ghosts)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all admitted keys, including pinned ones."""
+        """Sum of the bytes of all admitted keys, including pinned ones."""
         return sum(queue.total for queue in self._resident)
 
     def __len__(self) -> int:
@@ -63,7 +71,11 @@ class EvictionPolicy(ABC):
         return any(key in queue for queue in self._resident)
 
     def admit(self, key: bytes, size: int) -> None:
-        """Add an unpinned key of `size` bytes.
+        """Add an unpinned key.
+
+        Args:
+            key: key of a chunk.
+            size: bytes of the chunk.
 
         Raises:
             ValueError: the key is admitted already, `size` is not positive, or it exceeds the capacity.
@@ -82,7 +94,10 @@ class EvictionPolicy(ABC):
         """Record a use of a key. Raises KeyError if it is not admitted."""
 
     def make_newest(self, key: bytes) -> None:
-        """Rank a key as the latest used, a pinned key when it is unpinned. KeyError if not admitted."""
+        """Rank a key as the latest used, without counting a use. Raises KeyError if it is not admitted.
+
+        A pinned key gets this rank when it is unpinned.
+        """
         self._queue_of(key).make_newest(key)
 
     def pin(self, key: bytes) -> None:
@@ -94,7 +109,7 @@ class EvictionPolicy(ABC):
         self._queue_of(key).unpin(key)
 
     def remove(self, key: bytes) -> None:
-        """Forget a key, pinned or not, without a ghost. Raises KeyError if it is not admitted."""
+        """Remove a key, pinned or not, and keep no ghost of it. Raises KeyError if it is not admitted."""
         self._queue_of(key).remove(key)
 
     @abstractmethod
@@ -102,10 +117,10 @@ class EvictionPolicy(ABC):
         """Remove and return the key to evict; None if all keys are pinned."""
 
     def check_integrity(self) -> None:
-        """Check that all queues agree. Takes time with the number of keys.
+        """Check that all queues are consistent. The time is proportional to the number of keys.
 
         Raises:
-            AssertionError: they disagree; the message names the contradiction.
+            AssertionError: they are not; the message names the contradiction.
         """
         check_disjoint(self._queues)
         if self.used_bytes > self.capacity_bytes:
@@ -113,10 +128,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key that fits into a resident queue, and drop its ghost."""
+        """Put a new key into a resident queue, and drop its ghost. `admit` has checked that it fits."""
 
     def _queue_of(self, key: bytes) -> ByteQueue:
-        """Return the resident queue of a key. Raises KeyError if it has none."""
+        """Return the resident queue that has a key. Raises KeyError if none has."""
         for queue in self._resident:
             if key in queue:
                 return queue

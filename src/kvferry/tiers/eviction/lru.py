@@ -1,4 +1,4 @@
-"""Least recently used: the baseline. A scan larger than the capacity evicts everything else."""
+"""Least recently used, the baseline policy. A scan larger than the capacity evicts everything else."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class LRU(EvictionPolicy):
-    """The LRU policy: evicts the least recently used key. No ghosts."""
+    """The LRU policy, which evicts the least recently used key. It keeps no ghosts."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._queue = ByteQueue()
         super().__init__(capacity_bytes, [self._queue])
 
     def touch(self, key: bytes) -> None:
-        """Record a use of a key: make it the newest. Raises KeyError if it is not admitted."""
+        """Record a use of a key: rank it as the newest. Raises KeyError if it is not admitted."""
         self._queue.make_newest(key)
 
     def evict(self) -> bytes | None:
-        """Remove and return the oldest key; None if all keys are pinned."""
+        """Remove and return the least recently used key; None if all keys are pinned."""
         return self._queue.pop()[0] if self._queue.unpinned else None
 
     def _place(self, key: bytes, size: int) -> None:

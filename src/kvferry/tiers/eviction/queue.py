@@ -1,4 +1,4 @@
-"""Keys in order, with their bytes: the building block of all policies."""
+"""A queue of keys and their sizes, the building block of all eviction policies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterable
 class ByteQueue:
     """A queue of keys from oldest to newest. Pinned keys are not in the order, but count in `total`.
 
-    Every method takes constant time, and raises KeyError for a key that is not in the state it needs.
+    Methods that move one key take constant time. They raise KeyError for a key that is not in the queue, or
+    not pinned or unpinned as required.
 
     Attributes:
-        total: bytes of all keys, including pinned ones.
+        total: sum of the bytes of all keys, including pinned ones.
     """
 
     def __init__(self) -> None:
@@ -34,12 +35,12 @@ class ByteQueue:
         return len(self._unpinned)
 
     def push(self, key: bytes, size: int) -> None:
-        """Add a key as the newest."""
+        """Add a key of `size` bytes as the newest. The queue must not have it yet."""
         self._unpinned[key] = size
         self.total += size
 
     def pop(self) -> tuple[bytes, int]:
-        """Remove and return the oldest unpinned key, with its bytes."""
+        """Remove the oldest unpinned key; return it with its bytes."""
         key, size = self._unpinned.popitem(last=False)
         self.total -= size
         return key, size
@@ -56,7 +57,7 @@ class ByteQueue:
             self._unpinned.move_to_end(key)
 
     def pin(self, key: bytes) -> None:
-        """Take a key out of the order."""
+        """Exclude a key from the order until it is unpinned."""
         self._pinned[key] = self._unpinned.pop(key)
 
     def unpin(self, key: bytes) -> None:
@@ -85,7 +86,7 @@ class ByteQueue:
 
 
 def check_disjoint(queues: Iterable[ByteQueue]) -> None:
-    """Check every queue, and that no key is in two of them.
+    """Check the integrity of every queue, and that no key is in two of them.
 
     Raises:
         AssertionError: a check fails.

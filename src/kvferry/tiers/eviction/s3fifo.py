@@ -1,18 +1,19 @@
-"""S3-FIFO: three first-in-first-out queues, so that keys used once leave quickly.
+"""S3-FIFO: three first-in-first-out queues, so that keys used once are evicted early.
 
 Juncheng Yang, Yazhuo Zhang, Ziyue Qiu, Yao Yue, K. V. Rashmi, "FIFO queues are all you need for cache
-eviction", SOSP 2023, algorithm 1. New keys pass through a *small* queue of a tenth of the bytes. At its end,
-keys used at least twice move to the *main* queue; the others are evicted and leave a ghost. A key that is
-admitted while it has a ghost enters main directly. At the end of main, a used key is reinserted.
+eviction", SOSP 2023, algorithm 1. New keys pass through a *small* queue with a tenth of the bytes. At its
+end, keys used at least twice move to the *main* queue. The others are evicted, and the policy remembers each
+as a *ghost*. A key that is admitted while it has a ghost enters main directly. At the end of main, a used key
+is reinserted, and an unused one is evicted without a ghost.
 
       admit ──▶ small ──used twice──▶ main ─┐ used: reinserted
         │         └──else──▶ ghost    ▲  └──┘ else: evicted
         └──────── ghost ──────────────┘
 
-Simplified against the paper:
-- bytes in place of objects: ghosts are limited to the bytes of main's share;
-- an unpinned key becomes the newest of its queue;
-- uses are counted up to 3 per key in a dictionary, not in two bits.
+Differences from the paper:
+- Sizes are in bytes, not objects. The ghosts may have as many bytes as main's share of the capacity.
+- A key that is unpinned becomes the newest of its queue.
+- The uses of a key, at most 3, are counted in a dictionary, not in two bits.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from kvferry.tiers.eviction.base import EvictionPolicy
 from kvferry.tiers.eviction.queue import ByteQueue
 
 _SMALL_SHARE = 10
-"""The small queue has one tenth of the bytes."""
+"""Divisor of the capacity: the small queue has one tenth of the bytes."""
 _MOST_USES, _PROMOTED_FROM = 3, 2
+"""Maximum number of counted uses of a key; number of uses from which a key moves to main."""
 
 
 class S3FIFO(EvictionPolicy):
-    """The S3-FIFO policy. A scan passes through the small queue and does not disturb main."""
+    """The S3-FIFO policy. Keys used only once pass through the small queue, and do not disturb main."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._small_bytes = capacity_bytes // _SMALL_SHARE
@@ -39,14 +41,14 @@ class S3FIFO(EvictionPolicy):
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
     def remove(self, key: bytes) -> None:
-        """Forget a key and its uses. Raises KeyError if it is not admitted."""
+        """Remove a key and its count of uses. Raises KeyError if it is not admitted."""
         super().remove(key)
         del self._uses[key]
 
     def evict(self) -> bytes | None:
         """Remove and return the key to evict; None if all keys are pinned.
 
-        The average cost of a call is the number of keys touched since the last call.
+        On average, the time of a call is proportional to the number of uses recorded since the last call.
         """
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
@@ -56,7 +58,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check the queues and the bound of the ghosts. Raises AssertionError."""
+        """Check the queues, the limit of the ghosts, and the counts of uses. Raises AssertionError."""
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")
@@ -71,7 +73,7 @@ class S3FIFO(EvictionPolicy):
         self._uses[key] = 0
 
     def _evict_small(self) -> bytes | None:
-        """Take the oldest key of the small queue; move it to main and return None, or evict and return it."""
+        """Move the oldest key of the small queue to main and return None, or evict it and return it."""
         key, size = self._small.pop()
         if self._uses[key] >= _PROMOTED_FROM:
             self._uses[key] = 0
@@ -83,7 +85,7 @@ class S3FIFO(EvictionPolicy):
         return key
 
     def _evict_main(self) -> bytes | None:
-        """Take the oldest key of main; put it back as the newest and return None, or evict and return it."""
+        """Reinsert the oldest key of main as its newest and return None, or evict it and return it."""
         key, size = self._main.pop()
         if self._uses[key]:
             self._uses[key] -= 1
