@@ -43,7 +43,7 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
     Args:
         stores: caches of the layers.
         tp: number of tensor-parallel ranks.
-        asked: configured number of tokens per block; None if the engine is not configured.
+        asked: configured number of tokens per block; None for vLLM's choice.
 
     Raises:
         GeometryError: the heads cannot be distributed evenly over the ranks.

@@ -86,7 +86,7 @@ def _table(forecast: Forecast) -> Table:
 
 
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
-    """Yield one table row per kind of layer, then one for all layers if there are several kinds."""
+    """Yield the cells of each table row: one row per kind of layer, then one for all if there are several."""
     for row in forecast.rows:
         kept = format_bytes(row.layers * row.store.bytes_of(1))
         yield f"{row.layers} {describe(row.store)}", kept, *_moved(row.moved)

@@ -42,7 +42,7 @@ class TableSlice:
 
 
 def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> TableSlice:
-    """Return the part of a block table that holds tokens ``[low, high)``.
+    """Return the part of a block table whose blocks hold the tokens ``[low, high)``.
 
     >>> slice_table([5, 6, 7, 8], 100, 200, 64)
     TableSlice(first=1, ids=(6, 7, 8))

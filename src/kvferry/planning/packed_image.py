@@ -59,7 +59,7 @@ class PackedImage:
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest read."""
+        """Length of the longest read in bytes."""
         return max(int(each.descriptors.length.max()) for each in self.reads)
 
 

@@ -53,7 +53,7 @@ class StridedCopy:
 
     @property
     def rows(self) -> int:
-        """Number of runs."""
+        """Number of runs over all iterations of the loops."""
         return prod(loop.count for loop in self.loops)
 
     @property

@@ -137,7 +137,8 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
             choice = chosen_for[alike]
             if choice.takes and not all(same_scales(holder.layer, layer) for holder in holders):
                 choice = _Choice(differences=(_OTHER_SCALES,))
-            for text in choice.differences if not layer.draft else ():  # see `absent_layers`
+            # The peer may lack layers of a draft model; `absent_layers` reports them.
+            for text in choice.differences if not layer.draft else ():
                 found[text].append(layer.name)
             for number, fields in choice.takes:
                 holder = holders[number]
@@ -374,7 +375,7 @@ def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iter
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return a warning for each set of layers whose window is shorter at the peer than at this rank.
+    """Return warnings about layers whose window at the peer covers fewer tokens than this rank needs.
 
     For long prompts, the peer then keeps fewer tokens of these layers than this rank needs. This happens if
     the hybrid KV cache manager is enabled at the peer and disabled here, so that sliding-window layers count

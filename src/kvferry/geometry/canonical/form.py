@@ -106,7 +106,7 @@ class FormSection:
 
     @property
     def units(self) -> int:
-        """Number of units."""
+        """Number of units in the section."""
         return unit_count(self.total)
 
     @property
@@ -213,5 +213,8 @@ class CanonicalForm:
 
     @cached_property
     def content(self) -> str:
-        """SHA-256 of the lines of `describe`, hexadecimal. Engines with equal values can share chunks."""
+        """SHA-256 of the lines of `describe`, hexadecimal.
+
+        Engines that serve the same model with the same dtypes can share chunks if their values are equal.
+        """
         return sha256("\n".join(self.describe()).encode()).hexdigest()

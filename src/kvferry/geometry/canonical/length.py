@@ -31,7 +31,8 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 
     Args:
         asked: configured number of tokens; None for the largest multiple of `block` up to `CHUNK_TOKENS` that
-            divides `interval`. If there is none, the smallest larger number that suits both is taken.
+            divides `interval`. If there is none, `block` is used, or the least common multiple of both if
+            `block` does not divide `interval`.
         interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
         block: number of tokens per block of a sliding-window group, same as in `check_windows`.
     """

@@ -102,7 +102,7 @@ class AttentionReader:
             return _of_step(self.config, heads, k_width, v_width)
         if (wide := self.config.maybe("global_head_dim")) is not None:
             self.config.cover("num_global_key_value_heads", "attention_k_eq_v")
-            # Gemma 4: layers without a window have wider heads, and fewer of them where K serves as V.
+            # Gemma 4: layers without a window have wider heads, and fewer of them if K is also used as V.
             fewer = self.config.maybe("num_global_key_value_heads")
             if fewer is not None and self.config.get("attention_k_eq_v") is True:
                 heads = fewer
@@ -129,7 +129,7 @@ class AttentionReader:
             raise ConfigError(
                 f"{self.cache_dtype} is for K and V; this model keeps latents (MLA), choose fp8"
             )
-        # Heads are computed from the latent and not kept.
+        # K and V heads are computed from the latent and are not cached.
         self.config.cover(*_KV_HEADS, "head_dim", "v_head_dim")
         width = self.config.number("kv_lora_rank") + self.config.number("qk_rope_head_dim")
         latent = StoredField(

@@ -1,4 +1,4 @@
-"""Models whose KV kvferry cannot move: encoders and encoder-decoders."""
+"""Check for models whose KV cache kvferry cannot transfer: encoders and encoder-decoders."""
 
 from __future__ import annotations
 
