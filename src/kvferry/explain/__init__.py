@@ -1,1 +1,5 @@
-"""`kvferry explain`: asks the engines of this machine for the traces of requests, and prints them."""
+"""The implementation of ``kvferry explain``.
+
+It asks the engines of this machine for the traces of requests and renders them as text. A trace is the list
+of events of one request.
+"""

@@ -1,4 +1,4 @@
-"""Ask all engines of this machine for traces, concurrently and with one deadline."""
+"""Client that asks all engines of this machine for the traces of requests, within one deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.observe.traces import RequestTrace
 from kvferry.observe.wire import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 
 _SECONDS = 5.0
-"""Deadline for all engines together."""
+"""Seconds after which all engines together must have answered."""
 _SHORTEST = 0.001
 _MOST_AT_ONCE = 64
 
@@ -32,28 +32,28 @@ class EngineAnswer:
     """The answer of one engine.
 
     Attributes:
-        engine: the engine that answered.
-        traces: the latest request first.
+        engine: description of the engine that answered.
+        traces: traces of its requests, the latest request first.
     """
 
     engine: EngineInfo
     traces: tuple[RequestTrace, ...]
 
     def wall(self, at: float) -> float:
-        """Convert a time of the engine's monotonic clock to seconds since 1970."""
+        """Convert `at`, a time of the engine's monotonic clock in seconds, to seconds since 1970."""
         return at - self.engine.monotonic + self.engine.wall
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """A trace and the answer it came in."""
+    """A trace, and the engine's answer that contains it."""
 
     answer: EngineAnswer
     trace: RequestTrace
 
     @property
     def arrived(self) -> float:
-        """Return when the request reached its engine, in seconds since 1970."""
+        """Time at which the request reached its engine, in seconds since 1970."""
         return self.answer.wall(self.trace.events[0].at)
 
 
@@ -62,21 +62,21 @@ class AllAnswers:
     """The answers of all engines.
 
     Attributes:
-        answers: one per engine that answered.
-        problems: one sentence per engine or directory that gave no answer.
+        answers: answers of the engines that answered.
+        problems: one error message for each engine that did not answer, and for each unusable directory.
     """
 
     answers: tuple[EngineAnswer, ...]
     problems: tuple[str, ...]
 
     def traces(self) -> list[EngineTrace]:
-        """Return all traces in the order of arrival, so the prefill engine's comes first."""
+        """Return all traces by time of arrival. So a prefill engine's trace precedes the decode engine's."""
         found = [EngineTrace(answer, trace) for answer in self.answers for trace in answer.traces]
         return sorted(found, key=lambda one: one.arrived)
 
 
 def ask_engines(question: Question) -> AllAnswers:
-    """Ask every engine of this user on this machine.
+    """Ask every engine that this user runs on this machine, and return their answers.
 
     Raises:
         ConfigError: no engine answered, and a directory of sockets is not safe to use.
@@ -92,7 +92,7 @@ def ask_engines(question: Question) -> AllAnswers:
     asked = msgspec.json.encode(question) + b"\n"
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
         lines = list(pool.map(lambda path: _asked(path, asked, until), paths))
-    # In one thread: msgspec crashes where two are the first to read a type.
+    # In one thread, because msgspec crashes if two threads decode a type for the first time.
     said = [_read(each) if isinstance(each, list) else each for each in lines]
     answers = tuple(one for one in said if isinstance(one, EngineAnswer))
     if refused and not answers:
@@ -101,7 +101,7 @@ def ask_engines(question: Question) -> AllAnswers:
 
 
 def _asked(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
-    """Return the lines of an engine's answer, or the error; None if the engine is gone."""
+    """Return the lines of an engine's answer, or an error message; None if the engine is gone."""
     try:
         connection = socket_directory.connect(path, until)
         if connection is None:
@@ -119,7 +119,7 @@ def _no_answer(error: Exception) -> str:
 
 
 def _read(lines: list[bytes]) -> EngineAnswer | str:
-    """Decode the answer in these lines; return the error if that fails."""
+    """Decode an answer from its lines; return an error message if that fails."""
     try:
         return _answer(*lines)
     except ProtocolError as error:
@@ -127,10 +127,10 @@ def _read(lines: list[bytes]) -> EngineAnswer | str:
 
 
 def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
-    """Decode an answer.
+    """Decode an answer: the description of the engine in the first line, then one trace per line.
 
     Raises:
-        ProtocolError: it cannot be decoded, or the engine refused the question.
+        ProtocolError: the answer is malformed, or the engine refused the question.
     """
     try:
         if b'"error"' in first[:16]:
@@ -145,7 +145,11 @@ def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
 
 
 def _lines(asked: socket.socket, until: float) -> Iterator[bytes]:
-    """Yield all lines until the engine closes the connection; at least one."""
+    """Receive until the engine closes the connection, then yield all lines, at least one.
+
+    Raises:
+        ProtocolError: the answer is too large, takes too long, or ends within a line.
+    """
     said = bytearray()
     while True:
         asked.settimeout(max(_SHORTEST, until - time.monotonic()))

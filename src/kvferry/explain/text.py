@@ -1,4 +1,4 @@
-"""Render traces and lists of requests as text for a terminal."""
+"""Rendering of traces, and of lists of requests, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from kvferry.units import format_age, format_count, format_seconds
 
 @dataclass(slots=True)
 class Summary:
-    """Numbers of a request up to the first time that the engine scheduled it.
+    """The key figures of a request up to the first time that the engine scheduled it.
 
     Attributes:
-        tokens: length of the prompt.
-        tokens_by_origin: tokens by origin: a tier, ``peer``, ``prefix cache``, ``another connector`` or
-            ``computed``; empty until the request is scheduled.
+        tokens: number of tokens of the prompt.
+        tokens_by_origin: number of tokens by origin: a tier, ``peer``, ``prefix cache``, ``another
+            connector`` or ``computed``; empty until the request is scheduled.
         failed: number of failed loads.
-        seconds: time from arrival until it was scheduled; None until then.
-        loading, looking: seconds of it in which loads were under way, or a source was still looking.
+        seconds: seconds from its arrival until it was scheduled; None until then.
+        loading: seconds of that time in which a load was under way.
+        looking: seconds of that time in which a source was still looking.
     """
 
     tokens: int
@@ -39,12 +40,12 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """Return the part of `seconds` that is neither loading nor looking."""
+        """Seconds until it was scheduled in which it neither loaded nor waited for a source."""
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 
 def summary(trace: RequestTrace) -> Summary:
-    """Summarize a trace that begins with the arrival of its request."""
+    """Return the key figures of a request from its trace, which begins with its arrival."""
     came = trace.events[0]
     assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
     found, looks_since, begun = Summary(came.tokens), None, dict[str, events.LoadBegan]()
@@ -63,7 +64,7 @@ def summary(trace: RequestTrace) -> Summary:
         elif isinstance(event, events.LoadEnded):
             began = begun.get(event.load)
             attempt = event.load if began is None else began.attempt
-            loading[attempt] = max(loading.get(attempt, 0.0), event.seconds)  # parts come beside each other
+            loading[attempt] = max(loading.get(attempt, 0.0), event.seconds)  # parts are loaded concurrently
             if event.outcome is LoadOutcome.READY:
                 brought += [] if began is None else [began]
             elif event.outcome is not LoadOutcome.DROPPED:
@@ -95,7 +96,7 @@ def _places(brought: list[events.LoadBegan], went_on: events.Scheduled) -> Count
 
 _INDENT = 2
 _TIMES = 11
-"""Width of the time column."""
+"""Width of the time column in characters."""
 
 
 def render(traced: EngineTrace) -> str:
@@ -114,7 +115,12 @@ def render(traced: EngineTrace) -> str:
 
 
 def render_list(traced: list[EngineTrace], now: float) -> str:
-    """Return a list of requests, the latest last, in about two lines each. `now` is in seconds since 1970."""
+    """Return a list of requests as text, in about two lines each.
+
+    Args:
+        traced: traces of the requests, in the order of the list.
+        now: current time, seconds since 1970.
+    """
     lines: list[str] = []
     for one in traced:
         found = summary(one.trace)

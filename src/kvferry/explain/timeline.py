@@ -1,4 +1,4 @@
-"""Turn the trace of a request into sentences."""
+"""Conversion of a request's trace into sentences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvferry.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """A sentence of a timeline.
+    """One sentence of a timeline.
 
     Attributes:
-        text: the sentence, not wrapped.
+        text: the sentence, not wrapped into lines.
         after: seconds from the request's arrival to the event; None for a further sentence about the same
-            event.
+            event, and for the note that events are left out.
     """
 
     text: str
@@ -31,12 +31,12 @@ class TimelineEntry:
 
 
 def timeline(trace: RequestTrace) -> list[TimelineEntry]:
-    """Return the sentences about a trace, whose first event is the arrival."""
+    """Return the sentences that describe a trace. Its first event must be the arrival of the request."""
     return list(_Timeline(trace).lines())
 
 
 class _Timeline:
-    """State of a timeline under construction: earlier events that later sentences refer to."""
+    """Writes the sentences of one trace. It remembers earlier events that later sentences depend on."""
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace, self._came = trace, trace.events[0].at
@@ -126,7 +126,7 @@ class _Timeline:
 
     def _refused(self, event: events.SourceRefused) -> Iterator[str]:
         if event.source == TIERS:
-            return  # what has failed is not asked for again, and has been told; what is left may be
+            return  # only the failed chunks are not asked for again, and the failure is described already
         because = "" if event.reason == self._failure else f": {event.reason}"
         yield f"{event.source} is not asked again for this request{because}"
 
@@ -154,7 +154,7 @@ class _Timeline:
         elif event.withdrawn:
             yield "The lease is withdrawn: the cache was reset, or another sample of the request was aborted."
         elif not event.expired:
-            # The first one came with the request.
+            # The first heartbeat came with the request.
             count = f" after {_heartbeats(heard)}" if heard > 1 else ""
             yield f"The lease is released by its consumer{count}."
         elif heard:
@@ -163,7 +163,7 @@ class _Timeline:
             yield "The lease has expired: its consumer sent no heartbeat."
 
     def _again(self) -> Iterator[str]:
-        """Yield a sentence if the request is admitted once more."""
+        """Yield a sentence if the request is admitted again after a preemption."""
         if self._settled:
             self._settled = False
             yield "The request was preempted, and is admitted again."
