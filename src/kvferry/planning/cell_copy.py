@@ -119,8 +119,7 @@ def split_tokens(
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
     """Group the tokens of a cell such that all tokens of a group have the same offsets from cell to cell.
 
-    Usually there is one group. There are several if kernel blocks, of which a block may consist, end inside
-    cells.
+    Usually there is one group. There are several if a block consists of kernel blocks that end inside cells.
 
     >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
     >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]

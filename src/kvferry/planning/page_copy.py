@@ -94,8 +94,8 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     Args:
         src: format of the source pages.
         dst: format of the destination pages.
-        fields: names of the fields to copy; None for all. Nothing is copied of a field if the two sides hold
-            different parts of it.
+        fields: names of the fields to copy; None for all. A field is left out if the two sides hold disjoint
+            parts of it.
 
     Raises:
         Incompatible: pages of `src` cannot be copied to pages of `dst`; lists all `differences`.

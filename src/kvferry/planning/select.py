@@ -35,7 +35,7 @@ class LoadSpan:
         local_tokens: number of tokens that the destination has before the load, from the start of the prompt.
         total: number of tokens that it has after the load, from the start of the prompt.
         prompt: length of the whole prompt in tokens.
-        part: token range ``[first, last)`` of this part; None if the load brings the whole prefix.
+        part: token range ``[first, last)`` that this load brings; None if it brings the whole prefix.
     """
 
     local_tokens: int
@@ -112,7 +112,9 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
 
 
 def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
-    """Return the first token that attends to no token before `end`, in sliding-window or chunked attention.
+    """Return the position of the first token that attends to no token before `end`.
+
+    The group must have sliding-window or chunked attention.
 
     >>> first_independent(GroupKind.SLIDING, 24, 64), first_independent(GroupKind.CHUNKED, 32, 48)
     (87, 64)

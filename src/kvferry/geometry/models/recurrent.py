@@ -35,7 +35,11 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
 
 
 def _taps(kernel: int) -> tuple[str, int]:
-    """Return the axis of the past inputs that a convolution over `kernel` tokens keeps: ``kernel - 1``."""
+    """Return the name and length of the axis of past convolution inputs. The length is ``kernel - 1``.
+
+    Raises:
+        ConfigError: `kernel`, the number of tokens that the convolution covers, is below 2.
+    """
     if kernel < 2:
         raise ConfigError(
             f"config.json: a convolution over {kernel} tokens keeps nothing; at least 2 are expected"
