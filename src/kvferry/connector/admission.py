@@ -138,7 +138,7 @@ class Admission:
         self._count = 0
 
     def __len__(self) -> int:
-        """Number of requests that have not ended and have at least one possible source."""
+        """Return the number of requests that have not ended and have at least one possible source."""
         return len(self._known)
 
     def on_new_request(self, request: Request) -> None:
@@ -371,7 +371,7 @@ class Admission:
         return tuple(np.array(group.table(of_group, span.total), np.int64) for group, of_group in ids)
 
     def _most_written(self, span: LoadSpan) -> int:
-        """Return the most blocks that a load of these tokens writes."""
+        """Return the maximum number of blocks that a load of these tokens may write."""
         return sum(
             max_writable_blocks(one.kind, one.attention_span, one.block_tokens, span) for one in self._groups
         )

@@ -134,7 +134,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
     known = [field.name for field in msgspec.structs.fields(ConnectorConfig)]
     check_keys("kv_connector_extra_config", extra, known)
     for key in extra:
-        if key != "tiers":  # directories may have names that are no text
+        if key != "tiers":  # directories may have names that are not valid UTF-8
             check_text(key, extra[key])
     try:
         config = msgspec.convert(dict(extra), ConnectorConfig)

@@ -150,7 +150,7 @@ class Request(Protocol):
         all_token_ids: token ids of the prompt and of the answer so far.
         adapter: the request's LoRA adapter; None without one.
         items: images, videos and audio clips of the prompt, sorted by offset.
-        cache_salt: text of which requests must have the same to share KV; None without one.
+        cache_salt: salt of the cache keys. Only requests with the same salt share KV. None without a salt.
         arrives_in_parts: True if later parts of the prompt are still to arrive.
         kv_transfer_params: parameters from the client or router, unchecked.
         trace_headers: W3C trace context of the client, unchecked.

@@ -36,7 +36,7 @@ class LoadPlan:
         return self.legs[-1][0]
 
     def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
-        """Return (source, bid, span) of every part of which the engine still lacks tokens.
+        """Return (source, bid, span) of every part that the engine still lacks tokens of.
 
         Args:
             local_tokens: number of tokens that the engine had when the plan was made.
@@ -57,9 +57,9 @@ class LoadPlan:
 
 
 def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
-    """Return the number of tokens at multiples of which two parts of a prefix may meet.
+    """Return the alignment, in tokens, of the position where two parts of a prefix meet.
 
-    Return 0 if no layer attends to all tokens.
+    Two parts may meet at each of its multiples. Return 0 if no layer attends to all tokens.
 
     Args:
         blocks: (kind, block size in tokens) of every KV cache group of the engine.
@@ -80,8 +80,8 @@ def load_plans(
         sources: sources that may be able to serve the request.
         request: the request.
         local_tokens: number of tokens that the engine has.
-        alignment_tokens: number of tokens at multiples of which two parts may meet, from `common_alignment`;
-            0 for no plans with two sources.
+        alignment_tokens: alignment of the position where two parts meet, from `common_alignment`; 0 for no
+            plans with two sources.
     """
     found = [LoadPlan(bid, ((one, bid),)) for one in sources for bid in one.bids(request, local_tokens)]
     if len(sources) > 1 and alignment_tokens:

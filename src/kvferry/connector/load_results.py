@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class LoadOutcome(StrEnum):
-    """How a load ended."""
+    """The outcome of a load."""
 
     READY = "ready"
     FAILED = "failed"

@@ -160,7 +160,7 @@ class EndedRequests:
     Attributes:
         sent: ids of the requests whose lease word is raised. Their blocks may be freed.
         received: ids of the requests all of whose loads are reported.
-        failed: ids of the requests in `received` of which a load has failed.
+        failed: ids of the requests in `received` that have a failed load.
     """
 
     sent: frozenset[str] = frozenset()

@@ -96,7 +96,7 @@ class PartBlocks:
             request: the request.
             tables: destination block table of each group, int64, indexed by block position.
             span: range of prompt tokens to load.
-            alignments: number of tokens, per group, at a multiple of which the loaded content begins.
+            alignments: alignment of the loaded content in tokens, for each group (`Source.alignments`).
         """
         self.forget(request.request_id)
         found = []

@@ -48,7 +48,7 @@ class Source(Protocol):
         Args:
             request: the request.
             local_tokens: number of tokens that the engine has, as in `bids`.
-            alignment_tokens: number of tokens of which the end of the bid is a multiple.
+            alignment_tokens: alignment of the end of the bid, in tokens from the start of the prompt.
         """
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
@@ -64,7 +64,10 @@ class Source(Protocol):
         """Begin the load of a chosen bid. The workers receive `load` with their next orders."""
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return, per KV cache group, the number of tokens at a multiple of which loaded content begins."""
+        """Return the alignment of loaded content in tokens, for each KV cache group.
+
+        The content that a load of the request writes begins at a multiple of it.
+        """
 
     def origin(self, load: Load) -> str:
         """Return where a load comes from: ``peer``, or the name of the slowest tier that it uses."""

@@ -1,4 +1,4 @@
-"""Recently measured speeds: of loading tokens from each place, and of computing them.
+"""Measured speeds of loading tokens from each place, and of computing them.
 
 A *place* is where tokens come from: ``peer``, or a tier. Each load has a fixed cost (engine steps, round
 trips), which dominates a small load: 64 tokens may take as long as 600. So the time of a place is modelled as

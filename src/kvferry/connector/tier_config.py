@@ -67,7 +67,7 @@ def _read(number: int, given: Any) -> TierSettings:
     known = ["type", *(field.name for field in msgspec.structs.fields(kind))]
     check_keys(f"{where} ({kind.kind})", given, known)
     for key, value in settings.items():
-        if key != "path":  # a directory may have a name that is no text
+        if key != "path":  # a directory may have a name that is not valid UTF-8
             check_text(f"{where}: {key}", value)
     try:
         return msgspec.convert(settings, kind)

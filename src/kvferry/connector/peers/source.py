@@ -100,7 +100,7 @@ class PeerSource:
         self._connected: dict[str, float] = {}  # peers connected to workers, and the time of their last use
 
     def __len__(self) -> int:
-        """Number of requests that have not ended and have KV to read from a peer."""
+        """Return the number of requests that have not ended and have KV to read from a peer."""
         return len(self._pulls)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
@@ -208,9 +208,9 @@ class PeerSource:
         )
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return, per KV cache group, the greatest common divisor of both engines' block sizes in tokens.
+        """Return the alignment of loaded content in tokens, for each KV cache group.
 
-        Return 1 for each group while the peer is unknown.
+        It is the greatest common divisor of both engines' block sizes, and 1 while the peer is unknown.
         """
         pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
@@ -261,7 +261,7 @@ class PeerSource:
         if pull.claim is not None:
             self._claims.end(pull.claim)
         elif pull.grant is not None:
-            self._client.release(pull.address, pull.ticket)  # a turn
+            self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended, and drop its unanswered question about turns."""

@@ -233,9 +233,9 @@ class TierSource:
         self._brought[load.key] = _Brought()
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return, per KV cache group, the number of tokens at a multiple of which a chunk's content begins.
+        """Return the alignment of the content of chunks in tokens, for each KV cache group.
 
-        It is the same for every engine that writes chunks of this format.
+        The content of a chunk begins at a multiple of it. All engines that write this format use the same.
         """
         return self._alignments
 

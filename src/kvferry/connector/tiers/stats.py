@@ -19,7 +19,7 @@ from kvferry.tiers.names import HOST
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """The counts of one tier since the start, as in `TierChanged`."""
+    """The counts of one tier since the start. `TierChanged` documents the attributes."""
 
     fetched: int
     stored: int

@@ -91,7 +91,7 @@ class StoreOrders:
             group: number of the stored KV cache group.
             wanted: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a state snapshot.
             stretches: part of the block table that holds the chunks, for each KV cache group of the engine;
-                None for groups of which nothing is copied.
+                None for groups without chunks in this order.
             available: range of prompt tokens that these blocks hold.
         """
         ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}

@@ -195,7 +195,7 @@ class Storing:
         tables: BlockIds,
         available: range,
     ) -> None:
-        """Order a store of the chunks `numbers`, of which the blocks hold the tokens `available`."""
+        """Order a store of the chunks with these indices. The blocks hold the prompt tokens `available`."""
         low, high = available.start, min((numbers[-1] + 1) * self._chunk, available.stop)
         stretches = [
             slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None

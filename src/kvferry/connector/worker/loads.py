@@ -24,7 +24,7 @@ class Settled:
 
     Attributes:
         reported: reason for the failure of each reported load, by load key; None if it succeeded.
-        released: keys of the loads of which nothing is in flight any more.
+        released: keys of the loads that have nothing in flight any more.
     """
 
     reported: dict[str, str | None] = field(default_factory=dict)

@@ -52,7 +52,7 @@ class StoreOrder:
         key: unique name of the order.
         pieces: chunks to copy, sorted by group, then by number.
         tables: part of the block table that holds the chunks, for each KV cache group of the engine; None for
-            groups of which nothing is copied.
+            groups without chunks in this order.
         available: range of prompt tokens that the blocks hold. If it begins or ends inside a chunk, the rest
             of the chunk is filled with zeros.
     """
