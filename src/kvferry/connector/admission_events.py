@@ -203,7 +203,7 @@ class AdmissionEvents:
 
     @log_errors
     def scheduled(self, requests: Container[str]) -> None:
-        """Emit that the engine goes on with those of `requests` that no source has loaded."""
+        """Emit that the engine goes on with a request, for each of `requests` that no source has loaded."""
         for name in [name for name in self._unserved if name in requests]:
             request = self._unserved.pop(name)
             own, last = request.own_hit, self._asked.get(name)

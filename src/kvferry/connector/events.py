@@ -273,7 +273,7 @@ class TierChanged:
 
 @dataclass(frozen=True, slots=True)
 class LateBlocks:
-    """The number of blocks changed that late loads hold.
+    """The number of blocks that late loads hold has changed.
 
     A load is late after its deadline, or after its request has ended.
 

@@ -57,7 +57,7 @@ class Weight:
         self._weights = dict(weights)
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """Return the weighted number of tokens; 0 for computing, and if a part of the bid has no weight."""
+        """Return the weighted number of tokens; 0 for computing, or if one source's part has weight 0."""
         del rest
         if bid is None:
             return 0.0

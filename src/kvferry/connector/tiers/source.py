@@ -345,7 +345,7 @@ class TierSource:
         return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
     def _keeps_windows(self, tokens: int) -> bool:
-        """Return whether all blocks that the last prompt token attends to survive a load of the whole prompt.
+        """Return whether a load of the whole prompt keeps all blocks that its last token attends to.
 
         The engine computes the last token again, but by then it has freed the blocks that the token after the
         prompt does not attend to.
