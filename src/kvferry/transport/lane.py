@@ -8,10 +8,9 @@ milliseconds, and preparing a peer takes longer.
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-DATA: the KV is being read. WORDS: the lease words are being read. A lease word is an integer in the
-    producer's
-registered memory that changes before leased blocks are freed. So an unchanged word proves that the KV is
-valid.
+In state DATA the lane reads the KV. In state WORDS it reads the lease words. A lease word is an integer in
+the producer's registered memory that changes before leased blocks are freed. So an unchanged word proves that
+the KV is valid.
 
 All direct descriptors of a rank of the peer form one READ. Packed cells move segment by segment
 (`packed_read`).

@@ -1,14 +1,15 @@
-"""A peer's transport metadata, checked before NIXL reads it.
+"""Parse and check a peer's transport metadata before NIXL loads it.
 
-NIXL and UCX do not validate metadata: an invalid memory kind, or a truncated key, makes them read past their
-own arrays. So the frame is parsed here, in the format of NIXL 1.5 (``nixlSerDes``, ``loadRemoteMD``) and of
-UCX's packed keys (``ucp_rkey_packed_copy``):
+Transport metadata is what a NIXL agent needs to read another agent's memory: its address, its registered
+regions and their keys. NIXL and UCX do not validate it: an invalid memory kind or a truncated key makes them
+read past the end of their arrays. So this module parses it, in the format of NIXL 1.5 (``nixlSerDes``,
+``loadRemoteMD``) and of UCX's packed keys (``ucp_rkey_packed_copy``):
 
     nixlSerDes| Agent name  Conns n  (t backend  c address)*  MemSection
     nixlSecElms n  (bknd backend  nixlDList nixlSDList  t kind  n count  row*)*
 
-Each item is a tag, its length in 8 bytes, its bytes and ``|``. The address of a UCX worker is not parsed: a
-child process tries it (`transport.metadata_sandbox`).
+Each item consists of a tag, the length of the value in 8 bytes, the value and ``|``. The address of a UCX
+worker is not parsed. Instead, a child process tries to use it (`transport.metadata_sandbox`).
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ MAX_NAME_BYTES = 4096
 MAX_ADDRESS_BYTES = 1 << 14
 BACKEND = b"UCX"
 KINDS = ("DRAM", "VRAM")
-"""Memory kinds by NIXL's number. NIXL has others, which no KV cache uses."""
+"""Memory kinds in the order of NIXL's numbers. NIXL has further kinds, which no KV cache uses."""
 
 _START, _END = b"nixlSerDes|", b"|"
 _LENGTH_BYTES = 8
 _ROW = 24
-"""Bytes of address, length and device in front of a row's key."""
+"""Number of bytes in front of a row's key: address, length and device, 8 bytes each."""
 
 _MEMORY_TYPES = 5
-"""UCX's memory types for host, CUDA and ROCm memory; it looks them up by number, unchecked."""
+"""Number of UCX's memory types for host, CUDA and ROCm memory. UCX uses them as indices, unchecked."""
 
 _KEY_HEAD = 9
 _MOST_ADDRESS = 1 << 63
 
 _AFTER_ADDRESS = bytes(1 << 16)
 _AFTER_KEY = b"\xff" * 16
-"""Bytes appended to addresses and keys. UCX parses these without a length and stops at these bytes."""
+"""Bytes appended to addresses (`_AFTER_ADDRESS`) and to keys (`_AFTER_KEY`).
+
+UCX parses both without knowing their length, and stops at these bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,8 @@ class Metadata:
 
     Attributes:
         name: name of the agent.
-        regions: the registered memory.
-        sealed: the metadata to load, in which `_AFTER_KEY` follows each address and key.
+        regions: memory that the agent has registered.
+        sealed: metadata to load, with bytes appended to each address and key at which UCX stops parsing.
     """
 
     name: str
@@ -60,10 +64,10 @@ class Metadata:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """Parse an agent's metadata.
+    """Parse the metadata of an agent.
 
     Raises:
-        ProtocolError: it is not valid NIXL metadata, or exceeds a limit.
+        ProtocolError: the data is not valid NIXL metadata, or exceeds a limit.
     """
     if len(data) > MAX_AGENT_BYTES:
         raise ProtocolError(f"{len(data)} bytes of transport metadata, at most {MAX_AGENT_BYTES}")
@@ -83,10 +87,10 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 def check_metadata(card: RankCard) -> Metadata:
-    """Parse a worker's metadata and check that it registers what the worker's card says.
+    """Parse a worker's metadata, and check that it registers all memory that the worker's card names.
 
     Raises:
-        ProtocolError: it does not.
+        ProtocolError: the metadata is invalid, or a region of the card is not registered.
     """
     metadata = parse_metadata(card.agent)
     claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]
@@ -104,7 +108,7 @@ def check_metadata(card: RankCard) -> Metadata:
 
 
 def _section(items: _ItemReader) -> Iterator[Region]:
-    """Read the rows of one kind of memory."""
+    """Read the section of one memory kind, and yield its registered regions."""
     items.exactly(b"bknd", BACKEND)
     items.exactly(b"nixlDList", b"nixlSDList")
     kind = int.from_bytes(items.fixed(b"t", 4), "little")
@@ -127,7 +131,11 @@ def _section(items: _ItemReader) -> Iterator[Region]:
 
 
 def _check_key(key: bytes) -> None:
-    """Check that a packed key has a known memory type and all parts that its bit map lists."""
+    """Check that a packed key has a known memory type and all parts that its bit map lists.
+
+    Raises:
+        ProtocolError: it does not.
+    """
     if len(key) < _KEY_HEAD or key[_KEY_HEAD - 1] >= _MEMORY_TYPES:
         raise ProtocolError(
             f"transport metadata holds a key of an unknown memory type; expected 0 to {_MEMORY_TYPES - 1}"
@@ -142,10 +150,10 @@ def _check_key(key: bytes) -> None:
 
 
 class _ItemReader:
-    """Reads the items of a frame in order.
+    """Reads the items of metadata in order. Its methods raise ProtocolError if an item is not as expected.
 
     Attributes:
-        sealed: the items so far; those read by `followed` have their ending appended.
+        sealed: copy of the items read so far, with the endings that `followed` appends to values.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -157,7 +165,13 @@ class _ItemReader:
         self.sealed = bytearray(_START)
 
     def followed(self, tag: bytes, most: int, ending: bytes) -> bytes:
-        """Read an item and append `ending` to it in `sealed`."""
+        """Read and return the value of an item, and append `ending` to the value in `sealed`.
+
+        Args:
+            tag: tag that the item must have.
+            most: maximum length of the value in bytes; the minimum is 1.
+            ending: bytes to append.
+        """
         start = self._at + len(tag) + _LENGTH_BYTES
         head = self._data[self._at : start]
         length = int.from_bytes(head[len(tag) :], "little")
@@ -175,29 +189,29 @@ class _ItemReader:
         return found
 
     def exactly(self, tag: bytes, wanted: bytes) -> None:
-        """Read an item that must equal `wanted`."""
+        """Read an item whose value must equal `wanted`."""
         if (found := self.followed(tag, MAX_NAME_BYTES, b"")) != wanted:
             raise ProtocolError(f"transport metadata names {found[:64]!r}, expected {wanted!r}")
 
     def fixed(self, tag: bytes, length: int) -> bytes:
-        """Read an item of this many bytes."""
+        """Read and return a value of exactly `length` bytes."""
         if len(found := self.followed(tag, length, b"")) != length:
             raise ProtocolError(f"transport metadata: {len(found)} bytes of {tag!r}, expected {length}")
         return found
 
     def number(self, tag: bytes) -> int:
-        """Read an 8-byte number."""
+        """Read and return a number of 8 bytes."""
         return int.from_bytes(self.fixed(tag, 8), "little")
 
     def text(self, tag: bytes, most: int) -> str:
-        """Read a name."""
+        """Read and return a text of at most `most` bytes."""
         try:
             return self.followed(tag, most, b"").decode()
         except UnicodeDecodeError as error:
             raise ProtocolError("transport metadata has a name that is not UTF-8 text") from error
 
     def end(self) -> None:
-        """Check that no items are left."""
+        """Check that all items have been read."""
         if self._at != len(self._data):
             raise ProtocolError(
                 f"transport metadata has {len(self._data) - self._at} bytes after its end, expected none"

@@ -1,11 +1,11 @@
 """A child process that tries a peer's transport metadata before this process loads it.
 
-NIXL and UCX crash on invalid metadata, with an assertion or an access past an array. The child loads it as a
-lane would, reads a few bytes of each registered region and one lease word, and forgets the peer. A child that
-dies, hangs or fails is replaced.
+NIXL and UCX crash on invalid metadata: an assertion fails, or they access memory past an array. The child
+loads the metadata like a lane (a reading thread of the worker), reads a few bytes of each registered host
+region and one lease word, and removes the peer. A child that dies, hangs or fails is replaced.
 
 The child is a new Python process, so it shares no memory with the engine. It sees no GPU, because it would
-otherwise take GPU memory. It loads keys of GPU memory and does not use them.
+otherwise take GPU memory. It loads the keys of GPU memory but does not read that memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kvferry.transport.network_devices import ucx_environment
 from kvferry.transport.nixl_agent import nixl_package
 
 START_SECONDS = 60.0
-"""Time for the child to become ready; long, because other processes may use the cores."""
+"""Timeout for the child to start. It is long, because other processes may use the cores."""
 
 MAX_READS = 1024
-"""Maximum number of regions that the child reads from."""
+"""Maximum number of regions of a worker that the child reads from."""
 
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -58,9 +58,9 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to the child: try one worker's metadata.
 
     Attributes:
-        agent: transport metadata.
-        words_address: address of a lease word.
-        incarnation: high half of that word.
+        agent: transport metadata of the worker's NIXL agent.
+        words_address: address of the worker's first lease word.
+        incarnation: expected high half of that word.
     """
 
     agent: bytes
@@ -69,10 +69,16 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetadataSandbox:
-    """One child process. A single thread starts and uses it; the child ends with that thread."""
+    """A child process that tries metadata.
+
+    Only the thread that starts it may use it. The child ends with that thread.
+    """
 
     def __init__(self, host: str) -> None:
-        """Start the child, which uses the network devices of `host`; return before it is ready.
+        """Start the child process; do not wait until it is ready.
+
+        Args:
+            host: address whose network devices the child uses.
 
         Raises:
             OSError: the process cannot be started.
@@ -91,7 +97,7 @@ class MetadataSandbox:
         self._ready = False
 
     def wait_ready(self) -> str:
-        """Wait for the child to be ready; return the error, empty if there is none."""
+        """Wait until the child is ready. Return an error message; empty if it is ready."""
         try:
             if not self._ready and self._connection.poll(START_SECONDS):
                 self._ready = bool(self._connection.recv_bytes())
@@ -104,9 +110,15 @@ class MetadataSandbox:
         return "" if self._ready else late
 
     def run_trial(self, card: RankCard, seconds: float) -> str:
-        """Try the metadata of a worker in the child; return why it cannot be used, empty if it can.
+        """Try the metadata of a worker in the child.
 
-        If the result is not empty, the child may be damaged: `kill` it.
+        Args:
+            card: description of the worker.
+            seconds: timeout of the trial.
+
+        Returns:
+            Reason why the metadata cannot be used; empty if it can. If it is not empty, the child may be
+            damaged, so `kill` it.
         """
         try:
             self._connection.send_bytes(encode_trial(card))
@@ -117,7 +129,7 @@ class MetadataSandbox:
             return f"its transport metadata ended the process that tried it ({self._how()})"
 
     def kill(self) -> None:
-        """Kill the child."""
+        """Kill the child process."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -131,12 +143,12 @@ class MetadataSandbox:
 
 
 def encode_trial(card: RankCard) -> bytes:
-    """Return the encoded request to try a worker's metadata: everything that the result depends on."""
+    """Encode the request to try a worker's metadata. It contains everything that the result depends on."""
     return msgspec.msgpack.encode(_TrialRequest(card.agent, card.words_address, card.incarnation))
 
 
 def _python_path() -> str:
-    """Return the child's PYTHONPATH, which begins with the location of this package."""
+    """Return the PYTHONPATH for the child, which starts with the directory of this package."""
     here = str(Path(kvferry.__file__).parents[1])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -174,12 +186,12 @@ def _try(
 
 
 def main(arguments: list[str]) -> None:
-    """Run the child: answer requests until the channel closes."""
+    """Run the child process: answer requests until the parent closes the connection."""
     die_with_parent()
     if os.getppid() != int(arguments[1]):
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Imported by its common name, NIXL may load torch to learn which package to use: seconds, and 100 MiB.
+    # ``import nixl`` may load torch to find out which package to use. That takes seconds and 100 MiB.
     sys.modules["nixl"] = importlib.import_module(arguments[2])
     connection: Connection[Any, Any] = Connection(int(arguments[0]))
     agent = Agent(f"trial/{os.getpid()}/{time.monotonic_ns():x}", progress=False)
@@ -199,7 +211,7 @@ def main(arguments: list[str]) -> None:
         except Exception as error:  # noqa: BLE001 - the transport's own exceptions
             reason = f"the transport cannot use its metadata: {error}"
         connection.send_bytes(reason.encode())
-    os._exit(0)  # NIXL's own end waits for peers
+    os._exit(0)  # a normal exit would wait for peers, in NIXL
 
 
 if __name__ == "__main__":

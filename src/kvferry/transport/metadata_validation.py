@@ -1,9 +1,10 @@
-"""Validate peers' transport metadata: it is used only after a child process has survived it.
+"""Validate peers' transport metadata. It is loaded only after a child process has loaded it without a crash.
 
     asked ─checked, tried in the child─▶ PASSED | REFUSED (with the reason)
 
-One thread per worker does this for all lanes, so no lane waits. Metadata that passed is remembered by its
-digest. A refusal is forgotten soon, because the peer may only have been unreachable.
+One thread per worker does this for all lanes (reading threads), so no lane has to wait. The digests of
+metadata that passed are remembered. A refusal is soon forgotten, because the peer may only have been
+unreachable.
 """
 
 from __future__ import annotations
@@ -25,39 +26,44 @@ from kvferry.transport.metadata_sandbox import MetadataSandbox, encode_trial
 logger = logging.getLogger(__name__)
 
 TRY_SECONDS = 10.0
-"""Seconds for trying all ranks of a peer in the child."""
+"""Timeout in seconds for trying the metadata of all ranks of a peer in the child."""
 
 REFUSED_SECONDS = 1.0
-"""Seconds that a refusal is remembered: long enough for all lanes to see it."""
+"""Seconds for which a refusal is remembered, so that all lanes get the same result."""
 
 MAX_PASSED = 65_536
 
 MAX_TRIALS = 64
-"""Maximum number of trials in one child. For each, a peer keeps a connection until the child ends."""
+"""Maximum number of trials in one child: peers keep a connection for each trial until the child ends."""
 
 
 @dataclass(slots=True)
 class ValidationResult:
-    """The result of a check, set by the validator's thread.
+    """The result of a validation, which the validator's thread sets.
 
     Attributes:
-        reason: why the peer is refused, empty if it has passed; None while the check runs.
+        reason: reason why the peer is refused; empty if it has passed; None while the validation runs.
     """
 
     reason: str | None = None
 
 
 class MetadataValidator(Protocol):
-    """Decides whether peers' metadata may be loaded."""
+    """An object that decides whether peers' transport metadata may be loaded."""
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Ask about all ranks of a peer; `wake` is called from another thread once the verdict is there."""
+        """Start to validate the metadata of all ranks of a peer; return a result that is set later.
+
+        Args:
+            cards: descriptions of all ranks of the peer.
+            wake: function that another thread calls when the result is set.
+        """
 
     def warm_up(self) -> None:
-        """Prepare for the first check."""
+        """Prepare for the first validation, so that it is fast."""
 
     def close(self) -> None:
-        """Stop checking."""
+        """Stop validating, and release all resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +74,16 @@ class _ValidationRequest:
 
 
 class SandboxValidator:
-    """Checks metadata, and tries it in a child process."""
+    """A thread that checks peers' metadata and tries it in a child process."""
 
     def __init__(
         self, start: Callable[[], MetadataSandbox], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start the thread. The child starts with the first check, or with `warm_up`.
+        """Start the thread. The child starts with the first validation, or with `warm_up`.
 
         Args:
-            start: starts a child.
-            clock: seconds.
+            start: function that starts a child process.
+            clock: function that returns the time in seconds.
         """
         self._start, self._clock = start, clock
         self._sandbox: MetadataSandbox | None = None
@@ -89,19 +95,24 @@ class SandboxValidator:
         self._thread.start()
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Ask about all ranks of a peer; `wake` is called from another thread once the verdict is there."""
+        """Start to validate the metadata of all ranks of a peer; return a result that is set later.
+
+        Args:
+            cards: descriptions of all ranks of the peer.
+            wake: function that the thread calls when the result is set.
+        """
         encode_trial = _ValidationRequest(tuple(cards), ValidationResult(), wake)
         self._asked.put(encode_trial)
         return encode_trial.verdict
 
     def warm_up(self) -> None:
-        """Start the child now, so that the first peer does not wait for it."""
+        """Start the child process now, so that the first peer does not wait for it."""
         self._asked.put(_ValidationRequest((), ValidationResult(), _nobody))
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the child and the thread.
+        """End the child process and the thread.
 
-        If the child is busy for longer than `patience_seconds`, both end later.
+        Wait at most `patience_seconds`. If the child is busy for longer, both end later.
         """
         self._asked.put(None)
         self._thread.join(patience_seconds)
@@ -131,7 +142,15 @@ class SandboxValidator:
         return next(filter(None, (self._passes(card, deadline) for card in cards)), "")
 
     def _passes(self, card: RankCard, deadline: float) -> str:
-        """Try one worker's metadata unless it has passed before; return why it cannot be used."""
+        """Try a worker's metadata unless the result is known.
+
+        Args:
+            card: description of the worker.
+            deadline: time to give up, in seconds of the clock.
+
+        Returns:
+            Reason why the metadata cannot be used; empty if it can.
+        """
         digest, now = _digest(card), self._clock()
         self._refused = {key: refused for key, refused in self._refused.items() if now < refused[1]}
         if digest in self._passed:
@@ -155,7 +174,7 @@ class SandboxValidator:
         return reason
 
     def _unready(self) -> str:
-        """Wait for a child that is ready; return the error, empty if there is none."""
+        """Wait until a child is ready; start one if needed. Return an error message, empty if it is ready."""
         if self._sandbox is None:
             self._replace()
         if self._sandbox is None:
@@ -165,7 +184,7 @@ class SandboxValidator:
         return reason
 
     def _replace(self) -> None:
-        """Start a new child in place of one that may be damaged."""
+        """Kill the child, if there is one, and start a new one."""
         if self._sandbox is not None:
             self._sandbox.kill()
             self._sandbox = None
@@ -180,9 +199,9 @@ class SandboxValidator:
 
 
 def _nobody() -> None:
-    """Do nothing, because no lane waits for this check."""
+    """Do nothing: no lane waits for the result of `warm_up`."""
 
 
 def _digest(card: RankCard) -> bytes:
-    """Return the digest of what the child tries. `check_metadata` compares the rest of a card every time."""
+    """Return the digest of a trial request. `check_metadata` checks the rest of the card every time."""
     return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

@@ -1,9 +1,10 @@
-"""Network devices that NIXL may listen on.
+"""Restrict the network devices on which NIXL listens.
 
-UCX opens a TCP port on every network device that it uses. It does not authenticate clients, and random bytes
-crash the process. So UCX is restricted to the device of the address that the operator chose for peers. If
-that is loopback, UCX cannot be reached from outside the machine. RDMA devices have no such port and stay in
-use beyond loopback; shared memory is no network device.
+UCX, NIXL's transport, opens a TCP port on every network device that it uses. It does not authenticate
+clients, and random bytes crash the process. So UCX is restricted to the device with the address that the
+operator chose for peers. If that is a loopback address, UCX cannot be reached from outside the machine. With
+any other address, UCX also uses all RDMA devices, because they have no such port. Shared memory is not a
+network device, so it is always used.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _lock = threading.Lock()
 
 
 def devices_for(host: str) -> tuple[str, ...]:
-    """Return the network devices through which peers reach this engine at `host`; empty for all devices.
+    """Return the network devices through which peers reach this engine; empty if all devices are allowed.
 
     Args:
-        host: an address of this machine, or a name of one.
+        host: address of this machine, or a name that resolves to one.
     """
     if host in _EVERY_ADDRESS:
         return ()
@@ -48,10 +49,10 @@ def is_local_address(host: str) -> bool:
 
 @contextmanager
 def restrict_ucx_to(host: str) -> Iterator[None]:
-    """Restrict NIXL agents that are made in this block to the devices of `host`.
+    """Restrict NIXL agents that are created in the ``with`` block to the devices of `host`.
 
-    UCX reads its settings from the environment when an agent is made. So the variable is set until the block
-    ends. A value that the operator has set wins.
+    UCX reads its settings from the environment when an agent is created. So this sets ``UCX_NET_DEVICES``
+    until the block ends. A value that the operator has set is kept.
     """
     with _lock:
         if (given := os.environ.get(VARIABLE)) is not None:
@@ -72,11 +73,12 @@ def ucx_environment(host: str) -> dict[str, str]:
 
 
 def addresses() -> Iterator[tuple[str, IP]]:
-    """Yield (device, address) for every IP address of this machine."""
+    """Yield (name of the device, address) for every IP address of this machine."""
     for name, has in psutil.net_if_addrs().items():
         for one in has:
             if one.family in (socket.AF_INET, socket.AF_INET6):
-                # Further addresses may have a label ("eth0:1"); link-local ones name the device ("%eth0").
+                # A further address may have a label ("eth0:1"); a link-local address names its device
+                # ("%eth0").
                 yield name.partition(":")[0], ipaddress.ip_address(one.address.partition("%")[0])
 
 
@@ -85,7 +87,7 @@ def _loopbacks() -> tuple[str, ...]:
 
 
 def _with_address(host: str) -> tuple[str, ...]:
-    """Return the devices that have one of the addresses of `host`."""
+    """Return the names of the devices that have an address of `host`, sorted."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -95,5 +97,5 @@ def _with_address(host: str) -> tuple[str, ...]:
 
 
 def _rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
-    """Return UCX's names of the RDMA devices: device and port."""
+    """Return UCX's names of all RDMA devices, as ``device:port``."""
     return tuple(sorted(f"{port.parent.parent.name}:{port.name}" for port in root.glob("*/ports/*")))

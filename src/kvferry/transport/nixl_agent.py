@@ -1,8 +1,10 @@
-"""Make a NIXL agent whose progress thread sleeps until an event arrives.
+"""Create a NIXL agent whose progress thread sleeps until an event arrives.
 
-NIXL's Python API starts the thread with a waiting time of zero and cannot change it, so the thread spins: it
-takes a core and contends with every READ. On two cores, 256 MiB in 64 KiB descriptors took 72 ms with it and
-26 ms beside a thread that sleeps. The bindings below that API accept a waiting time.
+NIXL's Python API starts this thread with a waiting time of zero, and has no option to change it. So the
+thread
+spins: it takes a core and contends with every READ. On two cores, reading 256 MiB in descriptors of 64 KiB
+    took 72
+ms with a spinning thread, and 26 ms with a sleeping one. The bindings below that API accept a waiting time.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from kvferry.transport.rdma_libraries import preload
 logger = logging.getLogger(__name__)
 
 WAIT_MICROSECONDS = 10_000
-"""Longest wait for an event; an event wakes the thread at once."""
+"""Maximum time that the progress thread sleeps. An event wakes it at once."""
 
 
 def nixl_package() -> str:
-    """Return the name of the package that NIXL chose for this machine.
+    """Return the name of the Python package that NIXL selects on this machine.
 
     Raises:
         ImportError: NIXL cannot be imported.
@@ -32,7 +34,12 @@ def nixl_package() -> str:
 
 
 def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
-    """Return a ``nixl_agent`` whose progress thread sleeps; without that thread if not `progress`.
+    """Create a ``nixl_agent`` whose progress thread sleeps while there is nothing to do.
+
+    Args:
+        name: name of the agent.
+        backends: names of NIXL backends.
+        progress: True to run a progress thread.
 
     Raises:
         ImportError: NIXL cannot be imported.
@@ -52,7 +59,7 @@ def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
         def __getattr__(self, attribute: str) -> Any:
             return getattr(bindings, attribute)
 
-    # The same code over other globals: no other user of NIXL in this process is touched.
+    # Run the same constructor with other globals, so that other users of NIXL in this process are unaffected.
     make = FunctionType(_api.nixl_agent.__init__.__code__, {**vars(_api), "nixlBind": Bindings()})
     agent = _api.nixl_agent.__new__(_api.nixl_agent)
     config = _api.nixl_agent_config(enable_prog_thread=progress, backends=backends)

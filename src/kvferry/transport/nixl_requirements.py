@@ -1,8 +1,9 @@
-"""Requirements of NIXL and UCX on the machine, to explain why an agent does not start.
+"""Check what NIXL and UCX require of the machine, to explain why an agent does not start.
 
-UCX keeps the queues of each agent in ``/dev/shm`` and fills them when it creates them, so a lack of room is
-an error at once and not a signal later. If there is little room, UCX does without. A limit on file sizes
-applies to these queues too, and UCX's own messages do not mention it.
+UCX keeps the queues of each agent in ``/dev/shm``. It writes to them when it creates them, so if space is
+lacking, UCX reports an error at once and no signal kills the process later. If there is little space, UCX
+does not use shared memory. A limit on file sizes applies to these queues too, but UCX's messages do not
+mention it.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from kvferry.units import format_bytes
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where the kernel keeps it
 
 AGENT_BYTES = 5 << 20
-"""Bytes of the largest queue of an agent, rounded up (4,292,720 with the UCX of NIXL 1.5.1)."""
+"""Size in bytes of an agent's largest queue, rounded up (4,292,720 with the UCX of NIXL 1.5.1)."""
 
 LEAST_BYTES = 1 << 20
-"""Free bytes in ``/dev/shm`` with which Python's and vLLM's semaphores and locks can be made."""
+"""Free bytes in ``/dev/shm`` that suffice for the semaphores and locks of Python and vLLM."""
 
 _LIMITS = {
     resource.RLIMIT_FSIZE: (AGENT_BYTES, "files may have {} bytes (ulimit -f unlimited)"),
     resource.RLIMIT_NOFILE: (256, "{} files may be open (ulimit -n 65535)"),
     resource.RLIMIT_AS: (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
 }
-"""The least value of each resource limit, and the messages (problem, remedy) if the limit is lower."""
+"""For each resource limit: the least sufficient value, and a message with the problem and the remedy."""
 
 
 def missing_requirements(
     stat: Callable[[str], Any] = os.statvfs, limits: Mapping[int, int] | None = None
 ) -> Iterator[str]:
-    """Yield what may keep an agent from starting, each with the remedy.
+    """Yield the problems that may prevent an agent from starting, each as a text with the remedy.
 
     Args:
-        stat: function like `os.statvfs`.
-        limits: limits of the process, negative for none; by default its own.
+        stat: function with the interface of `os.statvfs`.
+        limits: value of each resource limit, negative if unlimited; None for the limits of this process.
     """
     try:
         found = stat(SHARED_MEMORY)

@@ -1,12 +1,19 @@
 """Read packed cells: one lane's share of one route, segment by segment.
 
+A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. If
+its bytes are scattered in short runs, it is packed into an *image*: contiguous memory. There are two ways.
+*Staged*: the source gathers cells into images in its staging area, on request. *Over-read*: the reader
+fetches contiguous ranges of the source's blocks, gaps included.
+
     staged      ASKED ─gathered─▶ READING ─done─▶ CHECKING ─word equal─▶ (scattered) over
     over-read                     READING ─done──────────────────────────▶ scattered  over
     any         ─refused, silent, no room─▶ the same cells go direct:  READING ─done─▶ over
 
-A *segment* is a run of cells that move together. It holds an allocation of the source's outgoing area from
-ASKED to CHECKING, and one of this worker's landing area from READING until it is scattered. A segment in
-READING or CHECKING keeps both, because NIXL cannot cancel a READ.
+A *segment* is a run of cells that move together. A staged segment holds memory of the source's staging area
+from ASKED to CHECKING. In CHECKING the lane reads a word in the source's registered memory, which has changed
+if that memory was reused. A segment whose images must be unpacked holds memory of this worker's staging area
+from READING until it is scattered into blocks. During READING and CHECKING a segment keeps all its memory,
+because NIXL cannot cancel a READ.
 """
 
 from __future__ import annotations
@@ -30,16 +37,16 @@ from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 from kvferry.transport.staging import Allocation, StagingArea
 
 AHEAD = 4
-"""Maximum number of segments of one route in progress."""
+"""Maximum number of segments of a route that are in progress at a time."""
 
 ASK_SECONDS = 5.0
-"""Timeout for the source to gather a segment; after it the cells go direct."""
+"""Timeout for the source to gather a segment. After it, the cells are read directly."""
 
 SILENT_SECONDS = 30.0
-"""Pause before a source that timed out is asked again; any reply from it ends the pause."""
+"""Time for which a source that timed out is not asked again. Any reply from it ends this time."""
 
 ROOM_SECONDS = 5.0
-"""Maximum wait of a segment for landing memory, which late READs may hold; then its cells go direct."""
+"""Maximum time that a segment waits for staging memory or a word. After it, its cells are read directly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +54,10 @@ class PackedReadResources:
     """Resources that all packed reads of a lane share.
 
     Attributes:
-        agent: the transport.
-        landing: staging memory that images are read into.
-        words: registered memory that words are read into, uint64.
-        free_words: unused indices of `words`; a segment takes one before it reads gathered images.
+        agent: NIXL agent of the lane.
+        landing: staging area that images are read into.
+        words: registered memory that words of the source are read into, uint64.
+        free_words: indices of `words` that are free. A staged segment takes one before it reads its images.
     """
 
     agent: Agent
@@ -61,13 +68,15 @@ class PackedReadResources:
 
 @dataclass(frozen=True, slots=True)
 class RankLists:
-    """Prepared lists of one rank of the peer.
+    """Prepared descriptor lists for reading from one rank of the peer.
 
     Attributes:
-        local, remote: entries of cells and images.
-        local_words, remote_words: the memory that words are read into, and the rank's words.
-        incarnation: high half of the rank's words.
-        area_words: indices of the words of the rank's outgoing area.
+        local: handle of the list of local memory: cells in blocks, and images in the staging area.
+        remote: handle of the list of the rank's memory: cells in blocks, and images in its staging area.
+        local_words: handle of the list of the memory that words are read into.
+        remote_words: handle of the list of the rank's words.
+        incarnation: random number of the rank's run, the high half of its words.
+        area_words: indices of the words that belong to the rank's staging area.
     """
 
     local: Any
@@ -100,16 +109,16 @@ class _Segment:
 
 
 def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
-    """Split cells into segments."""
+    """Split cells into segments of the method's size."""
     per_chunk = method.segment_cells(len(cells))
     return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
 
 
 class PackedRead:
-    """Moves the packed cells of one route for one read. Only its lane's thread uses it.
+    """A read of the packed cells of one route. Only the lane's thread uses it.
 
     Attributes:
-        failure: why the read has failed; None if it has not.
+        failure: reason of the failure; None if the read has not failed.
         peer_lost: True if the transport failed, so the source may be gone.
     """
 
@@ -133,12 +142,12 @@ class PackedRead:
 
     @property
     def finished(self) -> bool:
-        """True if no segment is left or in flight."""
+        """True if no segment is in progress, and none is left to start."""
         return not self._chunks and (not self._rest or self.failure is not None)
 
     @property
     def waits_for_source(self) -> bool:
-        """True if a segment waits for the source to gather it."""
+        """True if a segment waits until the source has gathered it."""
         return any(segment.state is _SegmentState.ASKED for segment in self._chunks)
 
     @property
@@ -147,17 +156,17 @@ class PackedRead:
         return any(segment.handle is not None for segment in self._chunks)
 
     def advance(self) -> bool:
-        """Take every step that is possible now; return whether any was."""
+        """Take all steps that are possible now, without blocking; return whether any step was taken."""
         moved = self._ask_ahead()
         for segment in list(self._chunks):
-            # As far as it gets, before another is looked at: what it frees, the source can use meanwhile.
+            # Advance this segment as far as possible before the next, so the source can reuse its memory.
             while segment in self._chunks and self._stepped(segment):
                 moved = True
             moved |= self._ask_ahead()
         return moved
 
     def abandon(self, reason: str) -> None:
-        """Fail the read: start no further segment, and wait for READs in flight."""
+        """Fail the read: start no further segment. `finished` is True when the READs in flight have ended."""
         self.failure = self.failure or reason
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -171,10 +180,10 @@ class PackedRead:
         return moved
 
     def _stepped(self, segment: _Segment) -> bool:
-        """Take one step of a segment; return whether it was possible."""
+        """Take the next step of a segment if it is possible; return whether a step was taken."""
         try:
             return self._step(segment)
-        except Exception as error:  # noqa: BLE001 - a read fails alone
+        except Exception as error:  # noqa: BLE001 - only this read fails
             self._fail(segment, f"the transport failed: {error}", peer_lost=True)
             return True
 
@@ -193,7 +202,7 @@ class PackedRead:
 
     @property
     def _source(self) -> GatherClient:
-        assert self._client is not None  # noqa: S101 - there is one for whatever can be gathered
+        assert self._client is not None  # noqa: S101 - methods that gather have a client
         return self._client
 
     def _step(self, segment: _Segment) -> bool:
@@ -235,12 +244,12 @@ class PackedRead:
         return True
 
     def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        """Return whether a reply names images and a word inside the outgoing area."""
+        """Return whether the images and the word that a reply names belong to the source's staging area."""
         inside = answer.position + len(segment.cells) <= self._way.src.blocks
         return inside and answer.word in self._lists.area_words
 
     def _go_direct(self, segment: _Segment, reason: str) -> None:
-        """Read the cells of a segment directly instead, with one descriptor per run."""
+        """Read the cells of a segment directly instead, with one descriptor per contiguous run."""
         if self._route.direct is None:
             self._fail(segment, f"cells that can only move packed were not packed: {reason}")
             return
@@ -267,7 +276,7 @@ class PackedRead:
         return True
 
     def _has_room(self, segment: _Segment) -> bool:
-        """Allocate the landing memory and word that this method needs; return False if there is none."""
+        """Allocate the staging memory and the word that this method needs; return False if none is free."""
         if segment.gathered is not None and segment.word < 0:
             if not self._bench.free_words:
                 return False
@@ -284,7 +293,7 @@ class PackedRead:
         self._start(segment)
 
     def _check(self, segment: _Segment, gathered: Gathered) -> None:
-        """Read the word of the source's allocation, now that the images have arrived."""
+        """Start to read the word of the source's allocation, because the images have arrived."""
         expected = self._word(gathered)
         self._bench.words[segment.word] = ~np.uint64(expected)
         here, there = np.array([segment.word], np.int32), np.array([gathered.word], np.int32)
@@ -297,7 +306,7 @@ class PackedRead:
     def _start(self, segment: _Segment) -> None:
         try:
             self._bench.agent.post(segment.handle)
-        except Exception as error:  # noqa: BLE001 - the handle is polled, so that it is let go of only when it is over
+        except Exception as error:  # noqa: BLE001 - the handle is polled until the READ has ended
             self.abandon(f"the transport failed: {error}")
             self.peer_lost = True
 
@@ -315,7 +324,7 @@ class PackedRead:
 
     def _scatter(self, segment: _Segment, allocation: Allocation) -> None:
         loops, cells = self._way.scatter, segment.cells
-        assert loops is not None  # noqa: S101 - a lot was taken for it
+        assert loops is not None  # noqa: S101 - only a method that scatters has an allocation
         slots = self._bench.landing.images(self._way.stride)
         loops.scatter(cells.dst_block, cells.number, slots, allocation.position)
 
@@ -325,12 +334,12 @@ class PackedRead:
         self._over(segment)
 
     def _over(self, segment: _Segment) -> None:
-        """Remove a segment, whose READs have ended."""
+        """Remove a segment whose READs have ended, and free its memory."""
         self._chunks.remove(segment)
         self._give_back(segment)
 
     def _give_back(self, segment: _Segment) -> None:
-        """Free all memory that a segment holds, on both sides."""
+        """Free the staging memory that a segment holds on both sides, and its word."""
         if segment.number and self._client is not None:
             self._client.done(segment.number)
         if segment.allocation is not None:

@@ -1,12 +1,12 @@
-"""Connections of a lane to its peers.
+"""The connections of a lane (a reading thread) to its peers.
 
     ASKED ─passed─▶ UP ─the transport fails─▶ DOWN ─an order after a pause─▶ ASKED
       └─refused, or no connection can be made─▶ DOWN, for a longer pause each time
 
-In state ASKED, another process tries the peer's transport metadata (`transport.metadata_validation`).
+In state ASKED, a child process tries the peer's transport metadata (`transport.metadata_validation`).
 
-A connection that a read still uses is closed when the read is over. Until then the lane makes no other
-connection to that peer, because the transport knows each peer by one name.
+If a read still uses a connection, the connection is closed when the read has ended. Until then the lane opens
+no other connection to that peer, because the transport identifies a peer by its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_SECONDS = 60.0
 
 
 def pause_seconds(failures: int) -> float:
-    """Return the pause after a number of consecutive failures: 0, then 1, 2, 4, ... seconds, at most 60.
+    """Return the seconds to wait after a number of consecutive failures: 0, then 1, 2, 4, …, at most 60.
 
     >>> [pause_seconds(failures) for failures in (1, 2, 3, 4, 100)]
     [0.0, 1.0, 2.0, 4.0, 60.0]
@@ -43,12 +43,12 @@ class _PeerConnection:
     """A peer and the state of its connection.
 
     Attributes:
-        cards: the cards of its ranks.
-        peer: the connection; None unless UP.
-        verdict: result of the check of its metadata, while ASKED.
-        reason: why it is DOWN.
-        failures: number of failures in a row.
-        retry_at: seconds of the clock before which it is not connected again.
+        cards: descriptions of all ranks of the peer.
+        peer: open connection; None unless UP.
+        verdict: result of the validation of the peer's metadata; None unless ASKED.
+        reason: cause of state DOWN.
+        failures: number of consecutive failures.
+        retry_at: time of the clock, in seconds, before which the peer is not connected again.
     """
 
     cards: tuple[RankCard, ...]
@@ -60,7 +60,10 @@ class _PeerConnection:
 
 
 class PeerConnections:
-    """Connects peers and backs off from those that fail. Only the lane's thread calls it."""
+    """The connections of one lane, by name of the peer. Peers that fail are retried with backoff.
+
+    Only the lane's thread may use it.
+    """
 
     def __init__(
         self,
@@ -69,20 +72,25 @@ class PeerConnections:
         in_use: Callable[[], Collection[ConnectedPeer]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create it without connections.
+        """Create the collection without connections.
 
         Args:
-            make: connects a peer with these ranks, or raises.
-            validate: starts a check whether the metadata of these ranks may be loaded.
-            in_use: returns the connections that reads use.
-            clock: seconds.
+            make: function that connects a peer, given the descriptions of its ranks, or raises.
+            validate: function that starts to validate the metadata of these ranks.
+            in_use: function that returns the connections that reads use.
+            clock: function that returns the time in seconds.
         """
         self._make, self._vet, self._in_use, self._clock = make, validate, in_use, clock
         self._links: dict[str, _PeerConnection] = {}
         self._leaving: list[tuple[str, ConnectedPeer]] = []
 
     def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
-        """Connect a peer unless it is connected."""
+        """Start to connect a peer, unless it is connected.
+
+        Args:
+            name: name of the peer.
+            cards: descriptions of all ranks of the peer.
+        """
         link = self._links.get(name)
         if link is None or link.peer is None:
             link = self._links[name] = _PeerConnection(cards)
@@ -90,15 +98,15 @@ class PeerConnections:
             self._settle(name, link)
 
     def disconnect(self, name: str) -> None:
-        """Forget a peer."""
+        """Forget a peer, and close its connection when no read uses it."""
         link = self._links.pop(name, None)
         if link is not None and link.peer is not None:
             self._leaving.append((name, link.peer))
 
     def get(self, name: str) -> ConnectedPeer | str | None:
-        """Return the connected peer, the reason why it is DOWN, or None while ASKED.
+        """Return the connection to a peer, the reason why the peer is DOWN, or None while it is ASKED.
 
-        Retry a peer after its pause.
+        If the peer is DOWN and its pause is over, start to connect it again.
         """
         link = self._links.get(name)
         if link is None:
@@ -111,12 +119,12 @@ class PeerConnections:
         return link.reason if link.peer is None else link.peer
 
     def process_verdicts(self) -> bool:
-        """Connect the peers that have passed; return whether any peer left state ASKED."""
+        """Connect the peers whose metadata has passed. Return whether any peer left state ASKED."""
         settled = [self._settle(name, link) for name, link in self._links.items()]
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
-        """Mark a connection whose transport failed as DOWN; it is not used again."""
+        """Mark the peer of a connection as DOWN after a transport error. The connection is closed later."""
         for name, link in self._links.items():
             if link.peer is peer:
                 link.peer = None
@@ -124,13 +132,13 @@ class PeerConnections:
                 self._down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
-        """Record a read that succeeded."""
+        """Reset the number of failures of a peer, because a read from it has succeeded."""
         for link in self._links.values():
             if link.peer is peer:
                 link.failures = 0
 
     def close_unused(self) -> None:
-        """Close connections that are DOWN and that no read uses any more."""
+        """Close the connections that failed or were disconnected, if no read uses them."""
         in_use = self._in_use()
         for entry in [entry for entry in self._leaving if entry[1] not in in_use]:
             self._leaving.remove(entry)
@@ -140,7 +148,7 @@ class PeerConnections:
                 logger.exception("lane: an error while closing the connection to %s", entry[0])
 
     def __iter__(self) -> Iterator[ConnectedPeer]:
-        """Yield all connections."""
+        """Yield all connections, including those that wait to be closed."""
         yield from (peer for _, peer in self._leaving)
         yield from (link.peer for link in self._links.values() if link.peer is not None)
 
@@ -159,7 +167,7 @@ class PeerConnections:
             if refusal:
                 raise TransferError(refusal)
             link.peer = self._make(link.cards)
-        except Exception as error:  # noqa: BLE001 - a bad peer costs that peer, nothing else
+        except Exception as error:  # noqa: BLE001 - only this peer is DOWN
             log_unexpected(error)
             self._down(link, f"peer {name} cannot be read from: {error}")
         return True
@@ -170,6 +178,6 @@ class PeerConnections:
 
 
 def log_unexpected(error: Exception) -> None:
-    """Log an unexpected error with its traceback."""
+    """Log an error with its traceback, unless it is one of kvferry's own errors."""
     if not isinstance(error, KVFerryError):
         logger.error("lane: unexpected error, please report it: %s", error, exc_info=error)
