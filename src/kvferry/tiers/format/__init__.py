@@ -1,4 +1,5 @@
-"""The format of a chunk, as a file and in memory.
+"""The format of a chunk of KV cache, as a file and in memory.
 
-Pure functions; digesting releases the interpreter's lock.
+`chunk` defines the parts of a file and encodes its header, `decode` reads and checks files, `body` works on
+the content in memory, and `checksum` defines the digests. Nothing here does I/O by itself.
 """

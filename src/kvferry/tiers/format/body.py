@@ -1,8 +1,9 @@
-"""A chunk's body in memory: create its header, check a body that was read.
+"""The body of a chunk in memory: functions that make its header, and check a body that was read.
 
-In memory a chunk has the layout of `geometry.canonical`: sections that begin at page boundaries. These bytes
-are also the body of its file, so a chunk is written and read in one piece. The padding between sections must
-be zero.
+The *body* is a chunk file without its header. In memory it has the layout of `geometry.canonical`: *sections*
+that begin at page boundaries. A section is a sequence of *units* of one size, such as one KV head of all
+layers. The memory has the same bytes as the file, so a body is written and read in one piece. The padding
+between sections must be zero.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection, aligned,
 from kvferry.tiers.format.decode import ChunkHeader, check_units
 
 PIECE_BYTES = 2 << 20
-"""Bytes of a body digested at a time: small enough for the CPU cache, large enough for few calls."""
+"""Number of bytes of a body that are digested at a time: few enough for the CPU cache, and few calls."""
 
 
 def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
-    """Return the chunk-file group of a canonical group.
+    """Return the description of a chunk of a canonical group, as its file contains it.
 
     Args:
-        group: the canonical group of the chunk.
-        tokens: number of its tokens; 0 for a snapshot.
+        group: canonical KV cache group of the chunk.
+        tokens: number of tokens in the chunk; 0 for a snapshot of recurrent state.
     """
     sections = (
         ChunkSection(f"{one.axis or 'all'}.{one.total}", one.units, one.unit_bytes) for one in group.sections
@@ -36,11 +37,12 @@ def zero_padding(chunk: Chunk, body: memoryview) -> None:
     """Write zeros between the sections of a body.
 
     Args:
-        chunk: the chunk.
-        body: its sections, each at a multiple of 4096 bytes; the padding between them is overwritten.
+        chunk: identity and layout of the chunk.
+        body: writable memory with the sections, each at a multiple of 4096 bytes. The padding after each
+            section is overwritten.
 
     Raises:
-        ChunkError: the body has another length than the chunk's.
+        ChunkError: `body` does not have the length of the chunk's body.
     """
     check_size(chunk, body)
     for _, _, padding in _sections(chunk, body):
@@ -48,10 +50,12 @@ def zero_padding(chunk: Chunk, body: memoryview) -> None:
 
 
 def make_header(chunk: Chunk, body: memoryview) -> bytes:
-    """Return the header for a body whose padding is zero.
+    """Return the header of a chunk file, with the digests of all units in `body`.
+
+    Set the padding of `body` to zero before the file is written, for example with `zero_padding`.
 
     Raises:
-        ChunkError: the body has another length than the chunk's.
+        ChunkError: `body` does not have the length of the chunk's body.
     """
     check_size(chunk, body)
     return _header(chunk, body, lambda _: None)
@@ -62,14 +66,14 @@ def is_chunk(
 ) -> bool:
     """Return whether header and body are, byte for byte, the file of the expected chunk.
 
-    A chunk has exactly one encoding, so its header is encoded again and compared. Nothing in the given header
-    is trusted. `decode_header` and `check_body` explain a difference.
+    A chunk has exactly one encoding. So the expected header is computed from the body and compared, and
+    nothing in the given header is trusted. If they differ, `decode_header` and `check_body` find the reason.
 
     Args:
-        chunk: the expected chunk.
-        header: header of the file; compared after the whole body has arrived.
-        body: body of the file, as long as the chunk's.
-        wait: function that blocks until this many bytes of the body have arrived.
+        chunk: identity and layout of the expected chunk.
+        header: header of the file. It is read only after the whole body has arrived.
+        body: body of the file, as long as the expected chunk's body.
+        wait: function that takes a number of bytes, and blocks until so many bytes of the body have arrived.
     """
     written = _header(chunk, body, wait)
     wait(len(body))
@@ -81,7 +85,7 @@ def check_body(header: ChunkHeader, body: memoryview) -> None:
     """Check the digest of every unit of a body, and that the padding is zero.
 
     Raises:
-        ChunkError: a check fails; the message names the unit.
+        ChunkError: a check fails; the message names the section, and the unit if its digest differs.
     """
     check_size(header.chunk, body)
     for index, (section, content, padding) in enumerate(_sections(header.chunk, body)):
@@ -93,10 +97,10 @@ def check_body(header: ChunkHeader, body: memoryview) -> None:
 
 
 def check_size(chunk: Chunk, body: memoryview) -> None:
-    """Check that `body` is as long as the chunk's body.
+    """Check that `body` has the length of the chunk's body.
 
     Raises:
-        ChunkError: it has another length.
+        ChunkError: the lengths differ.
     """
     if body.nbytes != chunk.body_bytes:
         raise ChunkError(f"a body of {body.nbytes} bytes; expected {chunk.body_bytes}")
@@ -107,11 +111,12 @@ def _is_zero(padding: memoryview) -> bool:
 
 
 def _header(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> bytes:
+    """Return the header of a chunk, computed from its body as that arrives."""
     return encode_header(chunk, b"".join(_digests(chunk, body, wait)))
 
 
 def _digests(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the digests of all units, piece by piece, as the bytes arrive."""
+    """Yield the digests of all units in order, one or several at a time, as the bytes arrive."""
     view = body.cast("B")
     for section, offset in zip(chunk.sections, chunk.offsets, strict=True):
         begin, unit_bytes = offset - chunk.offsets[0], section.unit_bytes
@@ -126,13 +131,14 @@ def _digests(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> I
 
 
 def _arriving(view: memoryview, begin: int, end: int, wait: Callable[[int], object]) -> Iterator[memoryview]:
+    """Yield the pieces of a range of bytes, each after it has arrived."""
     for at, stop in _pieces(begin, end, PIECE_BYTES):
         wait(stop)
         yield view[at:stop]
 
 
 def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Return the (begin, end) pairs of the pieces of a range, each of `size` bytes but the last.
+    """Split a range into pieces of `size` bytes and a shorter last one; return their (begin, end) pairs.
 
     >>> list(_pieces(10, 25, 10))
     [(10, 20), (20, 25)]
@@ -141,7 +147,7 @@ def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _sections(chunk: Chunk, body: memoryview) -> Iterator[tuple[ChunkSection, memoryview, memoryview]]:
-    """Yield every section with its bytes and its padding."""
+    """Yield each section with views of its bytes and of the padding after it."""
     view = body.cast("B")
     for section, offset in zip(chunk.sections, chunk.offsets, strict=True):
         at = offset - chunk.offsets[0]

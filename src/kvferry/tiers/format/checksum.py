@@ -1,7 +1,7 @@
 """The checksums of a chunk file: XXH3 (16 bytes) of every unit, BLAKE3 (32 bytes) of the header.
 
-Units are most of a file, and XXH3 digests them several times as fast as BLAKE3. It detects accidental damage.
-Neither digest has a key, so anyone who can write to the storage can compute them.
+Units are most of a file, and XXH3 is several times as fast as BLAKE3. It detects accidental damage. Neither
+digest has a secret key, so anyone who can write to the storage can forge both.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PAUSE_SECONDS = 20e-6
 _LETS_OTHERS_RUN_BYTES = 100 << 10
 """Size from which python-xxhash releases the interpreter's lock (`XXHASH_GIL_MINSIZE`)."""
 
-# What holds bytes here. Arrays come as `memoryview(array).cast("B")`, which refuses what is not contiguous.
+# Types that hold bytes. Pass an array as `memoryview(array).cast("B")`, which refuses non-contiguous arrays.
 Buffer = bytes | bytearray | memoryview
 
 
 def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
-    """Return the digests of the units in `data`, concatenated.
+    """Return the concatenated digests of the units in `data`, `UNIT_DIGEST_BYTES` each.
 
     Args:
         data: units of `unit_bytes` bytes each, without gaps; its length is a multiple of `unit_bytes`.
@@ -35,7 +35,7 @@ def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
     stretch = min(_STRETCH_UNITS * unit_bytes, max(_STRETCH_BYTES // unit_bytes, 1) * unit_bytes)
     for begin in range(0, len(view), stretch):
         if begin and unit_bytes < _LETS_OTHERS_RUN_BYTES:
-            # Without a pause this thread would halt the engine's for Python's switch interval, 5 ms.
+            # Without a pause, the engine's thread would wait for Python's switch interval, 5 ms.
             time.sleep(_PAUSE_SECONDS)
         end = min(begin + stretch, len(view))
         digests += [xxh3_128_digest(view[at : at + unit_bytes]) for at in range(begin, end, unit_bytes)]
@@ -43,7 +43,7 @@ def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
 
 
 def digest_of(pieces: Iterable[Buffer]) -> bytes:
-    """Return the digest of one unit, given in pieces. Takes the next piece after it has digested the last."""
+    """Return the digest of one unit, given in pieces. Each piece is digested before the next is requested."""
     digest = xxh3_128()
     for piece in pieces:
         digest.update(piece)
@@ -51,5 +51,5 @@ def digest_of(pieces: Iterable[Buffer]) -> bytes:
 
 
 def header_digest(data: Buffer) -> bytes:
-    """Return the digest of the header bytes in front of it."""
+    """Return the digest of a header, 32 bytes. `data` is the header up to the position of its digest."""
     return blake3(data).digest(HEADER_DIGEST_BYTES)

@@ -1,9 +1,9 @@
 """The parts of a chunk file, their offsets, and the encoding of its header.
 
-A file is one chunk: a header with the chunk's identity and a digest of every unit, then the *sections*, each
-at a multiple of 4096 bytes. A section has `units` units of `unit_bytes` each. A unit is the smallest piece
-that a tensor-parallel rank may need alone, so a rank reads one run of units. `docs/format.md` specifies every
-byte. A chunk has exactly one encoding: equal chunks have equal bytes.
+A file contains one chunk: a header with the chunk's identity and a digest of every unit, then the *sections*,
+each at a multiple of 4096 bytes. A section has `units` units of `unit_bytes` each. A *unit* is the smallest
+piece that a tensor-parallel rank may need alone, so each rank needs consecutive units. `docs/format.md`
+specifies every byte. A chunk has exactly one encoding: equal chunks have equal bytes.
 
 >>> group = ChunkGroup("full", tokens=256, sections=(ChunkSection("kv", units=8, unit_bytes=1 << 20),))
 >>> chunk = Chunk(bytes(32), bytes(range(16)), (group,))
@@ -32,7 +32,7 @@ ALIGNMENT = 4096
 NAMESPACE_BYTES = 32
 KEY_BYTES = range(16, 33)
 NAME_BYTES = range(1, 32)
-# A header is read whole before its digest is known to be right: this bounds what a damaged length can cost.
+# A header is read as a whole before its digest is checked. This limits the cost of a damaged length.
 MAX_HEADER_BYTES = 16 << 20
 
 PREAMBLE = struct.Struct("<8s II Q II 32s B32s 31s")
@@ -45,10 +45,10 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ChunkSection:
-    """Units of one kind, in the order of the axis that is split over ranks.
+    """A section of a chunk: units of one size, in the order of the axis that is split over ranks.
 
     Attributes:
-        name: name of the kind, unique in its group: 1 to 31 printable ASCII characters.
+        name: name of the section, unique in its group: 1 to 31 printable ASCII characters.
         units: number of units, at least 1.
         unit_bytes: bytes of one unit, at least 1.
     """
@@ -66,7 +66,7 @@ class ChunkSection:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all units."""
+        """Sum of the bytes of all units."""
         return self.units * self.unit_bytes
 
 
@@ -77,7 +77,7 @@ class ChunkGroup:
     Attributes:
         name: name of the group, unique in the chunk: 1 to 31 printable ASCII characters.
         tokens: number of tokens that the sections hold; 0 for a snapshot of recurrent state.
-        sections: one or more sections with different names.
+        sections: sections of the group, one or more, with different names.
     """
 
     name: str
@@ -96,11 +96,11 @@ class ChunkLayout:
     """Offsets and sizes of the parts of a chunk file, in bytes.
 
     Attributes:
-        sections: the sections of all groups, in order of the file.
-        tables: the group table and the section table.
-        header_bytes: bytes of the header with its digest, without padding.
-        offsets: start of each section.
-        file_bytes: bytes of the whole file.
+        sections: sections of all groups, in the order of the file.
+        tables: encoded group table and section table of the header.
+        header_bytes: length of the header with its digest, without padding.
+        offsets: offset of each section in the file.
+        file_bytes: length of the whole file.
     """
 
     sections: tuple[ChunkSection, ...]
@@ -112,7 +112,7 @@ class ChunkLayout:
     @staticmethod
     @lru_cache(maxsize=16)
     def of(groups: tuple[ChunkGroup, ...]) -> ChunkLayout:
-        """Return the layout of a chunk of these groups.
+        """Return the layout of a chunk that has these groups.
 
         Raises:
             ChunkError: the groups do not form a chunk.
@@ -144,10 +144,10 @@ class Chunk:
     """The identity of a chunk, and the layout of its file.
 
     Attributes:
-        namespace: fingerprint of model and format, 32 bytes.
-        key: hash that names the content, 16 to 32 bytes.
-        groups: one or more groups with different names.
-        layout: derived from the groups.
+        namespace: digest of the namespace (model, weights and format), 32 bytes.
+        key: digest that identifies the content within the namespace, 16 to 32 bytes.
+        groups: KV cache groups in the chunk, one or more, with different names.
+        layout: layout of the file, derived from the groups.
     """
 
     namespace: bytes
@@ -164,27 +164,27 @@ class Chunk:
 
     @property
     def sections(self) -> tuple[ChunkSection, ...]:
-        """The sections of all groups, in order of the file."""
+        """The sections of all groups, in the order of the file."""
         return self.layout.sections
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of the header with its digest, without padding."""
+        """Length in bytes of the header with its digest, without padding."""
         return self.layout.header_bytes
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Start of each section in the file, in bytes."""
+        """Offset of each section in the file, in bytes."""
         return self.layout.offsets
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the whole file."""
+        """Length of the whole file, in bytes."""
         return self.layout.file_bytes
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of the file without its header."""
+        """Length of the file without its padded header, in bytes."""
         return self.file_bytes - self.offsets[0]
 
 
@@ -194,11 +194,11 @@ def aligned(size: int) -> int:
 
 
 def encode_header(chunk: Chunk, digests: bytes) -> bytes:
-    """Return the header of a chunk, padded to the start of the body.
+    """Return the header of a chunk, padded with zeros to the start of the body.
 
     Args:
-        chunk: the chunk.
-        digests: digests of all units, in order of the file, 16 bytes each.
+        chunk: identity and layout of the chunk.
+        digests: concatenated digests of all units, in the order of the file, 16 bytes each.
     """
     layout = chunk.layout
     preamble = PREAMBLE.pack(
@@ -210,6 +210,7 @@ def encode_header(chunk: Chunk, digests: bytes) -> bytes:
 
 
 def _name(name: str) -> tuple[int, bytes]:
+    """Return the length and the bytes of a name, as the tables contain it."""
     return len(name), name.encode("ascii")
 
 

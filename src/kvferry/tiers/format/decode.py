@@ -1,8 +1,8 @@
-"""Decode and verify a chunk file. Nothing in it is trusted before it is checked.
+"""Functions that decode and verify a chunk file. They trust nothing in it before they have checked it.
 
-`header_span` returns the length of the header from the first bytes, `decode_header` decodes it, `check_units`
-compares units with the header's digests, and `verify` checks the whole file. For any input they raise only
-`ChunkError`. A length in a file is compared with the available bytes before it is used.
+`header_span` reads the length of the header from the first bytes, `decode_header` decodes it, `check_units`
+compares units with the header's digests, and `verify` checks the whole file. For any content of a file they
+raise only `ChunkError`. A length in a file is checked before it is used.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvferry.tiers.format.chunk import (
     encode_header,
 )
 
-# Bytes of a body that are read and compared at once.
+# Number of bytes of a body that are read and checked at a time.
 _STEP_BYTES = 8 << 20
 
-# Reads a file: offset and size to bytes, fewer at the end of the file.
+# A function that reads a file: it takes an offset and a size, and returns the bytes, fewer at the file's end.
 ReadAt = Callable[[int, int], Buffer]
 
 
@@ -46,25 +46,34 @@ class ChunkHeader:
     """A decoded header whose own digest was correct.
 
     Attributes:
-        chunk: the chunk that the header describes.
-        digests: digests of all units, in order of the file, 16 bytes each.
+        chunk: identity and layout of the chunk that the header describes.
+        digests: concatenated digests of all units, in the order of the file, 16 bytes each.
     """
 
     chunk: Chunk
     digests: bytes
 
     def digests_of(self, section: int, first: int, units: int) -> bytes:
-        """Return the digests of `units` units of a section, by its index, from unit `first` on."""
+        """Return the concatenated digests of consecutive units.
+
+        Args:
+            section: index of the section.
+            first: index of the first unit in the section.
+            units: number of units.
+        """
         before = sum(one.units for one in self.chunk.sections[:section]) + first
         return self.digests[before * UNIT_DIGEST_BYTES : (before + units) * UNIT_DIGEST_BYTES]
 
 
 def header_span(start: Buffer) -> int:
-    """Return the bytes of a header with its padding, given the first 128 bytes of a file or more.
+    """Return the length of a header with its padding, in bytes.
+
+    Args:
+        start: first 128 bytes of the file, or more.
 
     Raises:
-        OtherVersion: this is a chunk file of another format version.
-        ChunkError: this is not a chunk file, or its header is too long.
+        OtherVersion: the file is a chunk file of another format version.
+        ChunkError: the file is not a chunk file, or the length of its header is out of range.
     """
     if len(start) < PREAMBLE.size:
         raise ChunkError(
@@ -83,13 +92,13 @@ def header_span(start: Buffer) -> int:
 
 
 def decode_header(data: Buffer) -> ChunkHeader:
-    """Decode a header.
+    """Decode the header of a chunk file.
 
     Args:
-        data: the file's first `header_span` bytes, or more.
+        data: first `header_span` bytes of the file, or more.
 
     Raises:
-        ChunkError: it is damaged, contradicts itself, or is not the canonical encoding of its chunk.
+        ChunkError: the header is damaged, contradicts itself, or is not the canonical encoding of its chunk.
     """
     span = header_span(data)
     if len(data) < span:
@@ -121,16 +130,16 @@ def decode_header(data: Buffer) -> ChunkHeader:
 
 
 def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
-    """Compare units with their digests.
+    """Check units against their digests in the header.
 
     Args:
         header: header of the file.
         section: index of the section.
-        first: index of the first unit in `data`.
-        data: consecutive whole units.
+        first: index, in the section, of the first unit in `data`.
+        data: one or more consecutive whole units.
 
     Raises:
-        ChunkError: a unit is damaged; the message names the first.
+        ChunkError: a unit is damaged; the message names the first such unit.
     """
     one = header.chunk.sections[section]
     found = unit_digests(data, one.unit_bytes)
@@ -146,14 +155,14 @@ def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> 
 
 
 def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """Read the header of a file and compare the file's length with it.
+    """Read the header of a file, and check that the file has the length in the header.
 
     Args:
-        read: function that reads the file at an offset.
+        read: function that takes an offset and a size, and returns these bytes of the file.
         file_bytes: length of the file.
 
     Raises:
-        ChunkError: it is not a complete chunk file.
+        ChunkError: the file is not a complete chunk file.
     """
     header = decode_header(read(0, header_span(read(0, PREAMBLE.size))))
     check_length(header, file_bytes)
@@ -161,10 +170,10 @@ def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """Check every byte of a file: header, units and padding.
+    """Check every byte of a file: header, units and padding. Return its header.
 
     Args:
-        read: function that reads the file at an offset.
+        read: function that takes an offset and a size, and returns these bytes of the file.
         file_bytes: length of the file.
 
     Raises:
@@ -189,17 +198,21 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def check_length(header: ChunkHeader, file_bytes: int) -> None:
-    """Compare a file's length with its header.
+    """Check that a file has the length in its header.
 
     Raises:
-        ChunkError: they differ.
+        ChunkError: the lengths differ.
     """
     if file_bytes != header.chunk.file_bytes:
         raise ChunkError(f"a file of {file_bytes} bytes; expected {header.chunk.file_bytes} by its header")
 
 
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
-    """Return the groups of a header, after checking that its tables lie within it."""
+    """Return the groups in the tables of a header. The caller has checked that the tables lie within it.
+
+    Raises:
+        ChunkError: the tables do not describe valid groups.
+    """
     at = PREAMBLE.size + groups * GROUP.size
     rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
     found = [
@@ -215,6 +228,7 @@ def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]
 
 
 def _name(size: int, name: bytes) -> str:
+    """Return the first `size` bytes of a name field. Raises ChunkError if `size` is out of range."""
     if size not in NAME_BYTES:
         raise ChunkError(f"a name of {size} bytes; expected 1 to {NAME_BYTES[-1]}")
     return name[:size].decode("latin-1")

@@ -1,16 +1,19 @@
-"""Host memory that all ranks of a node share: the arena.
+"""The arena: host memory that all ranks of a node share.
 
-One process creates it, the others attach with an `ArenaHandle`. All see the same bytes at different
-addresses, so positions are offsets. `host.slot_table` decides who may write where.
+One process, the owner, creates the arena. The others attach to it with an `ArenaHandle`. All processes see
+the same bytes at different addresses, so positions in it are offsets. `host.slot_table` decides which bytes
+may be read or written.
 
-It is a memfd: a file of shared memory without a name in any file system. It does not use ``/dev/shm``, so a
-crash leaves nothing there, and the size of ``/dev/shm`` (64 MiB in many containers) does not limit it. The
-kernel frees it when the last process that maps it ends. It is sealed against shrinking, so that no process
-can make another's access fail. All of it is allocated at once: a lack of memory is an error at start, not a
-killed engine later. A background thread moves it to large pages while it is in use.
+The arena is a memfd: a file of shared memory without a name in any file system. It does not use ``/dev/shm``,
+so a crash leaves no files there, and the size of ``/dev/shm`` (64 MiB in many containers) does not limit it.
+The kernel frees the memory when the last process that maps it ends. The file is sealed against shrinking, so
+no process can make the memory accesses of another one fail. All memory is allocated at once, so too little
+memory is an error at start, and does not kill an engine later. A background thread of the owner moves the
+memory to large pages while it is in use.
 
-Attaching opens ``/proc/<pid>/fd/<fd>`` of the owner: same machine, same user, same process namespace. The
-token identifies the file, so a new process with the same id is not mistaken for the owner.
+A process attaches by opening ``/proc/<pid>/fd/<fd>`` of the owner. So it must run on the same machine, as the
+same user and in the same process namespace. The handle's token identifies the file, so a new process with the
+owner's process id is not mistaken for the owner.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from kvferry.memory.staging_copies import StagedImages
 from kvferry.units import format_bytes
 
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, since Linux 5.14: allocates memory at once, or fails."""
+"""Value of MADV_POPULATE_WRITE, which allocates memory at once or fails. Linux has it since 5.14."""
 _STEP_BYTES = 256 << 20
 
 
@@ -45,9 +48,10 @@ class ArenaHandle:
     """A handle with which other processes attach to an arena.
 
     Attributes:
-        pid, fd: the owning process and its file descriptor.
-        token: 32 random hexadecimal digits, unique to the arena.
-        size: bytes.
+        pid: id of the process that owns the arena.
+        fd: number of the arena's file descriptor in that process.
+        token: random id of the arena, 32 hex digits.
+        size: length of the arena in bytes.
     """
 
     pid: int
@@ -57,17 +61,17 @@ class ArenaHandle:
 
 
 class Arena:
-    """One process's mapping of the shared memory. `create` or `attach` returns it.
+    """The mapping of an arena in one process. Use `create` in the owner, and `attach` in other processes.
 
     Attributes:
-        name: the handle for other processes.
-        memory: shared bytes, uint8 of shape (size,), initially zero. Must not be used after `close`.
-        region: the same memory, with addresses of this process.
-        collapsing: the owner's thread that moves memory to large pages; None in other processes.
+        name: handle with which other processes attach.
+        memory: bytes of the arena, uint8 of shape (size,), initially zero. Do not use it after `close`.
+        region: address range of the same memory in this process.
+        collapsing: thread that moves the memory to large pages; None in other processes than the owner.
     """
 
     def __init__(self, fd: int, name: ArenaHandle) -> None:
-        """Map the file and take over `fd`. Use `create` or `attach`."""
+        """Map the file with descriptor `fd`, which `close` will close. Call `create` or `attach` instead."""
         self._fd = fd
         self.name = name
         self._map, self._skip = map_shared(fd, name.size)
@@ -78,7 +82,7 @@ class Arena:
 
     @classmethod
     def create(cls, size: int) -> Arena:
-        """Allocate `size` bytes, rounded up to whole pages; this process becomes the owner.
+        """Create an arena of `size` bytes, rounded up to whole pages. This process becomes its owner.
 
         Raises:
             ConfigError: the machine has too little memory, or does not support sealed memory files.
@@ -100,10 +104,11 @@ class Arena:
 
     @classmethod
     def attach(cls, name: ArenaHandle) -> Arena:
-        """Map the arena that another process of this machine created.
+        """Map an arena that another process of this machine created.
 
         Raises:
-            TransferError: the owner has ended, or its descriptor now refers to another file.
+            TransferError: the owner has ended, its descriptor now refers to another file, or this process may
+                not open it.
         """
         path = f"/proc/{name.pid}/fd/{name.fd}"
         try:
@@ -126,17 +131,25 @@ class Arena:
             raise
 
     def slots(self, offset: int, stride: int) -> StagedImages:
-        """Return images that are `stride` bytes apart, the first at `offset`, for `StagingCopies`."""
+        """Return a description of packed cells in the arena, for the copies of `StagingCopies`.
+
+        A *cell* is the smallest unit that the block sizes of both sides of a copy divide into. Here it is a
+        slot or a part of one.
+
+        Args:
+            offset: offset of the first cell in the arena, in bytes.
+            stride: number of bytes from one cell to the next.
+        """
         return StagedImages(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
-        """Return a writable view of `size` bytes from `offset` on."""
+        """Return a writable view of the `size` bytes at `offset`."""
         return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
 
     def close(self) -> None:
-        """Release the mapping. After the owner has closed it, no process can attach. Idempotent.
+        """Unmap the arena in this process. Once the owner has closed it, no process can attach. Idempotent.
 
-        The memory stays mapped until the last array over it is deleted.
+        The memory stays mapped until the last array or view of it is deleted.
         """
         if self._fd < 0:
             return
@@ -149,7 +162,7 @@ class Arena:
             self._map.close()
 
     def _populate(self) -> None:
-        """Allocate all memory now: mapped since Linux 5.14, reserved in the file on older kernels.
+        """Allocate all memory now. Kernels before Linux 5.14 only reserve it in the file, without mapping it.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -174,7 +187,7 @@ def _file_name(token: str) -> str:
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory available to this process, within its machine and control group.
+    """Return the number of bytes of memory available to this process on its machine and in its control group.
 
     Raises:
         ConfigError: /proc/meminfo cannot be read.
@@ -183,6 +196,7 @@ def available_bytes() -> int:
 
 
 def _available() -> tuple[int, str]:
+    """Return the available bytes, and a text that says where the limit is. Raises ConfigError."""
     if (found := available_memory()) is None:
         raise ConfigError(
             "host tier: cannot read the available memory from /proc/meminfo; mount /proc, or configure "

@@ -11,9 +11,9 @@ class HostDropReason(StrEnum):
     """The reason why the host tier did not store a chunk."""
 
     PRESENT = "present"
-    """The tier has the chunk, or it is being filled."""
+    """The tier has the chunk already, or its slot is being filled."""
     NO_ROOM = "no room"
-    """All chunks that could be evicted are held, or too many would have to be evicted."""
+    """No slot is free: the remaining chunks are in use, or too many would have to be evicted."""
     FAILED = "failed"
     """The chunk's bytes could not be written."""
     CLEARED = "cleared"
@@ -26,21 +26,21 @@ class HostMissReason(StrEnum):
     ABSENT = "absent"
     """The chunk was not in the tier recently."""
     EVICTED = "evicted"
-    """The chunk was evicted recently: a larger capacity would have kept it."""
+    """The chunk was evicted recently. A larger capacity would have kept it."""
     FILLING = "filling"
-    """The chunk is being filled."""
+    """The chunk's bytes are still being written."""
 
 
 @dataclass(slots=True)
 class HostCounters:
-    """Counts since the start. Bytes are sizes of slots.
+    """The counts of a host tier since its start.
 
     Attributes:
-        stored, stored_bytes: chunks that became readable.
-        dropped: chunks that were not stored, by reason.
-        hits: chunks opened for reading.
-        misses: requested chunks that the tier did not have, by reason.
-        evicted, evicted_bytes: chunks evicted to make room.
+        stored, stored_bytes: number and bytes of chunks that were stored and became readable.
+        dropped: number of chunks that were not stored, by reason.
+        hits: number of chunks opened for reading.
+        misses: number of requested chunks that the tier did not have, by reason.
+        evicted, evicted_bytes: number and bytes of chunks that were evicted to make room.
     """
 
     stored: int = 0

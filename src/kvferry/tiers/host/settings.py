@@ -13,12 +13,14 @@ from kvferry.tiers.sizes import check_capacity
 
 
 class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Chunks in host memory, shared by the ranks of the engine. Every chunk passes through it.
+    """Settings of the host tier, which keeps chunks in memory that the ranks of the engine share.
+
+    Every chunk passes through this tier on its way to or from the other tiers.
 
     Attributes:
-        capacity: bytes, or a text such as ``4GiB``; by default a tenth of the memory that is available.
+        capacity: number of bytes, or a text such as ``4GiB``; None for a tenth of the available memory.
         eviction_policy: name of the policy that chooses the chunk to evict (`tiers.eviction`).
-        load_weight: weight of tokens from here, for source policy ``weight``.
+        load_weight: weight of each token that this tier offers; used only by source policy ``weight``.
     """
 
     kind: ClassVar[str] = HOST
@@ -28,7 +30,14 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_weight: float = 1.0
 
     def check(self, where: str) -> None:
-        """Check values. Raises ConfigError if one is out of range; `where` names the object."""
+        """Check the values.
+
+        Args:
+            where: name of this object in the configuration, for messages.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
         check_capacity(where, self.capacity)
         if self.eviction_policy not in EVICTION_POLICIES:
             raise ConfigError(

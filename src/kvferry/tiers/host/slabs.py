@@ -1,21 +1,22 @@
-"""The slab allocator of an arena: slabs of one size, each cut into slots of one stride.
+"""The slab allocator of an arena, which divides it into slots for chunks.
 
-All chunks of a group have one size, and a model has few groups, so there are few sizes. A slab has slots of
-one size. An empty slab becomes *spare* and may be used for another size. Slot `i` begins at ``slab *
-slab_bytes + i * stride``.
+The arena is cut into *slabs* of equal size. A slab is cut into slots of one size, the *stride*. All chunks of
+a group have one size, and a model has few groups, so there are few strides. A slab whose slots are all free
+becomes *spare*, and may be used for another stride. Slot `i` begins at ``slab * slab_bytes + i * stride``.
 
     spare ─take→ slots of one stride, some free ─last slot freed→ spare
 
-Two alternatives were rejected. Uniform pages, with a chunk as a list of pages, would need no slabs per size.
-But a unit of a section (a head of all layers) is larger than a page or straddles two, so a rank's part would
-not be pieces at one distance, which gather and scatter need (`memory.staging_copies.StagedImages`), and
-storage could not write it in one call. One sparse address range per size, whose memory is freed by punching
-holes, fails because memory registered with a GPU or a NIC stays registered: a transfer would use pages that
-are no longer mapped.
+Two alternatives were rejected:
 
-The waste is bounded: less than one slot at the end of each slab (the slab size keeps that small), and free
-slots of sizes that are not in demand. When the free slots of one size add up to a slab, `reclaimable` names
-slabs that the caller may empty for another size, by evicting their chunks.
+- Pages of one size, with a chunk as a list of pages. A unit of a section (such as a head of all layers) can
+  be larger than a page, or straddle two. Then the units of a rank are not at a constant stride, which gather
+  and scatter need (`memory.staging_copies.StagedImages`), and storage cannot write a chunk in one call.
+- One sparse address range per stride, whose memory is freed by punching holes. Memory that is registered with
+  a GPU or a NIC stays registered, so a transfer would use pages that are no longer mapped.
+
+The waste is limited to less than one slot at the end of each slab, and to free slots of strides that are not
+in demand. The slab size is chosen so that the first is small. When the free slots of one stride add up to a
+slab, `reclaimable` returns slabs that the caller may empty for another stride, by evicting their chunks.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from collections.abc import Collection
 from kvferry.errors import ConfigError
 
 _LARGEST_PER_SLAB = 16
-"""Maximum number of the largest chunks per slab. Emptying a slab evicts all of them."""
+"""Maximum size of a slab, as a number of the largest chunks. To empty a slab, all its chunks are evicted."""
 
 
 class Slabs:
-    """Allocates slots by their size. Not thread-safe.
+    """An allocator of slots of a few sizes. Not thread-safe.
 
     Attributes:
         slab_bytes: bytes of one slab.
         count: number of slabs.
-        capacity_bytes: bytes of all slabs; the rest of the arena is not used.
-        used_bytes: bytes of all taken slots.
+        capacity_bytes: bytes of all slabs together; the rest of the arena is not used.
+        used_bytes: bytes of all allocated slots.
     """
 
     def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:
-        """Create the allocator with all slabs spare.
+        """Create an allocator whose slabs are all spare.
 
         Args:
             capacity_bytes: bytes of the arena.
-            strides: all slot sizes, in bytes.
+            strides: bytes of a slot, for each size of slot; duplicates are allowed.
 
         Raises:
-            ConfigError: there are fewer slabs than sizes.
+            ConfigError: the arena is too small for one slab of each stride.
         """
         kinds = sorted(set(strides))
         self.slab_bytes = _slab_bytes(capacity_bytes, kinds)
@@ -67,11 +68,14 @@ class Slabs:
         self._idle: Counter[int] = Counter()
 
     def has_room(self, stride: int) -> bool:
-        """Return whether `take` would find a free slot."""
+        """Return whether a slot of `stride` bytes can be allocated."""
         return bool(self._open[stride] or self._spare)
 
     def take(self, stride: int) -> int | None:
-        """Take a slot; return its offset in bytes, or None if none is free."""
+        """Allocate a slot of `stride` bytes; return its byte offset in the arena.
+
+        Return None if no slot of this size is free and no slab is spare.
+        """
         if not self._open[stride]:
             if not self._spare:
                 return None
@@ -85,7 +89,7 @@ class Slabs:
         return offset
 
     def free(self, offset: int) -> None:
-        """Free a slot. Nothing may read or write it any more."""
+        """Free the slot at `offset`. No code may read or write it any more."""
         slab = offset // self.slab_bytes
         stride = self._stride[slab]
         self._free[slab].append(offset)
@@ -96,10 +100,10 @@ class Slabs:
             self._retire(slab)
 
     def reclaimable(self, stride: int) -> list[int]:
-        """Return slabs of other sizes that could be emptied for this size, the emptiest first.
+        """Return the slabs of other strides that could be emptied for this stride, the emptiest first.
 
-        Only sizes whose free slots add up to a slab or more are considered. Takes time with the number of
-        slabs that have free slots.
+        Only strides whose free slots add up to a slab or more are considered. The time is proportional to the
+        number of slabs that have free slots.
         """
         return sorted(
             (
@@ -112,16 +116,16 @@ class Slabs:
         )
 
     def slots(self, slab: int) -> range:
-        """Return the offsets of all slots of a slab, taken or free; none if it is spare."""
+        """Return the byte offsets of all slots of a slab, allocated or free; empty if the slab is spare."""
         stride = self._stride.get(slab)
         first = slab * self.slab_bytes
         return range(first, first + self.slab_bytes // stride * stride, stride) if stride else range(0)
 
     def check_integrity(self) -> None:
-        """Check that all counts and lists agree.
+        """Check that all counts and lists are consistent.
 
         Raises:
-            AssertionError: they do not; the message names the contradiction.
+            AssertionError: they are not; the message names the contradiction.
         """
         if sorted([*self._spare, *self._stride]) != list(range(self.count)):
             raise AssertionError("a slab is neither spare nor assigned, or both")
@@ -141,6 +145,7 @@ class Slabs:
             )
 
     def _assign(self, slab: int, stride: int) -> None:
+        """Cut a spare slab into free slots of one stride."""
         self._stride[slab] = stride
         free = list(self.slots(slab))
         free.reverse()
@@ -149,6 +154,7 @@ class Slabs:
         self._idle[stride] += len(free)
 
     def _retire(self, slab: int) -> None:
+        """Make a slab spare whose slots are all free."""
         stride = self._stride.pop(slab)
         self._idle[stride] -= len(self._free.pop(slab))
         del self._open[stride][slab]
@@ -156,7 +162,10 @@ class Slabs:
 
 
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
-    """Return the slab size: the multiple of the largest stride with the least worst-case waste."""
+    """Return the size of a slab in bytes: the multiple of the largest stride that wastes least.
+
+    The waste is that of the worst stride, if all slabs were cut into slots of this stride.
+    """
     largest = max(strides)
     most = capacity_bytes // (largest * 4 * len(strides))
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]

@@ -1,15 +1,15 @@
-"""The slots of an arena, and holds that permit reading or writing them.
+"""The states of the slots of an arena, and the holds that protect slots while they are read or written.
 
-A chunk takes one slot:
+A chunk occupies one slot, which has these states:
 
-    FREE ─reserve→ FILLING ─commit→ READY ─evict, nobody reads→ FREE
-                      │               └─evict while read→ EVICTED ─last close→ FREE
+    FREE ─reserve→ FILLING ─commit→ READY ─evict without reads→ FREE
+                      │               └─evict during a read→ EVICTED ─last close→ FREE
                       ├─abort→ FREE
                       └─clear→ EVICTED ─commit or abort→ FREE
 
-Only a READY chunk is found by its key. A *hold* protects a slot while bytes move: one hold for the fill, one
-for every read. Its owner releases it when no copy or I/O is in flight, whatever happened to the request or
-the key meanwhile. Until then the slot is not reused.
+Only a READY chunk can be opened by its key. A *hold* keeps a slot from being reused: the fill has one hold,
+and so has each read. The owner of a hold releases it when no copy or I/O is in flight, and not before, even
+if the request has ended or the chunk was evicted meanwhile.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A hold on a chunk's slot: its owner may read or fill the slot until it releases the hold.
+    """A hold on a slot. Its owner may read the slot, or fill it, until it releases the hold.
 
     Attributes:
         key: key of the chunk.
         group: index of the KV cache group.
-        offset: bytes from the start of the arena, a multiple of 4096.
-        serial: unique number of the hold.
+        offset: offset of the slot in the arena, in bytes, a multiple of 4096.
+        serial: number of the hold, unique in the table.
     """
 
     key: bytes
@@ -44,12 +44,14 @@ class Slot:
 
 @dataclass(slots=True)
 class ResidentChunk:
-    """A chunk in a slot that is not free; EVICTED if it is neither in `filling` nor in `ready`.
+    """The chunk in a slot that is not FREE. Its state is EVICTED if it is in neither `filling` nor `ready`.
 
     Attributes:
-        key, group, offset: as in `Slot`.
-        size: bytes.
-        holds: number of holds.
+        key: key of the chunk.
+        group: index of the KV cache group.
+        offset: offset of the slot in the arena, in bytes.
+        size: bytes of the slot.
+        holds: number of holds on the slot.
     """
 
     key: bytes
@@ -60,20 +62,20 @@ class ResidentChunk:
 
 
 class SlotTable:
-    """The states of all slots of an arena. Touches no memory. Not thread-safe.
+    """The states of all slots of an arena. It does not access the arena's memory. Not thread-safe.
 
     Attributes:
-        chunk_bytes: bytes of a chunk of each group.
-        slabs: the allocator of slots.
-        filling, ready: chunks in these states, by key. Read only.
+        chunk_bytes: bytes of a chunk, for each KV cache group.
+        slabs: allocator of the slots.
+        filling, ready: chunks in the state FILLING or READY, by key. Callers must not change them.
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: Sequence[int]) -> None:
-        """Create the table with all slots free.
+        """Create a table whose slots are all FREE.
 
         Args:
             capacity_bytes: bytes of the arena.
-            chunk_bytes: bytes of a chunk of each group, multiples of 4096.
+            chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
 
         Raises:
             GeometryError: a chunk size is not a multiple of 4096.
@@ -91,7 +93,12 @@ class SlotTable:
         self._serials = count(1)
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Move a slot from FREE to FILLING; None if none is free. The key has no other slot."""
+        """Move a slot from FREE to FILLING, and return a hold on it; None if no slot is free.
+
+        Args:
+            key: key of the chunk, which must not be FILLING or READY.
+            group: index of the KV cache group.
+        """
         size = self.chunk_bytes[group]
         offset = self.slabs.take(size)
         if offset is None:
@@ -101,7 +108,10 @@ class SlotTable:
         return self._hold(chunk, self._fills)
 
     def commit(self, slot: Slot) -> bool:
-        """Move FILLING to READY, or EVICTED to FREE; return whether it is READY. KeyError without a hold."""
+        """Move a slot from FILLING to READY, or from EVICTED to FREE, and release the hold.
+
+        Return whether the slot is READY now. Raises KeyError if the hold was released before.
+        """
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             self.ready[slot.key] = self.filling.pop(slot.key)
@@ -109,7 +119,10 @@ class SlotTable:
         return wanted
 
     def abort(self, slot: Slot) -> bool:
-        """Move FILLING or EVICTED to FREE; return whether it was FILLING. KeyError without a hold."""
+        """Move a slot from FILLING or EVICTED to FREE, and release the hold.
+
+        Return whether the slot was FILLING. Raises KeyError if the hold was released before.
+        """
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             del self.filling[slot.key]
@@ -117,22 +130,28 @@ class SlotTable:
         return wanted
 
     def open(self, key: bytes) -> Slot:
-        """Hold a READY chunk for reading. Raises KeyError if the key has none."""
+        """Return a new hold for reading on a READY chunk. Raises KeyError if no READY chunk has this key."""
         return self._hold(self.ready[key], self._reads)
 
     def close(self, slot: Slot) -> bool:
-        """Release a read's hold; return whether it was the last of a READY chunk. KeyError without a hold."""
+        """Release the hold of a read. Return True if the chunk is READY and has no other hold.
+
+        Raises KeyError if the hold was released before.
+        """
         chunk = self._let_go(slot, self._reads)
         return self._is_ready(chunk) and not chunk.holds
 
     def evict(self, key: bytes) -> ResidentChunk:
-        """Move READY to FREE, or to EVICTED while it is read. Raises KeyError if the key has none."""
+        """Move a slot from READY to FREE, or to EVICTED while it is read. Return the evicted chunk.
+
+        Raises KeyError if no READY chunk has this key.
+        """
         chunk = self.ready.pop(key)
         self._free_if_over(chunk)
         return chunk
 
     def clear(self) -> int:
-        """Move FILLING and READY to EVICTED or FREE; return how many were FILLING."""
+        """Move all slots to FREE, or to EVICTED if they have holds. Return the number of FILLING slots."""
         for key in list(self.ready):
             self.evict(key)
         unfilled = len(self.filling)
@@ -140,9 +159,13 @@ class SlotTable:
         return unfilled
 
     def keys_to_reclaim(self, group: int) -> list[bytes]:
-        """Return keys whose eviction empties a slab of another size for this group.
+        """Return the keys of all chunks in one slab that can be emptied, to make room for a group.
 
-        The slab has no holds, and the free slots of its size add up to a slab.
+        The slab has slots of another size than the group's, the free slots of that size add up to a slab, and
+        no chunk in it has a hold. Return an empty list if there is no such slab.
+
+        Args:
+            group: index of the KV cache group that needs a slot.
         """
         for slab in self.slabs.reclaimable(self.chunk_bytes[group]):
             chunks = [self._slots[at] for at in self.slabs.slots(slab) if at in self._slots]
@@ -151,10 +174,10 @@ class SlotTable:
         return []
 
     def check_integrity(self) -> None:
-        """Check that all states agree. Takes time with the number of chunks.
+        """Check that all states are consistent. The time is proportional to the number of chunks.
 
         Raises:
-            AssertionError: they do not; the message names the contradiction.
+            AssertionError: they are not; the message names the contradiction.
         """
         self.slabs.check_integrity()
         for key, chunk in (*self.filling.items(), *self.ready.items()):
@@ -176,23 +199,25 @@ class SlotTable:
             raise AssertionError("slots are taken or held that no chunk is in")
 
     def _is_ready(self, chunk: ResidentChunk) -> bool:
-        """Return whether this chunk is READY, rather than a later one with the same key."""
+        """Return whether this chunk is READY. A later chunk with the same key does not count."""
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
+        """Return a new hold on a chunk, and record it in `holds`."""
         serial = next(self._serials)
         holds[serial] = chunk
         chunk.holds += 1
         return Slot(chunk.key, chunk.group, chunk.offset, serial)
 
     def _let_go(self, slot: Slot, holds: dict[int, ResidentChunk]) -> ResidentChunk:
+        """Release a hold and return its chunk. Raises KeyError if the hold was released before."""
         chunk = holds.pop(slot.serial)
         chunk.holds -= 1
         self._free_if_over(chunk)
         return chunk
 
     def _free_if_over(self, chunk: ResidentChunk) -> None:
-        """Move EVICTED to FREE if there is no hold."""
+        """Move the slot of a chunk from EVICTED to FREE if it has no hold."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]
             self.slabs.free(chunk.offset)

@@ -1,16 +1,18 @@
-"""The host tier: chunks in an arena, evicted by a policy when it is full.
+"""The host tier: chunks in shared host memory (the arena), evicted by a policy when it is full.
 
-It moves no bytes itself. It gives slots to the code that does.
+The tier does not copy bytes. It gives slots of the arena to the code that does:
 
     store   reserve ─▶ Slot ─▶ commit or abort
     load    open ─▶ Slot ─▶ close
 
-The caller releases every slot when all ranks are done and no copy or I/O is in flight. No call blocks. A
-store without room is dropped and counted, without an exception. Releasing a slot twice raises KeyError.
+The caller releases every slot when all ranks have finished and no copy or I/O is in flight. No call blocks.
+If there is no room for a chunk, it is dropped and counted, and no exception is raised. Releasing a slot twice
+raises KeyError.
 
-A prompt's later chunks are useless without its earlier ones, and policies evict the latest used chunks last.
-So commit and close the chunks of a prompt from its end to its beginning. When the prompt has ended, call
-`mark_used`, because steps and partial loads have left the chunks in another order.
+The later chunks of a prompt are useless without the earlier ones, so evict the later ones first. Policies
+evict the latest used chunks last. So commit and close the chunks of a prompt from its end to its beginning.
+When the request has ended, call `mark_used`, because its steps and partial loads have used the chunks in
+another order.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ __all__ = ["HostTier", "Slot"]
 
 
 class HostTier:
-    """The chunks in an arena. Not thread-safe: only the engine's thread calls it.
+    """The chunks in an arena. Not thread-safe: only the engine's thread may use it.
 
     Attributes:
-        counters: counts since the start.
-        capacity_bytes, used_bytes: bytes of slots; the capacity is never exceeded.
-        keys: the chunks that can be read.
+        counters: counts of stores, loads and evictions since the start.
+        capacity_bytes: maximum bytes of all slots; never exceeded.
+        keys: keys of the chunks that can be read.
     """
 
     def __init__(
@@ -49,9 +51,9 @@ class HostTier:
 
         Args:
             capacity_bytes: bytes of the arena.
-            chunk_bytes: bytes of a chunk of each KV cache group, multiples of 4096.
-            policy: makes an eviction policy for a capacity in bytes (`tiers.eviction`).
-            table: the key table that the tiers of a cache share; None for a table of its own.
+            chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
+            policy: function that returns an eviction policy for a capacity in bytes (`tiers.eviction`).
+            table: key table that the tiers of a cache share; None for a separate one.
 
         Raises:
             GeometryError: a chunk size is not a multiple of 4096.
@@ -71,20 +73,25 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all slots that are not free."""
+        """Sum of the bytes of all slots that are not free."""
         return self._slots.slabs.used_bytes
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return which keys could be opened now: bool of shape (len(keys),). Changes and counts nothing."""
+        """Return a mask of the keys that can be opened now: bool of shape (len(keys),).
+
+        It neither counts as a use nor changes the tier.
+        """
         return self.keys.contains(tags_of(keys))
 
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
-        """Reserve a slot for a chunk, evicting others if needed; None if it is present or there is no room.
+        """Reserve a slot for a chunk, and evict others to make room if needed.
+
+        Return None if the chunk is present or being filled, or if there is no room.
 
         Args:
             key: key of the chunk.
             group: index of its KV cache group.
-            counted: whether a failure counts as a dropped chunk; False for a retry.
+            counted: whether a failure counts as a dropped chunk; False if the caller will retry.
         """
         if key in self._slots.ready or key in self._slots.filling:
             self.counters.dropped[HostDropReason.PRESENT] += counted
@@ -96,7 +103,7 @@ class HostTier:
         return slot
 
     def commit(self, slot: Slot) -> bool:
-        """Make a filled chunk readable; return False if the tier was cleared meanwhile."""
+        """Make a filled chunk readable and release its slot; return False if `clear` was called meanwhile."""
         if not self._slots.commit(slot):
             return False
         size = self._slots.chunk_bytes[slot.group]
@@ -107,14 +114,14 @@ class HostTier:
         return True
 
     def abort(self, slot: Slot) -> None:
-        """Free the slot of a chunk that was not filled. No copy or I/O may be in flight."""
+        """Free the slot of a chunk that could not be filled. No copy or I/O may be in flight."""
         if self._slots.abort(slot):
             self.counters.dropped[HostDropReason.FAILED] += 1
 
     def open(self, key: bytes) -> Slot | None:
-        """Hold a chunk for reading.
+        """Return a new hold on a chunk for reading, which counts as a use. The caller must `close` it.
 
-        Every call creates a new hold. If absent, count a miss and return None.
+        If the tier does not have the chunk, count a miss and return None.
         """
         chunk = self._slots.ready.get(key)
         if chunk is None:
@@ -127,7 +134,10 @@ class HostTier:
         return self._slots.open(key)
 
     def hold(self, key: bytes) -> Slot | None:
-        """Hold a chunk to copy it to another tier: as `open`, but not counted or ranked as used."""
+        """Return a new hold on a chunk as `open` does, but without counting a use or a miss.
+
+        It is for copies to another tier, and for chunks that were just fetched from one.
+        """
         chunk = self._slots.ready.get(key)
         if chunk is None:
             return None
@@ -136,27 +146,31 @@ class HostTier:
         return self._slots.open(key)
 
     def close(self, slot: Slot) -> None:
-        """Release a read's hold."""
+        """Release a hold that `open` or `hold` returned."""
         if self._slots.close(slot):
             self._policy.unpin(slot.key)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Rank the chunks of a prompt, in its order, so that its end is evicted first."""
+        """Rank the chunks of a prompt as the latest used, in an order that evicts its end first.
+
+        Args:
+            keys: keys of the chunks, the first chunk of the prompt first. Unknown keys are skipped.
+        """
         for key in reversed(keys):
             if key in self._slots.ready:
                 self._policy.make_newest(key)
 
     def clear(self) -> None:
-        """Remove all chunks, including those being filled, because their keys are no longer valid."""
+        """Remove all chunks, including those being filled. Use it when their content is no longer valid."""
         self.counters.dropped[HostDropReason.CLEARED] += self._slots.clear()
         self._policy = self._make_policy(self.capacity_bytes)
         self.keys.clear()
 
     def check_integrity(self) -> None:
-        """Check that slots, policy and keys agree. Takes time with the number of chunks.
+        """Check that slots, policy and keys are consistent. The time is proportional to the number of chunks.
 
         Raises:
-            AssertionError: they do not; the message names the contradiction.
+            AssertionError: they are not; the message names the contradiction.
         """
         self._slots.check_integrity()
         self._policy.check_integrity()
@@ -171,10 +185,11 @@ class HostTier:
             raise AssertionError(f"{self.used_bytes} bytes are used, capacity is {self.capacity_bytes}")
 
     def _make_room(self, group: int) -> None:
-        """Evict until the group has a free slot, nothing more may be evicted, or the limit is reached.
+        """Evict chunks until the group has a free slot, all others are held, or too many bytes were evicted.
 
-        An evicted chunk may be of another size, and its slot then stays free for that size. When such slots
-        add up to a slab, a slab is emptied, so no size keeps more than a slab of free slots from the others.
+        An evicted chunk can have another size than the group's chunks. Then its slot stays free for that
+        size. When such slots add up to a slab, a slab of that size is emptied for this group. So free slots
+        of one size never withhold much more than a slab from the other sizes.
         """
         size, evicted = self._slots.chunk_bytes[group], 0
         while not self._slots.slabs.has_room(size) and evicted < self._most_evicted:
@@ -189,7 +204,7 @@ class HostTier:
             evicted += sum(self._evict(key) for key in keys)
 
     def _evict(self, key: bytes) -> int:
-        """Remove a chunk that the policy has dropped; return its bytes."""
+        """Remove a chunk that the policy no longer ranks; return its bytes."""
         size = self._slots.evict(key).size
         self.keys.discard(key)
         self.counters.evicted += 1
@@ -197,7 +212,7 @@ class HostTier:
         return size
 
     def miss_reason(self, key: bytes) -> HostMissReason:
-        """Return why the tier does not have a chunk. Counts nothing."""
+        """Return why the tier does not have a chunk. No miss is counted."""
         if key in self._slots.filling:
             return HostMissReason.FILLING
         return HostMissReason.EVICTED if self.keys.recently_evicted(key) else HostMissReason.ABSENT

@@ -1,15 +1,16 @@
 """A hash table for batched membership tests over all tiers of an engine.
 
-An engine step looks up thousands of keys at once. A Python set looks up one key after another with a cache
-miss for each: a third of a microsecond among a million keys. A numpy table that looks up all in one call is
-several times as fast. It stores *tags*, the last eight bytes of keys, in rows of one cache line (`TagRows`).
+An engine step looks up thousands of keys at once. A Python set looks up the keys one after another, and each
+causes a CPU cache miss: a third of a microsecond among a million keys. A numpy table that looks up all keys
+in one call is several times as fast. It stores *tags*, the last eight bytes of keys, in rows of one cache
+line (`TagRows`).
 
-Keys are digests, so two keys of a group have equal tags with a probability of 2^-56. The look-up then reports
-a chunk that is absent, and its fetch, which uses the whole key, misses.
+Keys are digests, so two keys of a group have equal tags with a probability of 2^-56. Then the look-up reports
+a chunk that is absent. Its fetch uses the whole key, and misses.
 
-The tiers of a cache share one table, so one look-up answers for all of them. On average a row holds two tags
-at most, so few rows overflow. A full table is moved to one of twice the rows in small steps, one with every
-added key, so no caller waits for the whole move.
+The tiers of a cache share one table, so one look-up answers for all of them. The table grows when its rows
+have more than two tags on average, so few rows overflow. It grows in small steps: each added key moves some
+rows to a table of twice the size. So no caller waits for the whole move.
 """
 
 from __future__ import annotations
@@ -31,41 +32,42 @@ _ROWS_PER_STEP = 1 << 8
 
 
 def tag_of(key: bytes) -> int:
-    """Return the tag of a key of at least `TAG_BYTES`."""
+    """Return the tag of a key: its last `TAG_BYTES` bytes as an integer."""
     return int.from_bytes(key[-TAG_BYTES:], "little")
 
 
 def tags_of(keys: Sequence[bytes]) -> Tags:
-    """Return the tags of keys of at least `TAG_BYTES`: uint64 of shape (len(keys),)."""
+    """Return the tags of keys: uint64 of shape (len(keys),). Each key has `TAG_BYTES` bytes or more."""
     return np.frombuffer(b"".join([key[-TAG_BYTES:] for key in keys]), "<u8")
 
 
 class KeyTable:
-    """The tags of up to `MAX_TIERS` tiers. Any thread may use it; look-ups take no lock.
+    """A table of tags, with one bit for each tier that has the key. It has up to `MAX_TIERS` tiers.
 
-    A look-up during a change sees the state before or after it. If a slot gets another tag meanwhile, it may
-    see that tag's tiers; the fetch then misses.
+    Any thread may use it. Look-ups take no lock. A look-up during a change sees the state before or after the
+    change. If a slot of the table gets another tag meanwhile, the look-up may return the tiers of that tag,
+    and a fetch then misses.
     """
 
     def __init__(self) -> None:
         self._rows = self._next = TagRows(_FIRST_ROWS)
-        self._moved = 0  # rows that have been moved to `_next` while the table grows
+        self._moved = 0  # number of rows that have been moved to `_next` while the table grows
         self._count = self._tiers = 0
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """Return the number of tags that are in any tier."""
+        """Return the number of tags that at least one tier has."""
         return self._count
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Return the tiers that have each tag: int64 of shape (len(tags),), the union of the tiers' bits."""
+        """Return the bits of the tiers that have each tag: int64 of shape (len(tags),), 0 if none has it."""
         return self._rows.tier_bits(tags)
 
     def add_tier(self) -> int:
-        """Add a tier; return its bit.
+        """Add a tier to the table; return its bit, a power of 2.
 
         Raises:
-            ValueError: the table has `MAX_TIERS` already.
+            ValueError: the table has `MAX_TIERS` tiers already.
         """
         if self._tiers == MAX_TIERS:
             raise ValueError(f"a key table has {MAX_TIERS} tiers already; use another table")
@@ -73,7 +75,7 @@ class KeyTable:
         return 1 << self._tiers - 1
 
     def update(self, tag: int, *, keep: int = ALL_TIERS, add: int = 0) -> int:
-        """Set the tier bits of a tag to ``(bits & keep) | add``; return the bits before."""
+        """Set the tier bits of a tag to ``(bits & keep) | add``; return the bits before the change."""
         with self._lock:
             before, after = self._rows.update(tag, keep=keep, add=add)
             self._count += (after > 0) - (before > 0)
@@ -84,19 +86,19 @@ class KeyTable:
             return before
 
     def clear(self, bit: int) -> None:
-        """Remove all keys of one tier. Takes time with the size of the table."""
+        """Remove all keys of the tier with this bit. The time is proportional to the size of the table."""
         with self._lock:
             for rows in {self._rows, self._next}:
                 rows.clear(bit)
             self._count = self._rows.count(ALL_TIERS)
 
     def count(self, bit: int) -> int:
-        """Return the number of keys of one tier. Takes time with the size of the table."""
+        """Return the number of keys of the tier with this bit. The time is as for `clear`."""
         with self._lock:
             return self._rows.count(bit)
 
     def _grow(self) -> None:
-        """Move some rows to a table of twice the size; both are kept up to date until all have moved."""
+        """Move some rows to a table of twice the size. Both tables are updated until all rows have moved."""
         if self._next is self._rows:
             self._next = TagRows(2 * len(self._rows))
         self._next.copy_rows(self._rows, self._moved, self._moved + _ROWS_PER_STEP)

@@ -1,8 +1,8 @@
-"""The keys of a tier whose content is known from listings.
+"""The keys of a tier that learns its content from listings.
 
-Other processes store and evict in the same directory or bucket, and only a listing shows that. A listing
-takes time, so keys that this process adds or removes meanwhile are newer than the listing and take
-precedence.
+Other processes store and evict chunks in the same directory or bucket, and only a listing shows that. A
+listing takes time. So what this process adds or removes meanwhile is newer than the listing, and takes
+precedence over it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _ALL_PARTS = range(PARTS)
 
 
 class ListedKeys:
-    """The complete keys of a tier, in 256 parts by their first byte. Keeps a `TierKeys` up to date.
+    """The known keys of a tier, in 256 *parts* by their first byte. Every change also goes to a `TierKeys`.
 
-    Any thread may use it. Each part is in one listing at a time. A call works on one part, or one page of a
-    listing, so no step takes long enough to delay an engine's thread.
+    Any thread may use it, but each part must be in only one listing at a time. The lock is held for one part,
+    or for one page of a listing, so that an engine's thread does not wait long.
 
     Attributes:
         changes: number of keys that listings have added or removed.
 
     Args:
-        keys: the tier's keys, initially empty; gets every change.
-        max_keys: maximum number of keys that listings add.
+        keys: keys of the tier in the shared table, initially empty.
+        max_keys: number of keys above which listings add no more.
     """
 
     def __init__(self, keys: TierKeys, max_keys: int = sys.maxsize) -> None:
@@ -37,11 +37,11 @@ class ListedKeys:
         self._tier = keys
         self._max_keys = max_keys
         self._lock = Lock()
-        # For each key the number of its part's listing that showed it last, or that was the latest when the
-        # key was added.
+        # For each part, the number of the listing that last showed each key. For a key that was added, the
+        # number of the latest listing at that time.
         self._keys: list[dict[bytes, int]] = [{} for _ in _ALL_PARTS]
         self._listings = [0] * PARTS
-        # By part that is being listed: keys discarded since the listing began, which may show them.
+        # For each part that is being listed, the keys discarded since then. The listing may still show them.
         self._discarded: dict[int, set[bytes]] = {}
 
     def __len__(self) -> int:
@@ -66,9 +66,13 @@ class ListedKeys:
 
     @contextmanager
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
-        """List some parts: call `show` with every page. At the end, remove the keys that no page showed.
+        """Open a listing of some parts, as a context manager.
 
-        A listing that ends with an exception removes nothing.
+        In the ``with`` block, call `show` with every page. At the end of the block, keys that no page showed
+        are removed. A block that ends with an exception removes no keys.
+
+        Args:
+            parts: first bytes of the keys that the listing covers.
         """
         with self._lock:
             for part in parts:
@@ -84,7 +88,10 @@ class ListedKeys:
                     self._discarded.pop(part, None)
 
     def show(self, page: Iterable[bytes]) -> None:
-        """Add the keys of a page of a listing, as far as `max_keys` allows."""
+        """Add the keys of a page of a listing, as far as `max_keys` allows.
+
+        Keys that were discarded since the listing began are skipped.
+        """
         with self._lock:
             room = self._max_keys - len(self)
             for key in page:
@@ -100,6 +107,7 @@ class ListedKeys:
                 known[key] = self._listings[key[0]]
 
     def _remove_unlisted(self, part: int) -> None:
+        """Remove the keys of a part that its latest listing did not show."""
         with self._lock:
             known, latest = self._keys[part], self._listings[part]
             missing = [key for key, listing in known.items() if listing < latest]

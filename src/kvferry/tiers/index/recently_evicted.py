@@ -1,7 +1,8 @@
 """A set of recently evicted keys, of fixed size.
 
-Each key has one slot, chosen by its first four bytes, which stores the next eight bytes. A later key replaces
-an earlier one in its slot. Two keys are confused with a probability of 2^-64.
+A key is stored in one slot, chosen by its first four bytes and its last one. The slot stores 63 bits of the
+next eight bytes. A later key replaces an earlier one in the same slot. Two keys of one slot are confused with
+a probability of 2^-63.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ _SLOTS = 1 << 17
 
 
 class RecentlyEvicted:
-    """A set of at most 131072 keys that may drop keys, but never adds one. It takes 1 MiB. Thread-safe.
+    """A set of at most 131072 keys, in 1 MiB of memory. Thread-safe.
+
+    It forgets a key when another one takes its slot.
 
     >>> evicted = RecentlyEvicted()
     >>> evicted.add(bytes(range(32)))
@@ -28,13 +31,13 @@ class RecentlyEvicted:
         return self._marks[slot] == mark
 
     def add(self, key: bytes) -> None:
-        """Add a key of at least 12 bytes."""
+        """Add a key of 12 bytes or more."""
         slot, mark = _slot_and_mark(key)
         self._marks[slot] = mark
 
 
 def _slot_and_mark(key: bytes) -> tuple[int, int]:
-    """Return the slot of a key, and its mark, which is never 0: an empty slot is 0."""
-    # The last byte numbers the group; the bytes before it are the same for all groups of a chunk.
+    """Return the slot of a key, and the mark to store there. A mark is never 0, which means an empty slot."""
+    # The last byte is the index of the group. All groups of a chunk have the same bytes before it.
     slot = (int.from_bytes(key[:4], "big") + 0x9E37 * key[-1]) % _SLOTS
     return slot, int.from_bytes(key[4:12], "big") | 1

@@ -1,4 +1,4 @@
-"""The rows of a key table: tags in cache lines, with a bit per tier."""
+"""The rows of a key table. Each row is a cache line with tags, and with one bit for each tag and tier."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _SUM = np.uint64(_EVERY << 8)  # a word times this has the sum of its other byte
 
 
 class TagRows:
-    """A fixed number of rows of 7 slots. Not thread-safe, except that `tier_bits` may run during a change.
+    """A fixed number of rows with 7 slots for tags. Not thread-safe, but `tier_bits` may run during a change.
 
-    ::
+    A row has 8 words of 8 bytes::
 
         tag  tag  tag  tag  tag  tag  tag | bits
                                             one byte per slot, one bit per tier
-                                            last byte: some tags of this row found no slot
+                                            last byte: 1 if a tag of this row did not fit, else 0
 
-    A slot with all bits 0 is free, whatever its tag.
+    A slot whose bits are all 0 is free, whatever tag is in it.
 
     Attributes:
-        overflow: tier bits of the tags that found no slot.
+        overflow: tier bits of each tag that did not fit into its row.
     """
 
     def __init__(self, count: int) -> None:
-        """Create `count` free rows; `count` is a power of 2."""
+        """Create `count` rows with free slots. `count` is a power of 2."""
         memory = np.zeros((count + 1) * _ROW, np.uint64)
         begin = -memory.ctypes.data % _LINE_BYTES // memory.itemsize
         self._table = memory[begin : begin + count * _ROW].reshape(count, _ROW)
@@ -51,8 +51,8 @@ class TagRows:
         return len(self._table)
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Return the tier bits of each tag: int64 of shape (len(tags),), 0 where no tier has it."""
-        # No row index is out of range. With a mode given, numpy does not check that.
+        """Return the tier bits of each tag: int64 of shape (len(tags),), 0 if no tier has it."""
+        # All row indices are in range. With ``mode="clip"`` numpy saves the check.
         rows = self._table.take((_rows_of(tags) & self._mask).view(np.int64), axis=0, mode="clip")
         bits = rows[:, _SLOTS]
         same = (rows == tags[:, None]).view(np.uint64)[:, 0]
@@ -63,14 +63,14 @@ class TagRows:
         return found
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
-        """Set the tier bits of a tag to ``(bits & keep) | add``; return the bits before and after."""
+        """Set the tier bits of a tag to ``(bits & keep) | add``; return the old and the new bits."""
         first = (row_of(tag) & len(self) - 1) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
         if bits >= _OVERFLOW and tag in self.overflow:
             before = self.overflow[tag]
             if after := before & keep | add:
-                # Replaced in one step, because readers take no lock.
+                # Replace the bits in one step, because readers take no lock.
                 self.overflow[tag] = after
             else:
                 del self.overflow[tag]
@@ -92,7 +92,7 @@ class TagRows:
         return 0, add
 
     def copy_rows(self, smaller: TagRows, first: int, last: int) -> None:
-        """Copy rows `first` to `last` of a table with half as many rows; its `overflow` is left out."""
+        """Copy the rows ``[first, last)`` of a table with half as many rows, but not its `overflow`."""
         half = len(smaller)
         old = smaller._table[first:last]
         higher = np.zeros(old.shape, np.uint8)
@@ -104,21 +104,24 @@ class TagRows:
             rows[:, :_SLOTS], rows[:, _SLOTS] = old[:, :_SLOTS], those
 
     def clear(self, bit: int) -> None:
-        """Remove one tier's bit from every tag."""
+        """Remove the bit of one tier from every tag."""
         self._table[:, _SLOTS] &= ~np.uint64(bit * _EVERY)
         self.overflow = {tag: left for tag, bits in self.overflow.items() if (left := bits & ~bit)}
 
     def count(self, mask: int) -> int:
-        """Count the tags that have any of these tier bits."""
+        """Return the number of tags that have any of the tier bits in `mask`."""
         bits = (self._table[:, _SLOTS] & np.uint64(mask * _EVERY)).view(np.uint8)
         return int(np.count_nonzero(bits)) + sum(1 for bits in self.overflow.values() if bits & mask)
 
 
 def row_of(tag: int) -> int:
-    """Return a number whose lowest bits are the tag's row. The groups of a chunk get distant rows."""
+    """Return a number whose lowest bits are the index of the tag's row.
+
+    It spreads the tags of one chunk's groups, which differ in the last byte only, over distant rows.
+    """
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 
 
 def _rows_of(tags: Tags) -> Tags:
-    """Return `row_of` of each tag, modulo 2^64."""
+    """Return the result of `row_of` for each tag, modulo 2^64."""
     return tags + (tags >> _LAST) * np.uint64(_SPREAD)

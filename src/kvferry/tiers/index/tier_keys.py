@@ -1,4 +1,4 @@
-"""The keys that a tier has, and those that it had recently."""
+"""The keys of the chunks that a tier has, and of those that left it recently."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from kvferry.tiers.index.tag_rows import ALL_TIERS
 
 
 class TierKeys:
-    """The keys of one tier, in a table that it may share with others. Any thread may use it.
+    """The keys of one tier, in a table that it may share with other tiers. Any thread may use it.
 
-    All kinds of tiers use it, so there is one way to ask which chunks a tier has, and which it has recently
-    evicted.
+    All kinds of tiers use this class to record which chunks they have and which left them recently.
 
     >>> from kvferry.tiers.index.key_table import tags_of
     >>> key = bytes(31) + b"a"
@@ -27,39 +26,39 @@ class TierKeys:
     (array([False]), True)
 
     Attributes:
-        table: the table that holds the tags.
-        bit: the tier's bit in `KeyTable.tier_bits`.
+        table: table that holds the tags of the keys.
+        bit: bit of the tier in the result of `KeyTable.tier_bits`.
     """
 
     def __init__(self, table: KeyTable | None = None) -> None:
-        """Create an empty set, in a table of its own if `table` is None."""
+        """Create an empty set in `table`. If it is None, create a table for this tier alone."""
         self.table = KeyTable() if table is None else table
         self.bit = self.table.add_tier()
         self._evicted = RecentlyEvicted()
 
     def __len__(self) -> int:
-        """Return the number of keys. Takes time with the size of the table."""
+        """Return the number of keys. The time is proportional to the size of the table."""
         return self.table.count(self.bit)
 
     def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:
-        """Return which tags the tier has: bool of shape (len(tags),)."""
+        """Return a mask of the tags that the tier has: bool of shape (len(tags),)."""
         found: npt.NDArray[np.bool_] = (self.table.tier_bits(tags) & self.bit) != 0
         return found
 
     def recently_evicted(self, key: bytes) -> bool:
-        """Return whether a key left the tier recently. Use it for keys that the tier does not have."""
+        """Return whether a key left the tier recently. Call it only for keys that the tier does not have."""
         return key in self._evicted
 
     def add(self, key: bytes) -> None:
-        """Add a key."""
+        """Add the key of a chunk that the tier has now."""
         self.table.update(tag_of(key), add=self.bit)
 
     def discard(self, key: bytes) -> None:
-        """Remove a key, if the tier has it, and remember it as recently evicted."""
+        """Remove a key and remember it as recently evicted. Do nothing if the tier does not have it."""
         if self.table.update(tag_of(key), keep=ALL_TIERS ^ self.bit) & self.bit:
             self._evicted.add(key)
 
     def clear(self) -> None:
-        """Remove and forget all keys. Takes time with the size of the table."""
+        """Remove all keys and forget the evicted ones. The time is proportional to the size of the table."""
         self.table.clear(self.bit)
         self._evicted = RecentlyEvicted()
