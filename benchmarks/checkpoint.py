@@ -1,6 +1,7 @@
-"""A checkpoint of random weights, just large enough that a step on a CPU takes noticeable time.
+"""Write a checkpoint with random weights, just large enough that a step on a CPU takes a noticeable time.
 
-Namespaces need weights in files: an engine with made-up weights (`load_format=dummy`) has no chunks.
+The weights must be in files: an engine with dummy weights (`load_format=dummy`) stores no chunks, because it
+has no digest of the weights to name them by.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-"""A Qwen3 of 27 million parameters; 8 KiB of KV cache per token in bfloat16."""
+"""Configuration of a Qwen3 with 27 million parameters and 8 KiB of KV cache per token in bfloat16."""
 
 
 def write_checkpoint(folder: Path, longest: int, changes: dict[str, Any] | None = None) -> Path:
-    """Write the checkpoint, without a tokenizer; return its folder.
+    """Write the checkpoint without a tokenizer, and return its folder.
 
     Args:
-        folder: folder to make.
-        longest: tokens of the longest request.
-        changes: values that replace those of `MODEL`.
+        folder: folder to create.
+        longest: length of the longest request, in tokens.
+        changes: values that replace those of `MODEL`; None for none.
     """
-    import torch  # noqa: PLC0415 - seconds, and only these parts need it
+    import torch  # noqa: PLC0415 - slow, and few benchmarks need it
     import transformers  # noqa: PLC0415
 
     transformers.utils.logging.disable_progress_bar()
@@ -46,6 +47,10 @@ def write_checkpoint(folder: Path, longest: int, changes: dict[str, Any] | None 
 
 
 def token_bytes(changes: dict[str, Any] | None = None) -> int:
-    """Return the bytes of KV cache per token of `write_checkpoint`."""
+    """Return the number of bytes of KV cache per token for a checkpoint that `write_checkpoint` wrote.
+
+    Args:
+        changes: values that replace those of `MODEL`; None for none.
+    """
     model = {**MODEL, **(changes or {})}
     return 2 * 2 * int(model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"])

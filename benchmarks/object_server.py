@@ -1,4 +1,4 @@
-"""An S3 server on this machine: rclone over a folder of buckets, whose files are objects."""
+"""Run an S3 server on this machine: rclone, with a folder of buckets whose files are the objects."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ObjectServer:
-    """A running server.
+    """A running S3 server.
 
     Attributes:
         port: port on the loopback address.
-        key, secret: credentials of its only user.
+        key, secret: credentials of the server's only user.
         folder: folder with all objects.
     """
 
@@ -36,7 +36,11 @@ class ObjectServer:
     folder: Path
 
     def options(self, port: int) -> dict[str, str]:
-        """Return the options with which the object tier reaches the server through a port."""
+        """Return the options of an object tier that uses this server.
+
+        Args:
+            port: port to connect to, that of the server or of a relay in front of it.
+        """
         return {
             "endpoint": f"http://127.0.0.1:{port}",
             "region": "us-east-1",
@@ -54,7 +58,10 @@ class ObjectServer:
 
 @contextmanager
 def object_server(folder: Path) -> Iterator[ObjectServer]:
-    """Serve a folder until the context ends.
+    """Run a server for a folder while the block runs.
+
+    Args:
+        folder: folder for the buckets; created if it does not exist.
 
     Raises:
         ConfigError: rclone is not installed.
@@ -86,7 +93,7 @@ def object_server(folder: Path) -> Iterator[ObjectServer]:
                     break
             else:
                 raise TransferError(f"rclone ended before it listened: {' '.join(said)}")
-            # What it goes on saying must not fill the pipe.
+            # Keep reading the server's messages, so that they do not fill the pipe.
             threading.Thread(target=server.stderr.read, daemon=True).start()
             yield ObjectServer(int(found[1]), key, secret, folder / BUCKET)
         finally:

@@ -1,4 +1,4 @@
-"""Text that several reports share."""
+"""Texts and formats that several reports share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from kvferry.measuring.spread import Spread
 from kvferry.units import format_seconds
 
 PLACES = {"host": "in host memory", "file": "in files"}
-"""Where a prompt's chunks are, by tier."""
+"""Descriptions of the place of a prompt's chunks, by tier."""
 
 
 def verdict(*, reached: bool) -> str:
-    """Return "reached" or "missed", coloured."""
+    """Return the result for a target as coloured text: "reached" or "missed"."""
     return "[green]reached[/]" if reached else "[red]missed[/]"
 
 
 def seconds(spread: Spread) -> str:
-    """Format a time with its range."""
+    """Format the median of a time given in seconds, with its range."""
     return f"{format_seconds(spread.median)} ({format_seconds(spread.low)}-{format_seconds(spread.high)})"

@@ -1,4 +1,4 @@
-"""A real vLLM engine with tiers in this process, stepped by hand."""
+"""Run a real vLLM engine with tiers in this process, one step at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ _PATIENCE_SECONDS = 600.0
 
 
 def tiered(tiers: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
-    """Return a transfer configuration for vLLM: kvferry's connector with tiers and other settings."""
+    """Return a transfer configuration for vLLM with kvferry's connector.
+
+    Args:
+        tiers: value of the connector's key ``tiers``.
+        settings: other keys of the connector.
+    """
     return {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.connector",
@@ -35,7 +40,12 @@ def tiered(tiers: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
 
 
 def side_by_side(connectors: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
-    """Return a transfer configuration for vLLM: several connectors in one, with its policy."""
+    """Return a transfer configuration for vLLM with several connectors in a `FerryMultiConnector`.
+
+    Args:
+        connectors: configuration of each connector.
+        settings: other keys of the `FerryMultiConnector`, such as ``source_policy``.
+    """
     return {
         "kv_connector": "FerryMultiConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.multi.connector",
@@ -44,11 +54,11 @@ def side_by_side(connectors: Sequence[dict[str, Any]], **settings: Any) -> dict[
 
 
 class SteppedEngine:
-    """An engine on this machine's processors.
+    """A vLLM engine on this machine's CPU that runs a step when `step` is called.
 
     Attributes:
-        connectors: kvferry's instances in the scheduler and in the worker.
-        halves: scheduler halves of the connectors side by side, or of the only one.
+        connectors: connector instances of the scheduler and of the worker.
+        halves: scheduler-side objects of kvferry's connectors, one or several.
     """
 
     def __init__(
@@ -62,15 +72,15 @@ class SteppedEngine:
         """Start the engine, which takes tens of seconds.
 
         Args:
-            model: checkpoint of `write_checkpoint`.
-            longest: tokens of the longest request.
-            requests: largest number of requests at a time.
-            cache_bytes: size of its KV cache.
-            connector: transfer configuration, as `tiered` and `side_by_side` return it.
+            model: folder of the checkpoint.
+            longest: length of the longest request, in tokens.
+            requests: maximum number of requests at a time.
+            cache_bytes: size of the KV cache, in bytes.
+            connector: transfer configuration, as returned by `tiered` or `side_by_side`.
         """
         os.environ.update(_ENVIRONMENT)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-        from vllm import LLM  # noqa: PLC0415 - seconds, and only with the environment above
+        from vllm import LLM  # noqa: PLC0415 - slow, and reads the environment set above
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
@@ -95,7 +105,12 @@ class SteppedEngine:
         self.halves = tuple(one.scheduler.half for one in several)
 
     def add(self, prompt: Sequence[int], tokens: int) -> None:
-        """Add a request for `tokens` tokens."""
+        """Add a request that generates `tokens` tokens.
+
+        Args:
+            prompt: token ids of the prompt.
+            tokens: number of tokens to generate.
+        """
         from vllm import SamplingParams  # noqa: PLC0415
 
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
@@ -103,18 +118,22 @@ class SteppedEngine:
         self._engine.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
 
     def step(self) -> tuple[int, int]:
-        """Run one step; return the numbers of requests that got a token and that ended."""
+        """Run one step. Return the number of requests that got a token, and the number that ended."""
         outputs = self._engine.llm_engine.step()
         if not outputs and not self._scheduler.running:
-            # As an engine's own loop, which leaves the processor to those that load.
+            # Sleep like an engine's own loop, so that the loading threads can run.
             time.sleep(_IDLE_SECONDS)
         return len(outputs), sum(bool(output.finished) for output in outputs)
 
     def first_token(self, prompt: Sequence[int], tokens: int = 1) -> float:
-        """Run one request alone for `tokens` tokens; return the seconds until its first token.
+        """Add a request, and run steps until its first token. Return the time to first token in seconds.
+
+        Args:
+            prompt: token ids of the prompt.
+            tokens: number of tokens that the request generates.
 
         Raises:
-            TransferError: no token came.
+            TransferError: there is no token after several minutes.
         """
         started = time.perf_counter()
         self.add(prompt, tokens)
@@ -124,10 +143,10 @@ class SteppedEngine:
         return time.perf_counter() - started
 
     def settle(self) -> None:
-        """Step until all requests have ended and all chunks are stored.
+        """Run steps until all requests have ended and all chunks are stored.
 
         Raises:
-            TransferError: that does not end.
+            TransferError: the engine is still busy after several minutes.
         """
         ends = time.monotonic() + _PATIENCE_SECONDS
         while self._busy:
@@ -138,14 +157,14 @@ class SteppedEngine:
             self.step()
 
     def forget(self, *, host: bool) -> None:
-        """Clear the engine's prefix cache, and host memory if `host` is true; keep the storage tiers."""
+        """Clear the engine's prefix cache and, if `host` is true, host memory. The storage tiers are kept."""
         self._engine.reset_prefix_cache()
         if host:
             for cache in self._caches:
                 cache.clear()
 
     def hits(self) -> Counter[str]:
-        """Return the chunks that loads have taken so far, by tier."""
+        """Return the number of chunks that loads have fetched so far, by tier."""
         return sum((cache.counts.fetched for cache in self._caches), Counter[str]())
 
     @property
@@ -158,7 +177,7 @@ class SteppedEngine:
 
     @property
     def _caches(self) -> list[ChunkCache]:
-        return [half._tiering._cache for half in self.halves]  # noqa: SLF001 - no engine has a use for them
+        return [half._tiering._cache for half in self.halves]  # noqa: SLF001 - engines do not need it
 
     def close(self) -> None:
         """Stop the engine."""

@@ -1,1 +1,1 @@
-"""Policies for choosing a source, compared on a replayed workload."""
+"""Compare the policies for choosing a source of KV, on a replayed workload."""

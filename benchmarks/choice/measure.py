@@ -1,12 +1,13 @@
-"""`benchmarks choice`: the effect of the policies when one source is much slower than another.
+"""`benchmarks choice`: compare the policies for choosing a source if one source is much slower than another.
 
-Engines that differ only in the policy get the same requests, one after another. They store what they computed
-near, in files with room for a part of it, and far, in an object store with room for all. The object store
-is a real server behind a line whose width follows from the speed of the files. Before each request the
-engine's prefix cache and host memory are cleared.
+Engines that differ only in the policy get the same requests, one after another. They store the KV that they
+compute in two places. The near source is files, with room for a part of it. The far source is an object
+store, with room for all of it. The object store is a real server behind a relay that limits its speed to a
+fraction of the files' speed. Before each request, the engine's prefix cache and host memory are cleared.
 
-The two sources are connectors side by side, of which one serves a request, or tiers of one connector, which
-serve parts of it together. Tiers are one source, so `first` and `weight` choose alike among them.
+The two sources are either two connectors in one engine, of which one serves a request, or tiers of one
+connector, which serve a request together. Tiers are one source, so the policies `first` and `weight` are
+equivalent for them.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ POLICIES = ("weight", "first", "cost")
 CONNECTORS, TIERS = "connectors", "tiers"
 SOURCES = (CONNECTORS, TIERS)
 MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 8}
-"""Changes to the checkpoint: less to compute for every byte that is kept, 16 KiB per token."""
+"""Changes to the checkpoint: less computation per byte of KV cache, and 16 KiB of KV cache per token."""
 
 TARGET_RATIO = 1.0
-"""Of the mean time to the first token by cost and by another policy, at most."""
+"""Largest ratio of the mean time to first token with policy `cost` to that with another policy."""
 
 _PROBED_CHUNKS = 16
 _PROBES = 5
 _SALT = 1 << 20
-"""Of what is probed with: no round has it."""
+"""First salt of the prompts that measure the sources' speeds. No round uses it."""
 
 _HOST_PROMPTS = 2
 _LEAST_PROMPTS = 1.25
@@ -60,15 +61,15 @@ _STORE_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceJob:
-    """The workload and the sources.
+    """The workload and the sources to measure.
 
     Attributes:
-        workload: requests to replay, with other tokens in every round.
-        sources: name from `SOURCES`.
-        apart: how many times as fast as the far source the near one is.
-        near: share of all requested bytes that the files have room for.
-        rounds: counted replays by every policy; one more comes before them.
-        path: existing folder; the files made there are removed.
+        workload: requests to replay, with different tokens in every round.
+        sources: kind of the sources, one of `SOURCES`.
+        apart: speed of the near source as a multiple of the far source's.
+        near: share of the workload's distinct bytes for which the files have room.
+        rounds: number of counted replays with every policy. Another replay before them is not counted.
+        path: existing folder. The files created there are removed.
     """
 
     workload: Workload
@@ -80,30 +81,31 @@ class ChoiceJob:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Return the length of the longest prompt, in tokens."""
         return max(prompt.tokens for prompt in self.workload.prompts)
 
     @property
     def file_bytes(self) -> int:
-        """Capacity of the files, with room for the longest prompt."""
+        """Return the capacity of the files in bytes, at least enough for the longest prompt."""
         longest = _LEAST_PROMPTS * self.longest
         tokens = max(self.near * self.workload.distinct_blocks * self.workload.block_tokens, longest)
         return round(tokens * token_bytes(MODEL))
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a connector, which every chunk passes."""
+        """Return the size of a connector's host memory in bytes. Every chunk passes through it."""
         return _HOST_PROMPTS * (self.longest + self.workload.block_tokens) * token_bytes(MODEL)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSpeeds:
-    """The speeds of both sources.
+    """The measured speeds of both sources.
 
     Attributes:
-        near: bytes per second of loads from files by an engine, for a prompt of middle length.
-        far: bytes per second from the object store behind the line, with as many threads as an engine has.
-        line: bytes per second that the line was set to.
+        near: speed of an engine's loads from files, for a prompt of median length, in bytes per second.
+        far: speed of loads from the object store behind the relay, with as many threads as in an engine, in
+            bytes per second.
+        line: limit of the relay, in bytes per second.
     """
 
     near: Spread
@@ -112,47 +114,48 @@ class SourceSpeeds:
 
     @property
     def apart(self) -> float:
-        """How many times as fast the near source is."""
+        """Return the speed of the near source as a multiple of the far source's."""
         return self.near.median / self.far.median
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One replay by one policy.
+    """The results of one replay of the workload with one policy.
 
     Attributes:
-        answers: answers to all requests.
+        answers: results of all requests, in their order.
     """
 
     answers: tuple[ReplayAnswer, ...]
 
     @property
     def mean(self) -> float:
-        """Mean seconds until the first token."""
+        """Return the mean time to first token, in seconds."""
         return fmean(answer.seconds for answer in self.answers)
 
     @property
     def served(self) -> Counter[str]:
-        """Tokens by the place that supplied them, "computed" for the rest."""
+        """Return the number of tokens by the place from which they were loaded, or "computed"."""
         found = sum((answer.served for answer in self.answers), Counter[str]())
         found["computed"] = sum(answer.tokens for answer in self.answers) - sum(found.values())
         return found
 
     @property
     def failed(self) -> int:
-        """Number of failed loads."""
+        """Return the number of failed loads."""
         return sum(answer.failed for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredChoice:
-    """The results of a job.
+    """The results of the benchmark.
 
     Attributes:
-        job, machine: what was measured, and where.
+        job: measured workload and sources.
+        machine: machine of the measurement.
         probed: speeds of both sources.
-        learning: replay before the rounds, by policy.
-        rounds: counted replays, by policy.
+        learning: first replay of each policy, in which it learns the speeds and which is not counted.
+        rounds: counted replays of each policy.
     """
 
     job: ChoiceJob
@@ -162,29 +165,30 @@ class MeasuredChoice:
     rounds: Mapping[str, tuple[Replay, ...]]
 
     def mean(self, policy: str) -> Spread:
-        """Return the seconds until the first token, averaged over the requests of a round."""
+        """Return the spread over rounds of a round's mean time to first token, in seconds."""
         return Spread.of([replayed.mean for replayed in self.rounds[policy]])
 
     def ratio(self, other: str) -> Spread:
-        """Return the time by policy `cost` as a multiple of another policy's in the same round."""
+        """Return the mean time to first token with `cost` as a multiple of that with `other`, per round."""
         pairs = zip(self.rounds["cost"], self.rounds[other], strict=True)
         return Spread.of([cost.mean / beside.mean for cost, beside in pairs])
 
     @property
     def reached(self) -> bool:
-        """Whether `cost` is no slower than any other policy."""
+        """Return whether policy `cost` is not slower than any other policy."""
         return all(self.ratio(other).median <= TARGET_RATIO for other in POLICIES if other != "cost")
 
     def served(self, policy: str) -> dict[str, float]:
-        """Return the mean tokens of a round by place."""
+        """Return the mean number of tokens per round, by the place they were loaded from or "computed"."""
         found = sum((replayed.served for replayed in self.rounds[policy]), Counter[str]())
         return {place: tokens / len(self.rounds[policy]) for place, tokens in found.items()}
 
     @property
     def rates(self) -> dict[str, Spread]:
-        """Tokens per second over all replays, by the only place that supplied a request.
+        """Return the speed of each place in tokens per second, over all counted replays.
 
-        For loads from beginning to end; for computed prompts until the first token.
+        Only loads from a single place count, with the time from their beginning to their end. The speed of
+        "computed" is that of prompts that were computed as a whole, with the time to first token.
         """
         found = dict[str, list[float]]()
         answers = [a for rounds in self.rounds.values() for one in rounds for a in one.answers]
@@ -199,11 +203,15 @@ class MeasuredChoice:
 
 
 def measure(job: ChoiceJob, progress: Callable[[str], None]) -> MeasuredChoice:
-    """Replay the workload by every policy.
+    """Replay the workload with every policy, and return the results.
+
+    Args:
+        job: workload and sources.
+        progress: function that is called with a line of text before each step.
 
     Raises:
-        ConfigError: memory, folder or server cannot be had.
-        TransferError: an engine died, or a source lost what it was given.
+        ConfigError: memory, the folder or the server cannot be used.
+        TransferError: an engine died, or a source lost chunks that were stored.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=job.path)))
@@ -232,7 +240,7 @@ def measure(job: ChoiceJob, progress: Callable[[str], None]) -> MeasuredChoice:
 def _replay(
     job: ChoiceJob, engines: Mapping[str, PolicyEngine], server: ObjectServer, progress: Callable[[str], None]
 ) -> dict[str, list[Replay]]:
-    """Return the replays of every policy, the first of which does not count."""
+    """Replay the workload with every policy in every round. Return the replays; the first is not counted."""
     draw = np.random.default_rng(7)
     found: dict[str, list[Replay]] = {policy: [] for policy in POLICIES}
     for number in range(job.rounds + 1):
@@ -248,9 +256,17 @@ def _replay(
 def _probe(
     job: ChoiceJob, engine: PolicyEngine, group: CanonicalGroup, options: dict[str, str], line: NarrowRelay
 ) -> SourceSpeeds:
-    """Measure loads from files, set the line to a fraction of that speed, and measure the object store.
+    """Measure loads from files, limit the relay to a fraction of that speed, and measure the object store.
 
-    The engine has policy `first`, which takes the near source.
+    Args:
+        job: workload and sources.
+        engine: engine with the policy `first`, which chooses the near source.
+        group: format of the chunks.
+        options: options of the object tier.
+        line: relay in front of the object store. Its limit is changed.
+
+    Raises:
+        TransferError: a prompt was not loaded from the files.
     """
     tokens = job.workload.block_tokens
     prompt = sorted(job.workload.prompts, key=lambda one: one.tokens)[len(job.workload.prompts) // 2]
@@ -272,20 +288,20 @@ def _probe(
         with open_queue(store, ObjectSettings.kind) as queue:
             store_all(queue, bodies, len(bodies), depth=8)
             moved = LoadMover(queue, bodies, into, len(bodies))
-            # What a request costs besides its bytes, the line makes up for.
+            # Raise the limit to make up for the time per request that does not depend on its bytes.
             line.bytes_per_second *= wanted / _rate(moved).median
             far = _rate(moved)
     return SourceSpeeds(near, far, line.bytes_per_second)
 
 
 def _rate(loads: LoadMover) -> Spread:
-    """Return bytes per second, after a move that does not count."""
+    """Return the speed of repeated loads in bytes per second. A load before them is not counted."""
     seconds = [loads.move() for _ in range(_PROBES + 1)][1:]
     return Spread.of([loads.bytes / one for one in seconds])
 
 
 def _setup(job: ChoiceJob, policy: str, model: Path, folder: Path, options: dict[str, str]) -> Setup:
-    """Return the set-up of a policy's engine, with folders and a path in the bucket of its own."""
+    """Return the configuration of a policy's engine, with a separate folder and path in the bucket."""
     files = folder / policy
     files.mkdir()
     host = {"type": "host", "capacity": job.host_bytes}

@@ -1,7 +1,7 @@
-"""A relay that limits the bytes per second of a server's answers.
+"""A TCP relay that limits the speed of a server's answers.
 
-A thread per connection passes on what the server sends, in pieces. Each piece waits until the one before
-it, of any connection, is through. Requests to the server are not delayed.
+A thread per connection forwards the server's bytes in pieces. A piece is delayed until the time to transmit
+it, after all earlier pieces of any connection, has passed. Requests to the server are not delayed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _PIECE_BYTES = 32 << 10
 
 
 class NarrowRelay:
-    """A relay in threads of this process; leaving the context manager ends it.
+    """A relay in threads of this process. Leaving the context manager ends it.
 
     Attributes:
         port: port on the loopback address.
-        bytes_per_second: limit for all connections together; may be changed at any time.
+        bytes_per_second: limit for all connections together. It may be changed at any time.
     """
 
     def __init__(self, port: int, bytes_per_second: float = float("inf")) -> None:
@@ -28,7 +28,7 @@ class NarrowRelay:
 
         Args:
             port: port of the server on this machine.
-            bytes_per_second: limit for its answers.
+            bytes_per_second: limit for the server's answers.
         """
         self.bytes_per_second = bytes_per_second
         self._to, self._ends = port, list[socket.socket]()
@@ -62,7 +62,7 @@ class NarrowRelay:
         _shut(sink)
 
     def _wait(self, size: int) -> float:
-        """Return the seconds until `count` more bytes are through."""
+        """Reserve time to transmit `size` more bytes, and return the seconds until they may be sent."""
         with self._turn:
             now = time.monotonic()
             self._free = max(now, self._free) + size / self.bytes_per_second
@@ -70,7 +70,7 @@ class NarrowRelay:
 
 
 def _shut(one: socket.socket) -> None:
-    """Close a socket that another thread may be waiting on."""
+    """Close a socket, also if another thread is waiting for data on it."""
     with suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
     one.close()

@@ -1,9 +1,8 @@
-"""An engine with one policy in a process of its own: start it, replay workloads, end it.
+"""An engine with one policy in a separate process: start it, replay workloads, end it.
 
-vLLM has room for one engine per process. Engines that wait for their turn are not stepped and use no
-processor. A replay sends one prompt after another. Before each prompt the engine clears its prefix cache
-and host memory, so that only storage tiers have chunks. After each prompt it waits until everything is
-stored.
+vLLM supports one engine per process. Engines that are not in use are not stepped, so they use no CPU time. A
+replay sends one prompt after another. Before each prompt, the engine clears its prefix cache and host memory,
+so that only the storage tiers have chunks. After each prompt, it waits until all chunks are stored.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvferry.connector.load_results import LoadOutcome
 from kvferry.errors import KVFerryError, TransferError
 
 FAR = "far "
-"""Before the places of every connector but the first, where there are several."""
+"""Prefix of the names of places in all connectors but the first, if there are several."""
 
 _ANSWER_TOKENS = 3
 _WARMING_TOKENS = 1024
@@ -42,10 +41,10 @@ class Setup:
 
     Attributes:
         model: folder of the checkpoint.
-        longest: tokens of the longest request.
-        cache_bytes: size of its KV cache.
-        connector: transfer configuration, as for `SteppedEngine`.
-        threads: threads that compute.
+        longest: length of the longest request, in tokens.
+        cache_bytes: size of the KV cache, in bytes.
+        connector: transfer configuration, same as for `SteppedEngine`.
+        threads: number of computing threads.
     """
 
     model: Path
@@ -57,11 +56,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class CompletedLoad:
-    """A load that completed.
+    """A successful load.
 
     Attributes:
-        parts: tokens by place.
-        seconds: duration.
+        parts: number of loaded tokens by place.
+        seconds: duration in seconds.
     """
 
     parts: dict[str, int]
@@ -70,12 +69,12 @@ class CompletedLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplayAnswer:
-    """The outcome of one request.
+    """The results of one request.
 
     Attributes:
-        tokens: length of its prompt.
-        seconds: time until its first token.
-        loads: completed loads.
+        tokens: length of the prompt, in tokens.
+        seconds: time to first token, in seconds.
+        loads: successful loads.
         failed: number of failed loads.
     """
 
@@ -86,7 +85,7 @@ class ReplayAnswer:
 
     @property
     def served(self) -> Counter[str]:
-        """Tokens by place."""
+        """Return the number of loaded tokens by place."""
         return sum((Counter(load.parts) for load in self.loads), Counter[str]())
 
 
@@ -102,14 +101,14 @@ class _Trouble:
 
 
 class PolicyEngine:
-    """A handle on the process; leaving the context manager ends it.
+    """A handle to the engine's process. Leaving the context manager ends the process.
 
     Attributes:
-        name: name in reports.
+        name: name of the policy, used in messages.
     """
 
     def __init__(self, name: str, setup: Setup) -> None:
-        """Begin to start the process; `wait` returns when it is ready."""
+        """Start the process, and return before the engine is ready."""
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -139,7 +138,11 @@ class PolicyEngine:
         self._hear(_START_SECONDS)
 
     def replay(self, workload: Workload, salt: int) -> tuple[ReplayAnswer, ...]:
-        """Send all prompts of a workload, with tokens that depend on the salt.
+        """Send all prompts of a workload, and return the results of the requests.
+
+        Args:
+            workload: prompts to send.
+            salt: number that determines the token ids of the blocks.
 
         Raises:
             TransferError: the process died, or a request was not answered.
@@ -165,17 +168,26 @@ class PolicyEngine:
 
 
 class LoadListener:
-    """A listener that collects an engine's loads from the events of its connectors."""
+    """Event listener that collects the loads of an engine's connectors."""
 
     def __init__(self, halves: Sequence[Any]) -> None:
-        """Listen to the scheduler halves of connectors."""
+        """Subscribe to the events of connectors.
+
+        Args:
+            halves: scheduler-side objects of the engine's connectors.
+        """
         self._began: dict[tuple[str, str], LoadBegan] = {}
         self._ended, self._failed = list[CompletedLoad](), 0
         for number, half in enumerate(halves):
             half.events.subscribe(lambda event, prefix=FAR if number else "": self.hear(event, prefix))
 
     def hear(self, event: Event, prefix: str = "") -> None:
-        """A listener."""
+        """Record the beginning or the end of a load.
+
+        Args:
+            event: event of a connector.
+            prefix: prefix for the names of the connector's places.
+        """
         if isinstance(event, LoadBegan):
             self._began[prefix, event.load] = event
         elif isinstance(event, LoadEnded):
@@ -187,7 +199,7 @@ class LoadListener:
                 self._failed += 1
 
     def take(self) -> tuple[tuple[CompletedLoad, ...], int]:
-        """Return the loads completed since the last call, and the number of failed ones."""
+        """Return the successful loads and the number of failed ones since the last call, and clear them."""
         found = tuple(self._ended), self._failed
         self._ended, self._failed = [], 0
         return found
@@ -195,7 +207,7 @@ class LoadListener:
 
 @contextmanager
 def _environment(**given: str) -> Iterator[None]:
-    """Set variables that processes started meanwhile inherit."""
+    """Set environment variables while the block runs, for processes that are started in it."""
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:
@@ -209,8 +221,8 @@ def _environment(**given: str) -> Iterator[None]:
 
 
 def _serve(pipe: Connection, setup: Setup) -> None:
-    """Serve until the other end of `pipe` closes; the main function of the process."""
-    # Ctrl-C reaches the whole process group; the other process ends this one by closing the pipe.
+    """Run the engine until the other end of `pipe` closes. This is the main function of the process."""
+    # Ignore Ctrl-C, which reaches the whole process group. The parent ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         engine = SteppedEngine(setup.model, setup.longest, 1, setup.cache_bytes, setup.connector)

@@ -1,4 +1,4 @@
-"""The report of `benchmarks choice`, for people and as JSON."""
+"""The report of `benchmarks choice`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLES = {"file": "near, files", "object": "far, objects", f"{FAR}object": "far
 
 
 def show(measured: MeasuredChoice, console: Console) -> None:
-    """Print the results; fits 80 columns."""
+    """Print the results with at most 80 columns."""
     job, machine, probed = measured.job, measured.machine, measured.probed
     workload = job.workload
     of = f" of the first {workload.of:,}" if workload.of else ""
@@ -44,7 +44,7 @@ def show(measured: MeasuredChoice, console: Console) -> None:
 
 
 def as_json(measured: MeasuredChoice) -> dict[str, Any]:
-    """Return all requests, in seconds, bytes and tokens, with the figures derived from them."""
+    """Return all requests in seconds, bytes and tokens, and the derived figures, as values for JSON."""
     job, workload = measured.job, measured.job.workload
     return {
         "machine": asdict(measured.machine),
@@ -106,7 +106,7 @@ def _ratio(spread: Spread) -> str:
 
 
 def _first(measured: MeasuredChoice, other: str) -> str:
-    """The same of the round in which speeds are learnt."""
+    """Return the ratio of `cost` to another policy in the replay in which the speeds are learnt, as text."""
     return f"; {measured.learning['cost'].mean / measured.learning[other].mean:.2f} while it learns"
 
 
@@ -120,5 +120,5 @@ def _replayed(replayed: Replay) -> dict[str, Any]:
 
 
 def _order(place: str) -> tuple[bool, str]:
-    """The near source first."""
+    """Return a sort key for places that puts the near source first."""
     return place.startswith(FAR) or place == "object", place

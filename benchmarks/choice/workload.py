@@ -1,12 +1,13 @@
 """Workloads: requests that share prefixes, recorded in a trace or drawn at random.
 
-A request is a list of block contents: equal numbers are equal tokens. The format is that of Mooncake's
-public traces (https://github.com/kvcache-ai/Mooncake), one JSON object per line:
+A request is a list of numbers, one per block. Blocks with equal numbers have equal tokens. The format is that
+of Mooncake's public traces (https://github.com/kvcache-ai/Mooncake), one JSON object per line:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, 2353]}
 
-with one number per block of 512 tokens, the last of which may be shorter. A small machine cannot replay a
-trace as it is, so `select_conversations` shortens blocks and leaves out what does not fit.
+``hash_ids`` has one number per block of 512 tokens. The last block may be shorter. A small machine cannot
+replay a trace unchanged, so `select_conversations` shortens the blocks and leaves out requests that are too
+long.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from kvferry.errors import ConfigError
 
 RECORDED_BLOCK = 512
-"""Tokens of a block in a recorded trace."""
+"""Number of tokens per block in a recorded trace."""
 
 _SHARED_BLOCKS = 2
 _SYSTEM_PROMPTS = 3
@@ -39,8 +40,8 @@ class Prompt:
     """The prompt of a request.
 
     Attributes:
-        blocks: content of each block; equal numbers are equal tokens.
-        tokens: length; the last block may be shorter than the others.
+        blocks: number of each block's content. Equal numbers are equal tokens.
+        tokens: length in tokens. The last block may be shorter than the others.
     """
 
     blocks: tuple[int, ...]
@@ -49,13 +50,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts in the order of their replay.
+    """Prompts to replay.
 
     Attributes:
         name: origin of the workload, for reports.
-        block_tokens: length of a block.
-        prompts: the prompts.
-        of: number of requests that it was selected from, 0 for a drawn workload.
+        block_tokens: number of tokens per block.
+        prompts: prompts in the order of their replay.
+        of: number of requests from which the prompts were selected; 0 for a drawn workload.
     """
 
     name: str
@@ -65,17 +66,17 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Return the number of tokens in all prompts."""
         return sum(prompt.tokens for prompt in self.prompts)
 
     @property
     def distinct_blocks(self) -> int:
-        """Number of blocks with different content."""
+        """Return the number of blocks with different content."""
         return len({block for prompt in self.prompts for block in prompt.blocks})
 
     @property
     def repeated(self) -> float:
-        """Share of blocks that are in an earlier prompt's prefix, which an unlimited cache would hit."""
+        """Return the share of blocks that an unlimited prefix cache would hit."""
         seen, hits = set[int](), 0
         for prompt in self.prompts:
             hits += next((n for n, one in enumerate(prompt.blocks) if one not in seen), len(prompt.blocks))
@@ -83,11 +84,11 @@ class Workload:
         return hits / sum(len(prompt.blocks) for prompt in self.prompts)
 
     def token_ids(self, vocabulary: int, salt: int) -> Iterator[list[int]]:
-        """Return the token ids of all prompts, different ones for every salt.
+        """Yield the token ids of each prompt.
 
         Args:
             vocabulary: exclusive upper bound of the ids.
-            salt: non-negative number.
+            salt: non-negative number that determines the token ids of the blocks.
         """
         for prompt in self.prompts:
             drawn = [
@@ -98,17 +99,17 @@ class Workload:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """The fields of a trace's line that are used."""
+    """The used fields of a line of a trace."""
 
     input_length: int
     hash_ids: list[int]
 
 
 def read_trace(path: Path) -> tuple[Prompt, ...]:
-    """Read the prompts of a trace.
+    """Return the prompts of a recorded trace.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no request.
+        ConfigError: the file cannot be read, has no requests, or has a line that is not a request.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -141,11 +142,18 @@ def _prompt(read: msgspec.json.Decoder[_Line], line: bytes, where: str) -> Promp
 def select_conversations(
     name: str, recorded: Sequence[Prompt], block_tokens: int, longest: int, requests: int
 ) -> Workload:
-    """Select the first conversations of a trace with more than one request, in the order of the trace.
+    """Return the first conversations of a trace that have more than one request, in the order of the trace.
 
-    Blocks are shortened to `block_tokens`, and prompts longer than `longest` are left out first. A request
-    belongs to the conversation of an earlier one if half of its blocks, and at least two, are that
-    conversation's prefix.
+    Before the selection, blocks are shortened to `block_tokens`, and prompts longer than `longest` are left
+    out. A request belongs to the conversation of an earlier request if at least half of its blocks, and at
+    least two, are a prefix of that conversation.
+
+    Args:
+        name: name of the workload, for reports.
+        recorded: prompts of the trace.
+        block_tokens: number of tokens per block.
+        longest: maximum length of a prompt, in tokens.
+        requests: number of requests to select.
 
     Raises:
         ConfigError: the selected conversations have fewer than `requests` requests.
@@ -172,7 +180,11 @@ def select_conversations(
 
 
 def _conversations(prompts: Sequence[Prompt | None]) -> dict[int, int]:
-    """Map the number of each request to that of the first request of its conversation."""
+    """Return, for the number of each request, the number of the first request of its conversation.
+
+    Args:
+        prompts: prompts by number; None for those that are left out.
+    """
     begun, found = dict[int, int](), dict[int, int]()
     for number, prompt in enumerate(prompts):
         if prompt is None or len(prompt.blocks) < _SHARED_BLOCKS:
@@ -185,27 +197,33 @@ def _conversations(prompts: Sequence[Prompt | None]) -> dict[int, int]:
 
 
 def _digest(before: int, block: int) -> int:
-    """Return a number for the prefix that ends with a block."""
+    """Return a number that identifies the prefix that ends with a block.
+
+    Args:
+        before: number of the prefix before the block.
+        block: number of the block's content.
+    """
     return hash((before, block))
 
 
 def _last(prompt: Prompt, block_tokens: int) -> int:
-    """Return the tokens of the shortened last block."""
+    """Return the number of tokens in a prompt's last block after the blocks were shortened."""
     of = prompt.tokens - (len(prompt.blocks) - 1) * RECORDED_BLOCK
     return -(-of * block_tokens // RECORDED_BLOCK)
 
 
 def draw_workload(block_tokens: int, longest: int, requests: int, seed: int = 1) -> Workload:
-    """Draw conversations that begin with one of a few system prompts and grow by a turn with every request.
+    """Return a random workload of conversations that begin with a system prompt and grow with every request.
 
-    Seven of ten requests continue a conversation, the others begin one. The conversation, by how recent it
-    is, and the system prompt follow Zipf's law. A conversation that has grown too long ends.
+    Seven of ten requests continue a conversation, and the others begin a new one. The choice of the
+    conversation (by how recent it is) and of the system prompt follow Zipf's law. A conversation that has
+    become too long ends.
 
     Args:
-        block_tokens: length of a block.
-        longest: tokens of the longest prompt, at least 20 blocks for a system prompt and a turn.
+        block_tokens: number of tokens per block.
+        longest: maximum length of a prompt in tokens, at least 20 blocks for a system prompt and a turn.
         requests: number of requests.
-        seed: draws the workload.
+        seed: seed of the random numbers.
 
     Raises:
         ConfigError: `longest` is too short.
@@ -233,6 +251,6 @@ def draw_workload(block_tokens: int, longest: int, requests: int, seed: int = 1)
 
 
 def _zipf(draw: np.random.Generator, count: int) -> int:
-    """Draw a number below `count` by Zipf's law, the first most often."""
+    """Return a random number from 0 to `count` - 1 by Zipf's law: 0 is the most frequent."""
     weights = 1 / np.arange(1, count + 1) ** _ZIPF
     return int(draw.choice(count, p=weights / weights.sum()))

@@ -1,1 +1,1 @@
-"""Layouts, parallel sizes and strategies, compared."""
+"""Compare transfers for several memory layouts, parallel sizes and strategies."""

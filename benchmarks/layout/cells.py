@@ -1,7 +1,7 @@
-"""The table of `benchmarks layout`: each cell is moved by every method.
+"""The table of `benchmarks layout`: the measured transfers of each cell with every method.
 
-A cell is a memory layout, the same on both sides, and the tensor-parallel ranks of the source and of the
-reader. A method is a strategy, or `CHOSEN` for the strategy that the planner chooses.
+A cell of the table is a memory layout, the same on both sides, with the numbers of tensor-parallel ranks of
+the source and of the reader. A method is a strategy, or `CHOSEN` for the strategy that the planner chooses.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ METHODS = (*Strategy, CHOSEN)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A layout and a pair of parallel sizes.
+    """A cell of the table: a memory layout and a pair of parallel sizes.
 
     Attributes:
         layout: memory layout of both sides.
-        src_tp, dst_tp: tensor-parallel ranks of each side.
+        src_tp, dst_tp: number of tensor-parallel ranks of the source and of the reader.
     """
 
     layout: str
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def parallel(self) -> str:
-        """The parallel sizes as options take them, such as ``2:1``."""
+        """Return the parallel sizes in the form of the command's option, such as ``2:1``."""
         return f"{self.src_tp}:{self.dst_tp}"
 
     def __str__(self) -> str:
@@ -48,11 +48,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Mean length of contiguous stretches in what one rank reads, in bytes.
+    """The mean lengths of the contiguous runs that one rank reads, in bytes.
 
     Attributes:
-        both: contiguous on both sides at once: a descriptor of a direct transfer.
-        src, dst: contiguous on one side.
+        both: length of runs that are contiguous on both sides, such as a descriptor of a direct transfer.
+        src, dst: length of runs that are contiguous on the source, and on the reader.
     """
 
     both: float
@@ -65,12 +65,12 @@ class LayoutRow:
     """The results of one cell.
 
     Attributes:
-        cell: the cell.
-        runs: contiguous bytes.
-        strategy: strategies that the planner chose, joined by "+".
-        ways: rounds by method.
-        ratios: speed as a multiple of raw NIXL's in the same round, by method and round.
-        planning: times of planning the long request with the chosen strategies.
+        cell: layout and parallel sizes.
+        runs: lengths of the contiguous runs.
+        strategy: names of the strategies that the planner chose, joined by "+".
+        ways: measured rounds by method.
+        ratios: speeds as multiples of raw NIXL's speed in the same round, one per round, by method.
+        planning: times to plan a long request with the chosen strategies.
     """
 
     cell: Cell
@@ -81,16 +81,16 @@ class LayoutRow:
     planning: PlanningTimes
 
     def ratio(self, way: str) -> Spread:
-        """Return the speed of a method as a multiple of raw NIXL's."""
+        """Return the speed of a method as a multiple of raw NIXL's speed."""
         return Spread.of(self.ratios[way])
 
     @property
     def best(self) -> str:
-        """The fastest strategy."""
+        """Return the fastest strategy, by the median."""
         return max((way for way in self.ways if way != CHOSEN), key=lambda way: self.ratio(way).median)
 
     def quartiles(self, way: str, other: str) -> tuple[float, float, float]:
-        """Return median and quartiles of one method's speed as a multiple of another's, over rounds."""
+        """Return median, lower and upper quartile of one method's speed as a multiple of another's."""
         ratios = np.array(self.ratios[way]) / np.array(self.ratios[other])
         low, middle, high = np.percentile(ratios, (25, 50, 75)).tolist()
         return middle, low, high
@@ -98,14 +98,14 @@ class LayoutRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTable:
-    """The cells of one model.
+    """The results of all cells for one model.
 
     Attributes:
         model: name of the model.
-        tokens: length of the request.
-        raw: speed of raw NIXL with large descriptors in GB/s, one median per round.
+        tokens: length of the request, in tokens.
+        raw: median speed of raw NIXL with large descriptors in each round, in GB/s.
         rows: results of the cells.
-        left_out: cells that no engine can have, with the reason.
+        left_out: cells that are impossible for this model, with the reason.
     """
 
     model: str
@@ -116,7 +116,7 @@ class LayoutTable:
 
 
 def runs_of(src: SimulatedEngine, dst: SimulatedEngine, rank: int = 0) -> Runs:
-    """Return the contiguous bytes in what one rank of `dst` reads from `src`."""
+    """Return the mean lengths of the contiguous runs that one rank of `dst` reads from `src`."""
     templates = build_templates(lay_out(src.model, src.shape), lay_out(dst.model, dst.shape)[rank])
     routes = [route for template in templates for route in template.routes]
     size = sum(route.cell_bytes for route in routes)
@@ -128,5 +128,10 @@ def runs_of(src: SimulatedEngine, dst: SimulatedEngine, rank: int = 0) -> Runs:
 
 
 def _read_count(route: Route, image: PackedImage | None) -> int:
-    """Per cell; as many as runs if they are too many to be packed."""
+    """Return the number of reads per copied cell with a packed image; without one, the number of runs.
+
+    Args:
+        route: copies from one rank to another.
+        image: packed image (the cell's bytes in staging memory); None if there are too many runs to pack.
+    """
     return sum(len(each.descriptors) for each in image.reads) if image else route.row_count

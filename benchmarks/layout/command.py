@@ -77,7 +77,11 @@ def layout(
 
 
 def _parse_parallel(text: str) -> tuple[tuple[int, int], ...]:
-    """Split pairs such as ``2:1`` at commas: ranks of the producer, ranks of the reader."""
+    """Return the pairs in a text such as ``1:1,2:1``: number of ranks of the producer and of the reader.
+
+    Raises:
+        ConfigError: a pair is not two positive numbers.
+    """
     found = []
     for pair in text.split(","):
         numbers = pair.split(":")

@@ -1,7 +1,8 @@
-"""`benchmarks layout`: the effect of memory layout, tensor parallelism and strategy on a transfer.
+"""`benchmarks layout`: measure the effect of memory layout, tensor parallelism and strategy on a transfer.
 
-One process holds all ranks of an engine per layout and size. The other reads as one rank of an engine per
-layout and size. All are up at once, so that a round can move every cell by every method.
+One process runs an engine with all its ranks for each layout and parallel size. The other process reads as
+one rank of an engine for each layout and parallel size. All of them run at the same time, so that every round
+moves every cell with every method.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PARALLEL = ((1, 1), (2, 1), (1, 2), (4, 2))
 MOVED_BYTES = 128 << 20
 PLANNED_TOKENS = 131_072
 RAW_EVERY = 8
-"""Moves in a round for each of raw NIXL's."""
+"""Number of moves by kvferry in a round for each move by raw NIXL."""
 _POLL_SECONDS = 2e-4
 
 
@@ -44,12 +45,13 @@ class LayoutJob:
     """The cells to measure.
 
     Attributes:
-        layouts, parallel: memory layouts, and pairs of tensor-parallel sizes.
-        repeats: counted rounds.
-        tokens: length of the request, or None for about `MOVED_BYTES` on one rank.
-        transports: value of UCX_TLS, or None to leave it unchanged.
-        lanes: threads that read.
-        planned_tokens: length of the request that is planned.
+        layouts: memory layouts.
+        parallel: pairs of tensor-parallel sizes of the source and of the reader.
+        repeats: number of counted rounds.
+        tokens: length of the request in tokens; None for a request of about `MOVED_BYTES`.
+        transports: value of UCX_TLS; None to leave it unchanged.
+        lanes: number of reading threads.
+        planned_tokens: length of the request whose planning is timed, in tokens.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -62,10 +64,15 @@ class LayoutJob:
 
 
 def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], None]) -> LayoutTable:
-    """Move one request of a model in every cell by every method.
+    """Move one request of a model in every cell with every method, and return the results.
+
+    Args:
+        job: cells to measure.
+        reading: description of the model's KV cache.
+        progress: function that is called with a line of text before each step.
 
     Raises:
-        ConfigError: no cell is possible, or memory or NIXL cannot be had.
+        ConfigError: no cell is possible, or memory or NIXL cannot be used.
         TransferError: the other process died, or wrong bytes arrived.
     """
     settings = use_transports(job.transports)
@@ -130,7 +137,7 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
 
 
 def moved_tokens(job: LayoutJob, reading: ModelReading) -> int:
-    """Return the length of the request in tokens, in whole blocks of every engine."""
+    """Return the length of the request in tokens: a multiple of the block size of every engine."""
     step = lcm(*(_block_tokens(reading, tp) for tp in {tp for pair in job.parallel for tp in pair}))
     if job.tokens is not None:
         return -(-job.tokens // step) * step
@@ -141,7 +148,7 @@ def moved_tokens(job: LayoutJob, reading: ModelReading) -> int:
 
 
 def _block_tokens(reading: ModelReading, tp: int) -> int:
-    """Return the block size of an engine with `tp` ranks, or 1 if no such engine is possible."""
+    """Return the block size of an engine with `tp` ranks, in tokens; 1 if no such engine is possible."""
     try:
         return block_tokens(reading, EngineSide(tp=tp))[0]
     except GeometryError:
@@ -149,7 +156,7 @@ def _block_tokens(reading: ModelReading, tp: int) -> int:
 
 
 def _bytes(reading: ModelReading, tokens: int) -> int:
-    """Return the bytes of a request over all ranks."""
+    """Return the number of bytes of a request, over all ranks."""
     total = 0
     for store in reading.cache.layers:
         low, high = needed_tokens(store.kind, store.attention_span, span_of(tokens))
@@ -162,7 +169,7 @@ class _Engines:
     """The engines of all cells.
 
     Attributes:
-        sources, destinations: engines by layout and number of ranks.
+        sources, destinations: engines that are read from and that read, by layout and number of ranks.
         cells: possible cells.
         left_out: impossible cells, with the reason.
     """
@@ -194,10 +201,10 @@ class _Engines:
 
 
 def pair_of(cell: Cell, reading: ModelReading, tokens: int) -> tuple[SimulatedEngine, SimulatedEngine]:
-    """Return source and destination of a cell.
+    """Return the engines of a cell: the source and the destination.
 
     Raises:
-        GeometryError: one of them cannot exist.
+        GeometryError: one of the engines is impossible for this model.
     """
     src, dst = (
         simulate_engine(

@@ -1,7 +1,7 @@
-"""The table of layouts as an SVG picture.
+"""Draw the table of layouts as an SVG picture.
 
-A model is a row of panels, one per layout. A panel has one bar per method for every pair of parallel sizes,
-as a multiple of raw NIXL, with the range of all rounds.
+Each model has a row of panels, one per layout. A panel has a group of bars for every pair of parallel sizes,
+one bar per method. A bar is the speed as a multiple of raw NIXL's, with the range over all rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STYLE = (
 
 
 def picture(tables: Sequence[LayoutTable]) -> str:
-    """Return an SVG of all tables."""
+    """Return the text of an SVG picture of all tables."""
     widest = max(_width(table) for table in tables)
     height = _TOP + _ROW * len(tables)
     parts = [

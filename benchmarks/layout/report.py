@@ -1,4 +1,4 @@
-"""The report of `benchmarks layout`, for people and as JSON."""
+"""The report of `benchmarks layout`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.units import format_bytes
 
 
 def show(tables: Sequence[LayoutTable], machine: MachineFacts, repeats: int, console: Console) -> None:
-    """Print the tables; fits 80 columns."""
+    """Print the tables with at most 80 columns, and whether they reach the targets."""
     transports = "not set" if machine.transports is None else machine.transports
     console.print(
         f"{machine.cores} cores, {machine.cpu}, UCX_TLS {transports}; two processes; median of {repeats} "
@@ -36,7 +36,7 @@ def show(tables: Sequence[LayoutTable], machine: MachineFacts, repeats: int, con
 
 
 def as_json(tables: Sequence[LayoutTable], machine: MachineFacts) -> dict[str, Any]:
-    """Return all rounds, in seconds and bytes."""
+    """Return all rounds in seconds and bytes, and the results for all targets, as values for JSON."""
     return {
         "machine": asdict(machine),
         "tables": [_table_json(table) for table in tables],

@@ -22,9 +22,9 @@ class Verdict:
     """The result for one target.
 
     Attributes:
-        target: the target in words.
-        cells: number of cells that the target applies to.
-        missed: cells that miss it, with their figure.
+        target: description of the target.
+        cells: number of cells to which the target applies.
+        missed: cells that miss the target, with their figures.
     """
 
     target: str
@@ -33,12 +33,12 @@ class Verdict:
 
     @property
     def reached(self) -> bool:
-        """Whether all cells reach the target."""
+        """Return whether all cells reach the target."""
         return not self.missed
 
 
 def verdicts(tables: Iterable[LayoutTable]) -> tuple[Verdict, ...]:
-    """Return the results of all targets that the tables have cells for."""
+    """Return the results for all targets that apply to at least one cell of the tables."""
     tables = list(tables)
     rows = [(table.model, row) for table in tables for row in table.rows]
     found = [
@@ -96,7 +96,7 @@ def _floor(row: LayoutRow) -> float:
 
 
 def _cross_layer(tables: Iterable[LayoutTable]) -> Verdict:
-    """Compare the best cross-layer layout with the best other one, with one rank on each side."""
+    """Compare the fastest cross-layer layout with the fastest per-layer layout, with one rank per side."""
     counted, missed = 0, []
     for table in tables:
         alike = [row for row in table.rows if row.cell.parallel == "1:1"]

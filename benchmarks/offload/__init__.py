@@ -1,1 +1,1 @@
-"""What tiers cost a scheduler and an engine, and what they bring."""
+"""Measure the time that tiers cost a scheduler and an engine, and the time to first token that they save."""

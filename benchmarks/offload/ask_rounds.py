@@ -1,9 +1,10 @@
-"""The time to ask five sources for a prompt, for several distributions of its chunks.
+"""Measure the time to query a peer and four tiers for a prompt, for several distributions of its chunks.
 
-The clock covers what an engine's step waits for: the connector, until it returns how many tokens can be
-loaded. A request is asked for first in the step that would admit it, and again in every step in which it
-waits. Its keys are digested as it arrives, which is reported apart. Its ticket is redeemed before the clock
-starts. No prompt comes twice in a row.
+The time is that for which an engine's step waits for the connector, until it returns the number of tokens
+that can be loaded. The scheduler queries for a request first in the step that would admit it, and again in
+every step in which the request waits. The chunks' keys are digested when the request arrives; that time is
+reported separately. The peer's ticket (the random id that claims the lease on its blocks) is redeemed before
+the measured time begins. No prompt is used twice in a row.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ _SHARE_OF = {"tier_numbers": 0, "bids": 1, "head": 2, "tail": 2}
 
 
 def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None]) -> AskResults:
-    """Ask for prompts of every kind.
+    """Query for prompts of every kind, and return the times.
 
     Args:
-        path: folder for files that name chunks, which are removed.
+        path: folder for empty files with the names of chunks. The files are removed.
         tokens: length of the longest prompt. The others are a little shorter, so that no two of a kind have
             the same chunks.
-        rounds: number of requests of each kind, and of as many that are timed by parts. One more of each
-            comes first and is not counted.
-        progress: called with a line of text for each kind.
+        rounds: number of requests of each kind whose total is timed, and of as many whose parts are timed.
+            One more of each comes first and is not counted.
+        progress: function that is called with a line of text before each step.
 
     Raises:
-        TransferError: the sources offered another number of tokens than they have.
+        TransferError: the sources offered fewer tokens than they have.
     """
     progress("making chunks to ask for")
     models = {name: model(name, kinds) for name, kinds in LAYERS.items()}
@@ -91,7 +92,10 @@ def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None
 
 @dataclass(frozen=True, slots=True)
 class _AskSeconds:
-    """Seconds of one request, with the shares of its parts if they were timed."""
+    """The times of one request in seconds: its arrival, the first query and later queries.
+
+    `shares` has the time of each part of the first query, by `SHARES`; None if the parts were not timed.
+    """
 
     arriving: float
     first: float
@@ -100,7 +104,14 @@ class _AskSeconds:
 
 
 def _keep(canonical: CanonicalForm, prompt: list[int], place: str, keys: list[list[bytes]]) -> None:
-    """Add the keys that each tier has of a prompt."""
+    """Add the keys of a prompt's chunks to those of the tiers that hold them. Mutates `keys`.
+
+    Args:
+        canonical: format of the chunks.
+        prompt: token ids of the prompt.
+        place: distribution of the chunks, one of `PLACES`.
+        keys: keys by tier.
+    """
     chunks, count = (
         PromptChunks(canonical.groups, ChunkKeys(CHUNK_TOKENS, prompt)),
         len(prompt) // CHUNK_TOKENS,
@@ -134,7 +145,10 @@ def _ask(asker: AskingScheduler, name: str, prompt: list[int], place: str, *, ti
 
 @contextmanager
 def _shares(asker: AskingScheduler) -> Iterator[list[float]]:
-    """Time the calls of admission, by `SHARES` but the last; of nested calls the inner one counts."""
+    """Yield the seconds of each part of admission, for all `SHARES` but the last. They are updated by calls.
+
+    The time of a nested call counts only for the inner call.
+    """
     seconds, inner = [0.0] * (len(SHARES) - 1), [0.0]
 
     def timed(call: Callable[..., Any], share: int, *args: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The results of asking five sources for a long prompt."""
+"""The results of querying a peer and four tiers for a long prompt."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvferry.measuring.spread import percentile
 TARGET_SECONDS = 1e-3
 
 SHARES = ("finding chunks", "coverage and bids", "two together", "choosing and telling")
-"""Of the time of an asking."""
+"""Names of the parts of a query's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """Seconds of many calls.
+    """The times of many calls.
 
     Attributes:
-        median, p99: over all calls.
+        median, p99: median and 99th percentile over all calls, in seconds.
     """
 
     median: float
@@ -26,7 +26,7 @@ class CallTimes:
 
     @staticmethod
     def of(values: Sequence[float]) -> CallTimes:
-        """Return the times of at least one call."""
+        """Return the median and the 99th percentile of the times of at least one call, in seconds."""
         return CallTimes(percentile(values, 50), percentile(values, 99))
 
 
@@ -35,11 +35,13 @@ class AskTimes:
     """The times for one kind of request.
 
     Attributes:
-        layers, policy, place: kinds of layers of the model, policy of the engine, and who has the prompt.
-        arriving: time to digest the keys, and the tokens of the peer's offer, as a request arrives.
-        first: time that the step waits which asks first.
-        again: time that a later step waits.
-        shares: median seconds of `first`, by `SHARES`.
+        layers: kinds of the model's layers.
+        policy: policy for choosing a source.
+        place: distribution of the prompt's chunks over the sources.
+        arriving: time to digest the chunks' keys and the tokens of the peer's offer, when a request arrives.
+        first: time for which the step with the first query waits.
+        again: time for which a step with a later query waits.
+        shares: median time of each part of the first query in seconds, by `SHARES`.
     """
 
     layers: str
@@ -56,10 +58,11 @@ class AskResults:
     """The times for all kinds of requests.
 
     Attributes:
-        tokens, chunks: length of a prompt, and its chunks in every group.
-        known: number of chunks that each tier knows, host memory first.
-        rounds: requests of each kind.
-        asks: times by kind.
+        tokens: length of a prompt, in tokens.
+        chunks: number of chunks of a prompt in every KV cache group.
+        known: number of chunks in the index of each tier, host memory first.
+        rounds: number of requests of each kind.
+        asks: times, one entry per kind.
     """
 
     tokens: int
@@ -70,10 +73,10 @@ class AskResults:
 
     @property
     def reached(self) -> bool:
-        """Whether no kind's median exceeds the target."""
+        """Return whether the medians of all kinds are below the target."""
         return all(max(one.first.median, one.again.median) < TARGET_SECONDS for one in self.asks)
 
     @property
     def longest(self) -> AskTimes:
-        """The kind whose first asking takes longest, by the median."""
+        """Return the times of the kind whose first query takes longest, by the median."""
         return max(self.asks, key=lambda one: one.first.median)

@@ -1,4 +1,4 @@
-"""The parts of `benchmarks offload` that start a real engine, once for both."""
+"""Run the parts of `benchmarks offload` that need a real engine, which is started once for both."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EngineRequests:
     """The requests to the engine.
 
     Attributes:
-        prompt_tokens: length of the prompts whose first token is timed.
+        prompt_tokens: length of the prompts whose time to first token is measured, in tokens.
         rounds: number of such prompts.
-        steps: number of decoding steps.
-        model: changes to the checkpoint's configuration.
+        steps: number of decoding steps whose hooks are timed.
+        model: changes to the checkpoint's configuration, as pairs of name and value.
     """
 
     prompt_tokens: int = 16_384
@@ -37,16 +37,16 @@ class EngineRequests:
 def measure(
     asked: EngineRequests, parts: Collection[str], path: Path, progress: Callable[[str], None]
 ) -> tuple[HookCost | None, FirstToken | None]:
-    """Start an engine and run the parts.
+    """Start an engine, run the given parts, and return their results; None for a part that is not given.
 
     Args:
         asked: requests to the engine.
         parts: `HOOKS`, `TTFT` or both.
-        path: folder for the checkpoint and chunks, which are removed.
-        progress: called with a line of text before each step.
+        path: folder for the checkpoint and the chunks, which are removed at the end.
+        progress: function that is called with a line of text before each step.
 
     Raises:
-        TransferError: the engine or a tier did not do what it must.
+        TransferError: the engine does not answer, or a prompt was not found where it should be.
     """
     progress("starting an engine")
     batch = tier_hooks.REQUESTS * (tier_hooks.PROMPT_TOKENS + asked.steps + 256)

@@ -1,4 +1,4 @@
-"""The part of the report that needs a real engine, for people and as JSON."""
+"""The report of the parts that need a real engine, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_HOOKS = 3
 
 
 def show_hooks(hooks: HookCost, console: Console) -> None:
-    """Print the time inside hooks; fits 80 columns."""
+    """Print the time inside the connector's hooks, with at most 80 columns."""
     console.print(
         f"\n[bold]Inside hooks[/] of tiers that have nothing for {hooks.requests} requests of "
         f"{hooks.prompt_tokens} tokens",
@@ -50,13 +50,13 @@ def show_hooks(hooks: HookCost, console: Console) -> None:
 
 
 def hooks_json(hooks: HookCost) -> dict[str, Any]:
-    """Return all steps, in seconds."""
+    """Return the times of all steps in seconds, as values for JSON."""
     shares = {name: asdict(getattr(hooks, name).share) for name in ("storing", "decoding")}
     return {**asdict(hooks), "share": shares, "reached": hooks.reached}
 
 
 def show_first_token(first: FirstToken, console: Console) -> None:
-    """Print the time to the first token; fits 80 columns."""
+    """Print the time to first token, with at most 80 columns."""
     console.print(
         f"\n[bold]First token[/] of a prompt of {first.tokens:,} tokens, {format_bytes(first.bytes)} of "
         "KV cache",
@@ -75,5 +75,5 @@ def show_first_token(first: FirstToken, console: Console) -> None:
 
 
 def first_token_json(first: FirstToken) -> dict[str, Any]:
-    """Return all rounds, in seconds."""
+    """Return the times of all rounds in seconds, and the speed-ups, as values for JSON."""
     return {**asdict(first), "as_fast": {tier: asdict(first.times(tier)) for tier in first.warm}}

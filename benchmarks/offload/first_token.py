@@ -1,8 +1,8 @@
-"""The time to a prompt's first token: computed, from host memory, from files.
+"""Measure the time to first token of a prompt: computed, loaded from host memory, and loaded from files.
 
-One engine gets the same prompt three times per round. First no tier has it. Then the engine has cleared its
-prefix cache and host memory still has it. Then host memory is cleared too, and the file tier has it. Every
-round has a new prompt. The last prompt token is always computed.
+One engine gets the same prompt three times per round. The first time, no tier has the prompt. Then the
+engine's prefix cache is cleared, and host memory has the prompt. Then host memory is cleared too, and only
+the file tier has the prompt. Every round has a new prompt. The last prompt token is always computed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _WARMING_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """Seconds until the first token, per round.
+    """The times to first token of all rounds.
 
     Attributes:
-        tokens: length of the prompt.
-        bytes: size of its KV cache.
-        computed: seconds when the engine computes the prompt.
-        warm: seconds when a tier has it, by tier.
+        tokens: length of a prompt, in tokens.
+        bytes: size of a prompt's KV cache, in bytes.
+        computed: times if the engine computes the prompt in seconds, one per round.
+        warm: times if a tier has the prompt in seconds, one per round, by tier.
     """
 
     tokens: int
@@ -38,21 +38,21 @@ class FirstToken:
     warm: dict[str, tuple[float, ...]]
 
     def times(self, tier: str) -> Spread:
-        """Return how many times as fast as computing a tier is, round by round."""
+        """Return the speed-up of a tier: the time to compute as a multiple of the time to load, per round."""
         return Spread.of([c / w for c, w in zip(self.computed, self.warm[tier], strict=True)])
 
 
 def measure(
     served: SteppedEngine, tokens: int, size: int, rounds: int, progress: Callable[[str], None]
 ) -> FirstToken:
-    """Time one prompt per round, after a short one that does not count.
+    """Measure one prompt per round. A short prompt before the rounds is not counted.
 
     Args:
-        served: idle engine with host memory and files.
-        tokens: length of a prompt.
-        size: bytes of its KV cache.
+        served: idle engine with a host tier and a file tier.
+        tokens: length of a prompt, in tokens.
+        size: size of a prompt's KV cache, in bytes.
         rounds: number of prompts.
-        progress: called with a line of text before each round.
+        progress: function that is called with a line of text before each round.
 
     Raises:
         TransferError: a prompt did not come from the expected tier.

@@ -1,8 +1,9 @@
-"""The time in which a scheduler's thread finds the chunks of a long prompt among very many.
+"""Measure the time in which the scheduler looks up the chunks of a long prompt in a large index.
 
-The token ids of a new prompt are digested once. Its chunks are looked up first, and again as at every
-admission of a waiting request. An index like the file tier's has a million chunks, of which host memory has
-some. The place of the prompt's chunks decides how far a look-up goes. No chunk has bytes.
+The token ids of a new prompt are digested once. The chunks are looked up once, and a second time as in every
+further admission attempt of a waiting request. The index is like the file tier's. It has a million chunks,
+and host memory has some of them. Prompts whose chunks are in host memory, in files or nowhere are measured
+separately. The index has keys only: no chunk has bytes.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _VOCABULARY = 128_000
 
 @dataclass(frozen=True, slots=True)
 class LookUpTimes:
-    """The look-ups of prompts whose chunks are all in one place.
+    """The times to look up prompts whose chunks are all in one place.
 
     Attributes:
-        place: name from `PLACES`.
+        place: place of the chunks, one of `PLACES`.
         tokens: number of tokens found.
-        first, again: seconds of the first look-up of a prompt, and of the second.
+        first, again: times of the first and the second look-up of a prompt, in seconds.
     """
 
     place: str
@@ -56,13 +57,14 @@ class LookUpTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookUpResults:
-    """The times of looking up a prompt.
+    """The times to look up prompts in all places.
 
     Attributes:
-        tokens, chunks: length of the prompt, in tokens and chunks.
-        stored, in_host: number of known chunks, and of those in host memory.
-        keys: seconds from token ids to keys.
-        looks: times by place.
+        tokens, chunks: length of a prompt, in tokens and in chunks.
+        stored: number of chunks in the index.
+        in_host: number of chunks in host memory.
+        keys: time to compute the chunks' keys from the token ids, in seconds.
+        looks: times of the look-ups, one entry per place.
     """
 
     tokens: int
@@ -74,12 +76,12 @@ class LookUpResults:
 
     @property
     def reached(self) -> bool:
-        """Whether the median of every look-up is within the target."""
+        """Return whether the medians of all look-ups are below the target."""
         return all(max(one.first.median, one.again.median) < TARGET_SECONDS for one in self.looks)
 
 
 class IndexOnlyTier(StorageTier):
-    """A tier that knows keys and has no chunks."""
+    """A storage tier that has an index of keys but no chunks."""
 
     def __init__(self, keys: Iterable[bytes], table: KeyTable) -> None:
         self.keys = TierKeys(table)
@@ -87,37 +89,37 @@ class IndexOnlyTier(StorageTier):
             self.keys.add(key)
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:  # noqa: ARG002 - it keeps nothing
-        """Refuse the chunk."""
+        """Reject the chunk, because the tier stores nothing."""
         return PutOutcome.FULL
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:  # noqa: ARG002 - it has nothing
-        """Return a miss."""
+        """Return a miss, because the tier has no chunks."""
         return GetOutcome.ABSENT
 
     def refresh(self) -> int:
-        """Return 0: there is no folder to list."""
+        """Return 0 new chunks, because there is no folder to list."""
         return 0
 
     @property
     def stats(self) -> TierStats:
-        """Return empty statistics."""
+        """Return statistics in which all counts are 0."""
         return TierStats({}, {}, 0, 0, 0, 0, 0)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing, because no file is open."""
 
 
 def measure(
     group: CanonicalGroup, tokens: int, stored: int, repeats: int, progress: Callable[[str], None]
 ) -> LookUpResults:
-    """Look up prompts that are in one place each, in turns.
+    """Look up prompts whose chunks are in one place each, and return the times. The places take turns.
 
     Args:
-        group: form of the model's chunks of `CHUNK_TOKENS` tokens.
-        tokens: length of a prompt.
-        stored: number of known chunks.
-        repeats: prompts per place; one more comes before them.
-        progress: called with a line of text before each step.
+        group: format of the model's chunks of `CHUNK_TOKENS` tokens.
+        tokens: length of a prompt, in tokens.
+        stored: number of chunks in the index.
+        repeats: number of counted prompts per place. Another prompt before them is not counted.
+        progress: function that is called with a line of text before each step.
     """
     progress(f"making {stored:,} chunks to look among")
     draw = np.random.default_rng(11)
@@ -160,7 +162,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _LookUpSeconds:
-    """Seconds of one prompt, and the tokens that were found."""
+    """The times of one prompt in seconds (keys, first and second look-up), and the number of tokens found."""
 
     keys: float
     first: float
@@ -180,7 +182,7 @@ def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _LookU
 
 
 def _keys_of(group: CanonicalGroup, prompts: Sequence[list[int]]) -> list[bytes]:
-    """Return the keys of all chunks of some prompts."""
+    """Return the keys of all chunks of the prompts."""
     found = []
     for prompt in prompts:
         chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
@@ -189,7 +191,7 @@ def _keys_of(group: CanonicalGroup, prompts: Sequence[list[int]]) -> list[bytes]
 
 
 def _host_of(keys: Sequence[bytes], table: KeyTable) -> HostTier:
-    """Return a host tier that lists these keys and has no bytes."""
+    """Return a host tier whose index has these keys. No memory is allocated for chunks."""
     host = HostTier(2 * _SLOT_BYTES * len(keys), [_SLOT_BYTES], EVICTION_POLICIES["lru"], table)
     for key in keys:
         slot = host.reserve(key, 0)

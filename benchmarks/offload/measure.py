@@ -1,9 +1,9 @@
-"""What the tiers cost a scheduler and an engine, and what they bring.
+"""`benchmarks offload`: measure the time that tiers cost a scheduler and an engine, and the time they save.
 
-- ``lookup``: time to find a long prompt's chunks in an index of many.
-- ``asking``: time to ask a peer and four tiers for a prompt; loads vLLM.
+- ``lookup``: time to look up a long prompt's chunks in a large index.
+- ``asking``: time to query a peer and four tiers for a prompt; loads vLLM.
 - ``hooks``: time inside the connector's hooks per step of an engine; starts vLLM in this process.
-- ``ttft``: time to a prompt's first token from every tier; starts vLLM in this process.
+- ``ttft``: time to first token of a prompt that is loaded from each tier; starts vLLM in this process.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from kvferry.measuring.machine import MachineFacts, machine_facts
 
 PARTS = ("lookup", "asking", HOOKS, TTFT)
 ASKED_FOR = 10
-"""Requests per round of the other parts: with few of them p99 would be meaningless."""
+"""Number of requests of ``asking`` per round of the other parts. With few, p99 would be meaningless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadJob:
-    """The parts to measure, and how.
+    """The parts and settings to measure.
 
     Attributes:
-        reading: model whose chunks are looked up; its layers are alike.
-        parts: names from `PARTS`.
-        repeats: counted rounds; one more round comes before them.
-        path: existing folder for chunk files; the files made there are removed.
-        stored: chunks in the index.
-        prompt_tokens: length of the prompt that is looked up and asked for.
-        asked: requests to the engine, for the parts that start one.
+        reading: description of the KV cache of a model whose layers are all alike, for ``lookup``.
+        parts: names of the parts, from `PARTS`.
+        repeats: number of counted rounds. Another round before them is not counted.
+        path: existing folder for chunk files. The files created there are removed.
+        stored: number of chunks in the index for ``lookup``.
+        prompt_tokens: length of the prompt for ``lookup`` and ``asking``, in tokens.
+        asked: requests to the engine, for ``hooks`` and ``ttft``.
     """
 
     reading: ModelReading
@@ -52,12 +52,13 @@ class OffloadJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOffload:
-    """The results of a job.
+    """The results of the benchmark.
 
     Attributes:
-        job, machine: what was measured, and where.
-        chunk_tokens, chunk_bytes: size of one chunk of the model.
-        lookup, asking, hooks, first_token: None for parts that the job does not name.
+        job: measured parts and settings.
+        machine: machine of the measurement.
+        chunk_tokens, chunk_bytes: size of one chunk of the model, in tokens and in bytes.
+        lookup, asking, hooks, first_token: results of each part; None if the part was not measured.
     """
 
     job: OffloadJob
@@ -71,15 +72,15 @@ class MeasuredOffload:
 
 
 def measure(job: OffloadJob, progress: Callable[[str], None]) -> MeasuredOffload:
-    """Measure every part that the job names.
+    """Measure every part of the job, and return the results.
 
     Args:
-        job: the parts to measure.
-        progress: called with a line of text before each step.
+        job: parts and settings.
+        progress: function that is called with a line of text before each step.
 
     Raises:
-        ConfigError: memory or folder cannot be used.
-        TransferError: an engine or a tier did not answer as it must.
+        ConfigError: memory or the folder cannot be used.
+        TransferError: an engine or a tier did not answer, or gave a wrong answer.
     """
     group = chunk_group(job.reading)
     looked_up = None

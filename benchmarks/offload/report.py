@@ -1,4 +1,4 @@
-"""The report of `benchmarks offload`, for people and as JSON."""
+"""The report of `benchmarks offload`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.units import format_bytes, format_seconds
 
 
 def show(measured: MeasuredOffload, console: Console) -> None:
-    """Print the results; fits 80 columns."""
+    """Print the results of all measured parts with at most 80 columns."""
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
@@ -36,7 +36,7 @@ def show(measured: MeasuredOffload, console: Console) -> None:
 
 
 def as_json(measured: MeasuredOffload) -> dict[str, Any]:
-    """Return all rounds, in seconds and bytes, with the figures derived from them."""
+    """Return all rounds in seconds and bytes, and the derived figures, as values for JSON."""
     job = measured.job
     return {
         "geometry": job.reading.cache.name,

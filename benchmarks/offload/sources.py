@@ -1,8 +1,8 @@
-"""The sources of one engine without the engine: a peer, host memory, and three storage tiers.
+"""The sources of KV of one engine, without the engine: a peer, host memory, and three storage tiers.
 
-Everything is what a connector makes for such a configuration: admission, its sources, the cache and its
-host memory, two directories, an object store and their threads, and a control channel with a peer that
-answers. The index of chunks is in memory, as always. No chunk has bytes.
+All parts are the ones that a connector creates for such a configuration: admission, its sources, the cache
+with its host memory, two directories and an object store with their threads, and a control channel to a peer
+that answers. The index of chunks is in memory, as in a connector. No chunk has bytes.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
 
 SLOW = (FileSettings.kind, tier_name(FileSettings.kind, 1), ObjectSettings.kind)
-"""Names of the tiers behind host memory, the fastest first."""
+"""Names of the storage tiers, which are slower than host memory, the fastest first."""
 
 _HOST = "127.0.0.1"
 _INCARNATION = 1
 _PATIENCE_SECONDS = 10.0
 _WINDOW, _BLOCK_TOKENS = 1024, 128
 _SPEEDS = dict(zip((PEER, HOST, *SLOW), (400_000, 900_000, 200_000, 150_000, 50_000), strict=True))
-"""Tokens per second, for a policy that asks."""
+"""Speeds of loads from each place in tokens per second, for policies that use them."""
 
 
 def model(name: str, kinds: Iterable[GroupKind]) -> ModelCache:
-    """Return a model with one layer of each kind, as small as layers can be."""
+    """Return a model with one layer of each kind. The layers are as small as possible."""
     rows = tuple(StoredField(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
     state = (StoredField("ssm", 4, 2, (("row", 8),)),)
     return ModelCache(
@@ -84,7 +84,7 @@ def model(name: str, kinds: Iterable[GroupKind]) -> ModelCache:
 
 
 def chunks_of(of: ModelCache) -> CanonicalForm:
-    """Return the form of a model's chunks."""
+    """Return the format of a model's chunks."""
     return canonical_form_of(lay_out(of, _shape(of)), CHUNK_TOKENS)
 
 
@@ -93,26 +93,27 @@ def _shape(of: ModelCache) -> EngineShape:
 
 
 class KnownChunks:
-    """Host memory and three storage tiers that list chunks without bytes.
+    """Host memory and three storage tiers whose indexes list chunks that have no bytes.
 
     Attributes:
         host: host tier.
-        behind: storage tiers.
+        behind: storage tiers, the fastest first.
     """
 
     def __init__(
         self, stack: ExitStack, folder: Path, canonical: CanonicalForm, keys: Sequence[Sequence[bytes]]
     ) -> None:
-        """Make the tiers.
+        """Create the tiers.
 
         Args:
-            stack: closes them.
+            stack: exit stack that closes the tiers.
             folder: empty folder for the directories.
-            canonical: form of the chunks.
-            keys: keys of each place, host memory first; the last byte of a key is the number of its group.
+            canonical: format of the chunks.
+            keys: keys of the chunks in each tier, host memory first. The last byte of a key is the number of
+                its KV cache group.
 
         Raises:
-            TransferError: a tier does not list what lies in it.
+            TransferError: a tier does not list all of its chunks.
         """
         sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
         self.host = HostTier(
@@ -148,7 +149,7 @@ def _touch(root: Path, digest: bytes, keys: Iterable[bytes]) -> None:
 
 
 class _NoBlocks:
-    """The block pool of an engine that allocates none; satisfies `BlockPool`."""
+    """A stand-in for an engine's block pool (`BlockPool`), without blocks."""
 
     blocks: Sequence[Block] = ()
 
@@ -159,7 +160,7 @@ class _NoBlocks:
         """Do nothing."""
 
     def get_num_free_blocks(self) -> int:
-        """Return more than any load needs."""
+        """Return a number of free blocks that is sufficient for any load."""
         return 1 << 20
 
     def evict_blocks(self, block_ids: set[int]) -> None:
@@ -167,22 +168,24 @@ class _NoBlocks:
 
 
 class AskingScheduler:
-    """The scheduler half of one engine's connector.
+    """The scheduler side of one engine's connector.
 
     Attributes:
-        cache, sources, admission: parts as the connector makes them.
+        cache: cache of chunks in the tiers.
+        sources: sources of KV: the peer, and the tiers.
+        admission: chooser of the source for each request.
     """
 
     def __init__(
         self, stack: ExitStack, of: ModelCache, kept: KnownChunks, policy: Literal["weight", "cost"]
     ) -> None:
-        """Start the parts, and shake hands with the peer.
+        """Create the parts, start their threads, and complete the handshake with the peer.
 
         Args:
-            stack: stops the threads.
-            of: the model.
-            kept: tiers with its chunks.
-            policy: ``weight`` or ``cost``.
+            stack: exit stack that stops the threads.
+            of: KV cache of the model.
+            kept: tiers with the model's chunks.
+            policy: policy for choosing a source, ``weight`` or ``cost``.
 
         Raises:
             TransferError: the peer does not answer.
@@ -229,7 +232,13 @@ class AskingScheduler:
             time.sleep(0.001)
 
     def request(self, name: str, tokens: Sequence[int], offered: int) -> Any:
-        """Return a request with the peer's ticket for the first `offered` tokens."""
+        """Return a request with the peer's offer of a prefix.
+
+        Args:
+            name: id of the request.
+            tokens: token ids of the prompt.
+            offered: number of tokens that the peer offers.
+        """
         one, ticket = PlainRequest(request_id=name, prompt_token_ids=tokens), new_ticket()
         grant = Grant.of(0, 1, [[1] for _ in self._groups])
         self._tickets.publish(ticket, name, offered, content_of(one, offered, Adapters()), grant)
@@ -237,7 +246,7 @@ class AskingScheduler:
         return one
 
     def wait_redeemed(self, one: Any) -> None:
-        """Wait until the peer has answered the ticket of a request.
+        """Wait until the peer has answered the redemption of a request's ticket.
 
         Raises:
             TransferError: the peer does not answer.
@@ -248,13 +257,13 @@ class AskingScheduler:
                 raise TransferError("a peer in this process does not redeem its own ticket")
 
     def finished(self, name: str) -> None:
-        """End a request."""
+        """End the request with this id."""
         self.admission.finished(name)
         self._prompts.remove(name)
 
 
 def _measured_speeds() -> Speeds:
-    """Return speeds as the connector has measured them after some loads."""
+    """Return speeds with measurements for all places, as in a connector after some loads."""
     speeds = Speeds(lambda: 0.0)
     speeds.computed(10_000, 1.0)
     for place, rate in _SPEEDS.items():

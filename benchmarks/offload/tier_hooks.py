@@ -1,8 +1,8 @@
-"""The time inside the connector's hooks per step of an engine, when no request finds anything in the tiers.
+"""Measure the time inside the connector's hooks per engine step, if no request finds anything in the tiers.
 
-A clock around the connector's public methods times all hooks of scheduler and worker, of every layer. An
-engine of this machine computes a batch of prompts, stores their chunks, and then decodes them together. The
-share is that of a decoding step of this model on this processor.
+The connector's public methods are timed, which are all hooks of the scheduler and the worker. A real engine
+computes a batch of prompts, stores their chunks, and then decodes them together. The result is a share of the
+time of a decoding step of this model on this machine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TARGET_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The steps of one kind.
+    """The times of steps of one kind.
 
     Attributes:
-        hooks: seconds inside hooks, per step.
-        steps: seconds of each step, hooks included.
+        hooks: time inside hooks of each step, in seconds.
+        steps: time of each whole step including hooks, in seconds.
     """
 
     hooks: tuple[float, ...]
@@ -40,25 +40,26 @@ class StepTimes:
 
     @property
     def share(self) -> Spread:
-        """Share of a step's time that is inside hooks."""
+        """Return the share of a step's time that is inside hooks, up to 1."""
         return Spread.of([h / s for h, s in zip(self.hooks, self.steps, strict=True)])
 
     @property
     def p99(self) -> float:
-        """Seconds inside hooks that 99 of 100 steps do not exceed."""
+        """Return the 99th percentile of the time inside hooks, in seconds."""
         return percentile(self.hooks, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookCost:
-    """The cost of tiers per step.
+    """The time that tiers cost per step.
 
     Attributes:
-        requests, prompt_tokens: number of requests in the batch, and the length of each.
-        storing: steps that compute prompts and store their chunks.
-        decoding: steps in which every request gets a token, and nothing is stored or found.
-        arriving: seconds inside hooks as a request arrives, outside of steps.
-        by_hook: mean seconds per decoding step by hook, the longest first.
+        requests: number of requests in the batch.
+        prompt_tokens: length of each prompt, in tokens.
+        storing: times of steps that compute prompts and store their chunks.
+        decoding: times of steps in which every request gets a token, and nothing is stored or found.
+        arriving: time inside hooks when a request arrives, outside of steps, in seconds.
+        by_hook: mean seconds per decoding step by name of the hook, the longest first.
     """
 
     requests: int
@@ -70,17 +71,17 @@ class HookCost:
 
     @property
     def reached(self) -> bool:
-        """Whether the median share of a decoding step keeps the target."""
+        """Return whether the median share of a decoding step is below the target."""
         return self.decoding.share.median < TARGET_SHARE
 
 
 def measure(served: SteppedEngine, steps: int, progress: Callable[[str], None]) -> HookCost:
-    """Decode a batch.
+    """Run a batch of requests through the engine, and return the times inside hooks.
 
     Args:
         served: idle engine for `REQUESTS` requests.
         steps: number of decoding steps.
-        progress: called with a line of text before each step.
+        progress: function that is called with a line of text at the beginning.
 
     Raises:
         TransferError: a request found something in the tiers.
@@ -108,11 +109,14 @@ def measure(served: SteppedEngine, steps: int, progress: Callable[[str], None]) 
 
 
 _Step: TypeAlias = tuple[dict[str, float], float]
-"""Seconds by hook, and of the step."""
+"""Times of one step in seconds: inside each hook by the hook's name, and of the whole step."""
 
 
 def _steps(served: SteppedEngine, clock: HookClock) -> tuple[list[_Step], list[_Step]]:
-    """Step until all requests have ended; return the steps before all have a token, and those after."""
+    """Run steps until all requests have ended. Return the times of storing and of decoding steps.
+
+    Steps with a varying number of running requests, between these phases and at the end, are left out.
+    """
     storing: list[_Step] = []
     decoding: list[_Step] = []
     left, last = REQUESTS, 0
@@ -142,7 +146,7 @@ def _by_hook(of: Sequence[_Step]) -> dict[str, float]:
 
 
 class HookClock:
-    """A clock inside the public methods of connectors; nested calls count once."""
+    """Times all calls of the public methods of connectors. The time of nested calls counts once."""
 
     def __init__(self, connectors: Sequence[Any]) -> None:
         self._connectors = connectors
@@ -155,12 +159,12 @@ class HookClock:
                     setattr(connector, name, self._timed(getattr(connector, name)))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by method since the last call."""
+        """Return the seconds by name of the method since the last call, and clear them."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
 
     def remove(self) -> None:
-        """Restore the connectors' methods."""
+        """Restore the connectors' original methods."""
         for connector in self._connectors:
             for name in [name for name, value in vars(connector).items() if hasattr(value, "__wrapped__")]:
                 delattr(connector, name)

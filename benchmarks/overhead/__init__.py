@@ -1,1 +1,1 @@
-"""What a request and a new peer cost the decode side, besides moving bytes."""
+"""Measure the time that a request and a new peer cost the decode side, in addition to moving bytes."""

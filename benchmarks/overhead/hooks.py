@@ -1,8 +1,8 @@
-"""The time that the hooks of an engine's step take while transfers run.
+"""Measure the time inside the connector's hooks per engine step while transfers run.
 
-A step comes about every millisecond. Four requests are always in flight: one that ends is followed by
-another on the same blocks, in the next step. Everything that holds up the hooks counts, above all the
-lanes, which share the interpreter lock with them.
+There is a step about every millisecond. Four requests are always in flight: after one has ended, the next
+step begins another with the same blocks. The time includes all delays of the hooks. Most of them are caused
+by the reading threads (lanes), which share Python's interpreter lock with the hooks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _ALL_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookTimes:
-    """Seconds inside the hooks of one step.
+    """The times inside the hooks of a step.
 
     Attributes:
         steps: number of steps, all with transfers in flight.
         loads: number of loads that ended.
-        in_flight, tokens: number of requests in flight, and the length of each.
-        median, p99, longest: seconds over all steps.
+        in_flight: number of requests in flight.
+        tokens: length of each request, in tokens.
+        median, p99, longest: median, 99th percentile and maximum over all steps, in seconds.
     """
 
     steps: int
@@ -46,16 +47,16 @@ class HookTimes:
 def measure(
     reader: Reader, source: SimulatedEngine, progress: Callable[[str], None], steps: int = STEPS
 ) -> HookTimes:
-    """Time the hooks of `steps` steps.
+    """Time the hooks of `steps` steps while requests are loaded.
 
     Args:
-        reader: reader of an engine with one group.
-        source: engine whose request is split into the requests in flight.
-        progress: called with a line of text.
+        reader: reader of an engine with one KV cache group.
+        source: engine to read from. Its request is split into the requests in flight.
+        progress: function that is called with a line of text at the beginning.
         steps: number of steps to time.
 
     Raises:
-        TransferError: a load failed, or no load ended.
+        TransferError: a load failed or did not end.
     """
     progress(f"timing the hooks of {steps} steps")
     requests = _Requests(reader, source)
@@ -82,11 +83,11 @@ def measure(
 
 
 class _Requests:
-    """Requests of equal size, each in a slot with blocks of its own.
+    """Requests of equal size. Each is in a slot with its own blocks.
 
     Attributes:
-        slots: number of requests in flight.
-        tokens: length of each request.
+        slots: maximum number of requests in flight.
+        tokens: length of each request, in tokens.
         ended: number of requests that have ended.
     """
 
@@ -103,11 +104,11 @@ class _Requests:
 
     @property
     def under_way(self) -> int:
-        """Number of requests in flight."""
+        """Return the number of requests in flight."""
         return len(self._slot_of)
 
     def refill(self) -> list[LoadRequest]:
-        """Return new requests for the free slots, with their leases."""
+        """Claim leases for new requests in all free slots, and return the requests."""
         new = []
         for slot in sorted(set(range(self.slots)) - set(self._slot_of.values())):
             src, dst = self._tables[slot]
@@ -117,7 +118,7 @@ class _Requests:
         return new
 
     def step(self, new: list[LoadRequest]) -> None:
-        """Run one step's hooks and release the loads that ended.
+        """Run the hooks of one step, and release the leases of the loads that have ended.
 
         Raises:
             TransferError: a load failed.

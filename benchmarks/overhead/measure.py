@@ -1,4 +1,4 @@
-"""The parts of `benchmarks overhead`, one after the other."""
+"""Run the parts of `benchmarks overhead` one after the other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class OverheadJob:
     """The requests to plan and to move.
 
     Attributes:
-        reading: model of both engines, which have one rank each; its layers are alike.
-        side: set-up of both engines.
-        planned_tokens: tokens of the request that is planned.
-        moved_tokens: tokens that are under way while hooks run.
-        repeats: counted rounds of planning and of getting ready.
-        transports: value of UCX_TLS, or None to leave it unchanged.
+        reading: description of the KV cache of a model whose layers are all alike.
+        side: layout and block size of both engines, which have one rank each.
+        planned_tokens: length of the request whose planning is timed, in tokens.
+        moved_tokens: number of tokens in flight while hooks are timed.
+        repeats: number of counted rounds of planning and of preparing for peers.
+        transports: value of UCX_TLS; None to leave it unchanged.
     """
 
     reading: ModelReading
@@ -38,14 +38,15 @@ class OverheadJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOverhead:
-    """The results of a job.
+    """The results of the benchmark.
 
     Attributes:
-        job, machine: what was measured, and where.
-        planning: kvferry's arithmetic for the request.
-        making: seconds in which NIXL makes a transfer of its pages.
-        readiness: getting ready for peers with other block sizes, for some hybrid models.
-        hooks: time inside the hooks of a step.
+        job: measured requests.
+        machine: machine of the measurement.
+        planning: times in which kvferry plans the request.
+        making: time in which NIXL creates a transfer of the request's pages, in seconds.
+        readiness: times to prepare for peers with different block sizes, for some hybrid models.
+        hooks: times inside the hooks of a step.
     """
 
     job: OverheadJob
@@ -57,10 +58,14 @@ class MeasuredOverhead:
 
 
 def measure(job: OverheadJob, progress: Callable[[str], None]) -> MeasuredOverhead:
-    """Measure every part; sets UCX_TLS in this process if the job names transports.
+    """Measure all parts, and return the results. May set UCX_TLS in this process.
+
+    Args:
+        job: requests to plan and to move.
+        progress: function that is called with a line of text before each step.
 
     Raises:
-        ConfigError: memory or NIXL cannot be had.
+        ConfigError: memory or NIXL cannot be used.
         TransferError: the other process died, or something could not be moved.
     """
     settings = use_transports(job.transports)

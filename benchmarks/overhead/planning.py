@@ -1,8 +1,8 @@
-"""The planning of one long request, before its first byte moves.
+"""Measure the time to plan one long request, before its first byte moves.
 
-Planning runs on the real geometry at made-up addresses, so it needs no memory and no transport. It calls the
-code that a lane calls, for the share of one lane. The time that NIXL needs depends on the number of
-descriptors only, so it is measured with as many blocks and layers, and pages so small that they fit in
+Planning uses the real geometry with invented addresses, so it needs no memory and no transport. It calls the
+same code as a reading thread (lane), for the share of one thread. NIXL's time depends only on the number of
+descriptors. It is measured with the same number of blocks and layers, and pages so small that they fit in
 memory.
 """
 
@@ -46,16 +46,19 @@ _TICKET = LeaseWord(0, 0, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningTimes:
-    """Seconds of planning one request.
+    """The times to plan one request, in seconds.
+
+    A segment is the part of a staged read that is gathered, read and scattered at once.
 
     Attributes:
-        tokens: length of the request.
-        pages: one per block and layer, for the blocks that this rank needs.
-        strategies: strategy of each group.
+        tokens: length of the request, in tokens.
+        pages: number of pages to load, one per needed block and layer.
+        strategies: strategy of each KV cache group.
         tables: time to convert the block tables of both sides to arrays.
-        plan: time from there to the index arrays of the first READ.
-        ours: sum of `tables` and `plan`, which precedes the first byte.
-        chunks: time for the index arrays of all later segments, each made after the one before is posted.
+        plan: time from then until the index arrays of the first READ are ready.
+        ours: sum of `tables` and `plan`, the time before the first READ.
+        chunks: time to create the index arrays of all later segments. A real transfer creates each after the
+            one before is posted.
     """
 
     tokens: int
@@ -74,13 +77,13 @@ def measure(
     rank: int = 0,
     lanes: int = TransferSettings().lanes,
 ) -> PlanningTimes:
-    """Plan the first lane's share of a request from `src` to one rank of `dst`.
+    """Plan the first reading thread's share of a request from `src` to a rank of `dst`, and return the times.
 
     Args:
-        src, dst: engines of both sides.
-        repeats: counted rounds; one more comes before them.
-        rank: the reading rank of `dst`.
-        lanes: number of lanes that share the request.
+        src, dst: engine to read from, and engine that reads.
+        repeats: number of counted rounds. Another round before them is not counted.
+        rank: number of the reading rank in `dst`.
+        lanes: number of reading threads that share the request.
     """
     share = Share(0, lanes, LANE_BYTES)
     tables, plan, chunks = [], [], []
@@ -97,7 +100,7 @@ def measure(
             int((table > 0).sum()) * len(group.layers)
             for table, group in zip(dst.tables, paper.ours.groups, strict=True)
         )
-    # The first of each does not count: it touches memory for the first time.
+    # Drop the first of each, because it touches memory for the first time.
     del tables[0], plan[0], chunks[0]
     ours = [a + b for a, b in zip(tables, plan, strict=True)]
     return PlanningTimes(
@@ -112,10 +115,16 @@ def measure(
 
 
 def time_making(reading: ModelReading, tokens: int, repeats: int, settings: Mapping[str, str]) -> Spread:
-    """Measure the time in which NIXL makes a transfer of a request's pages, with one descriptor each.
+    """Return the time in which NIXL creates a transfer with one descriptor per page of a request, in seconds.
+
+    Args:
+        reading: description of the model's KV cache.
+        tokens: length of the request, in tokens.
+        repeats: number of counted rounds. Another round before them is not counted.
+        settings: environment variables for the transport.
 
     Raises:
-        ConfigError: memory or NIXL cannot be had.
+        ConfigError: memory or NIXL cannot be used.
         TransferError: the other process cannot be read from.
     """
     small = small_pages(reading)
@@ -133,9 +142,9 @@ def time_making(reading: ModelReading, tokens: int, repeats: int, settings: Mapp
 
 
 def small_pages(reading: ModelReading) -> ModelReading:
-    """Return a model of as many layers with pages of 512 bytes per block of 16 tokens.
+    """Return a model with as many layers, but with full attention and only 16 bytes per token and layer.
 
-    The number of blocks, layers and descriptors stays the same; memory shrinks.
+    A request has the same number of layers and descriptors per block, but needs much less memory.
     """
     stored = tuple(StoredField(name, 2, 1, (("content", 4),)) for name in ("k", "v"))
     layers = tuple(LayerCache(GroupKind.FULL, 0, stored) for _ in reading.cache.layers)
@@ -143,7 +152,7 @@ def small_pages(reading: ModelReading) -> ModelReading:
 
 
 class _PaperAgent(Agent):
-    """An agent that counts descriptors and reads nothing."""
+    """A stand-in for a NIXL agent that counts descriptors and reads nothing."""
 
     def __init__(self) -> None:
         self.name = "paper"
@@ -165,12 +174,12 @@ class _PaperAgent(Agent):
 
 
 class PlannedPeer:
-    """A peer as a lane prepares it, at addresses without memory.
+    """A peer that was prepared for reading in the same way as by a reading thread, without memory.
 
     Attributes:
         ours: geometry of the reading rank.
-        strategies: strategy of each group in the last plan.
-        descriptors: number of descriptors prepared on both sides.
+        strategies: strategy of each KV cache group in the last plan.
+        descriptors: number of descriptors that were prepared for both sides.
     """
 
     def __init__(self, src: SimulatedEngine, dst: SimulatedEngine, rank: int) -> None:
@@ -187,7 +196,7 @@ class PlannedPeer:
         self.descriptors = paper.descriptors
 
     def plan(self, order: ReadOrder) -> tuple[float, float]:
-        """Plan an order; return the seconds until the first READ is ready, and of later index arrays."""
+        """Plan a load. Return the seconds until the first READ is ready, and those for later index arrays."""
         started = time.perf_counter()
         plan = self._peer.plan(order)
         packed = (part for source in plan.ranks for part in source.packed)
@@ -201,13 +210,13 @@ class PlannedPeer:
         return first - started, time.perf_counter() - first
 
     def close(self) -> None:
-        """Release the sockets and the peer."""
+        """Close the peer and its sockets."""
         self._peer.close()
         self._context.destroy(linger=0)
 
     def _cards(self, src: SimulatedEngine) -> Sequence[RankCard]:
         area = self._landing.region
-        # Nobody listens there, and nobody is asked.
+        # No server listens on this port, and no request is sent to it.
         outgoing = Outgoing("127.0.0.1", 9, area.address, area.length, self._landing.units)
         return [
             RankCard(rank, f"rank {number}".encode(), _WORDS.address, 64 + self._landing.units, 1, outgoing)

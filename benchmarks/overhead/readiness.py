@@ -1,8 +1,8 @@
-"""Preparation for a peer with other block sizes, for hybrid models.
+"""Measure the time to prepare for a peer with different block sizes, for hybrid models.
 
-vLLM derives the block size of a hybrid from the size of its state, which depends on parallelism. Like
-`planning` this runs at made-up addresses, through the code that a lane runs at the handshake. NIXL's own
-preparation of the lists is left out.
+vLLM derives the block size of a hybrid model from the size of its recurrent state, which depends on the
+parallel sizes. As in `planning`, addresses are invented. The code is the same that a reading thread runs at
+the handshake. NIXL's own preparation of descriptor lists is not included.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ PAIRS = (
     ("Nemotron-3-Nano-30B-A3B", 2, 4),
     ("Nemotron-3-Nano-30B-A3B", 4, 2),
 )
-"""Model, tensor-parallel ranks of the source and of the destination."""
+"""Measured cases: name of the model, and tensor-parallel ranks of the source and of the destination."""
 
 TOKENS = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness:
-    """Preparation for one peer.
+    """The result for one peer.
 
     Attributes:
         model: name of the model.
-        parallel: tensor-parallel ranks of source and destination.
-        blocks: block sizes of both, in tokens.
-        descriptors: number of descriptors on both sides, for pools of `TOKENS` tokens.
-        seconds: time until the lists can be given to NIXL.
+        parallel: number of tensor-parallel ranks of the source and of the destination.
+        blocks: block sizes of the source and of the destination, in tokens.
+        descriptors: number of descriptors for both sides, for a request of `TOKENS` tokens.
+        seconds: time until the descriptor lists can be passed to NIXL, in seconds.
     """
 
     model: str
@@ -46,7 +46,11 @@ class Readiness:
 
 
 def measure(repeats: int) -> tuple[Readiness, ...]:
-    """Prepare for each pair of `PAIRS`, `repeats` times after a round that does not count."""
+    """Prepare for a peer in each case of `PAIRS`, and return the times.
+
+    Args:
+        repeats: number of counted rounds. Another round before them is not counted.
+    """
     return tuple(_readiness(name, (src, dst), repeats) for name, src, dst in PAIRS)
 
 

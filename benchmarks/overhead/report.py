@@ -1,4 +1,4 @@
-"""The report of `benchmarks overhead`, for people and as JSON."""
+"""The report of `benchmarks overhead`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGET_READY_SECONDS = 0.2
 
 
 def show(measured: MeasuredOverhead, console: Console) -> None:
-    """Print it; fits 80 columns."""
+    """Print the results of all parts with at most 80 columns."""
     machine = measured.machine
     transports = "not set" if machine.transports is None else machine.transports
     console.print(
@@ -33,7 +33,7 @@ def show(measured: MeasuredOverhead, console: Console) -> None:
 
 
 def as_json(measured: MeasuredOverhead) -> dict[str, Any]:
-    """Return all figures, in seconds and tokens."""
+    """Return all figures in seconds and tokens, as values for JSON."""
     job = measured.job
     return {
         "geometry": job.reading.cache.name,
@@ -64,7 +64,7 @@ def _show_planning(measured: MeasuredOverhead, console: Console) -> None:
 
 
 def _show_readiness(found: Sequence[Readiness], console: Console) -> None:
-    """How long it takes, of the models and sizes that are measured."""
+    """Print the times to prepare for a peer, for all measured models and parallel sizes."""
     good = verdict(reached=all(each.seconds.high < TARGET_READY_SECONDS for each in found))
     console.print(
         f"\n[bold]Getting ready[/] for a peer of other blocks (target {_ms(TARGET_READY_SECONDS)}): {good}",

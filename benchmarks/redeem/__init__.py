@@ -1,1 +1,1 @@
-"""How long it takes to redeem a ticket."""
+"""Measure the time to redeem a ticket, the random id that claims the lease on offered KV blocks."""

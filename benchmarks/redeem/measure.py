@@ -1,10 +1,10 @@
-"""The time to redeem a ticket: a round trip between two processes over the encrypted control channel.
+"""Measure the time to redeem a ticket: a round trip between two processes over the encrypted control channel.
 
-The producer is a process with a control channel and a book of tickets. It is measured at rest, and beside a
-thread that computes in Python without a pause, because an engine's thread contends for the interpreter lock
-during a part of each step. Consumers are control clients of this process. A consumer that knows the
-producer only redeems. A new consumer shakes hands, in turns with and without a ticket behind its first
-message.
+A ticket is the random id that claims the lease on offered KV blocks. The producer is a process with a control
+channel and published tickets. It is measured idle, and while a thread in it computes in Python without a
+pause, because in an engine the scheduler's thread holds the interpreter lock during a part of each step. The
+consumers are control clients in this process. A consumer that knows the producer only redeems. A new consumer
+makes a handshake, alternately with and without a ticket after its first message.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _NEW_EVERY = 20
 
 @dataclass(frozen=True, slots=True)
 class RedeemTimes:
-    """The times with one producer.
+    """The times with one producer, in seconds.
 
     Attributes:
-        producer: name from `PRODUCERS`.
-        known: seconds of each redemption at a known peer.
-        handshakes: seconds of each handshake with a new peer, without a ticket.
-        both: seconds of each handshake with a ticket, until the ticket is redeemed.
+        producer: state of the producer, one of `PRODUCERS`.
+        known: time of each redemption at a known peer.
+        handshakes: time of each handshake with a new peer without a ticket.
+        both: time of each handshake with a new peer, until a ticket is redeemed too.
     """
 
     producer: str
@@ -56,27 +56,27 @@ class RedeemTimes:
 
     @property
     def within_a_step(self) -> float:
-        """Share of redemptions at a known peer that are answered while a step waits."""
+        """Return the share of redemptions at a known peer that end within the time that a step waits."""
         return sum(seconds <= STEP_WAIT_SECONDS for seconds in self.known) / len(self.known)
 
     @property
     def beside_handshake(self) -> Spread:
-        """Handshake with a ticket as a multiple of one without, for pairs measured one after the other."""
+        """Return the time of a handshake with a ticket as a multiple of one without, pair by pair."""
         pairs = zip(self.both, self.handshakes, strict=True)
         return Spread.of([with_ticket / without for with_ticket, without in pairs])
 
     def percentiles(self) -> tuple[float, ...]:
-        """Return the 50th, 90th and 99th percentile at a known peer, in seconds."""
+        """Return the 50th, 90th and 99th percentile of redemptions at a known peer, in seconds."""
         return tuple(percentile(self.known, q) for q in (50, 90, 99))
 
 
 def measure(rounds: int, tokens: int, progress: Callable[[str], None]) -> tuple[RedeemTimes, ...]:
-    """Redeem tickets at producers of both kinds.
+    """Redeem tickets at an idle and at a busy producer, and return the times.
 
     Args:
-        rounds: redemptions at a known peer; a twentieth as many new peers are met twice.
-        tokens: length of the prompt, whose block table is in every answer.
-        progress: called with a line of text for each producer.
+        rounds: number of redemptions at a known peer. There are a twentieth as many pairs of handshakes.
+        tokens: length of the prompt whose block table is in every answer, in tokens.
+        progress: function that is called with a line of text for each producer.
 
     Raises:
         TransferError: the producer's process does not answer.
@@ -109,7 +109,7 @@ def _consumer(keys: Keys) -> ControlClient:
 
 
 def _met(one: ControlClient, address: Address, ticket: bytes | None, tokens: int) -> float:
-    """Shake hands with a new peer, and redeem the ticket if there is one; return the seconds."""
+    """Make a handshake with a new peer, and redeem the ticket if it is not None. Return the seconds."""
     began = time.perf_counter()
     one.look_up(address)
     number = None if ticket is None else one.redeem(address, ticket, tokens, _CONTENT)
@@ -122,7 +122,7 @@ def _met(one: ControlClient, address: Address, ticket: bytes | None, tokens: int
 
 
 def _redeemed(one: ControlClient, address: Address, ticket: bytes, tokens: int) -> float:
-    """Redeem a ticket and release its lease; return the seconds until it was redeemed."""
+    """Redeem a ticket and release its lease. Return the seconds until the ticket was redeemed."""
     began = time.perf_counter()
     number = one.redeem(address, ticket, tokens, _CONTENT)
     _wait(one, number)
@@ -146,7 +146,14 @@ def _check(began: float) -> None:
 
 @contextmanager
 def _producer(tickets: Sequence[bytes], tokens: int, keys: Keys, *, busy: bool) -> Iterator[Address]:
-    """Run the producer's process until the context ends; yield its address."""
+    """Run the producer's process while the block runs, and yield the address of its control channel.
+
+    Args:
+        tickets: tickets to publish.
+        tokens: length of each prompt, in tokens.
+        keys: CURVE keys of the control channel.
+        busy: True to run a thread that computes in Python without a pause.
+    """
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(
@@ -177,7 +184,7 @@ def _produce(pipe: Connection, tickets: Sequence[bytes], tokens: int, keys: Keys
     if busy:
         threading.Thread(target=_compute, args=(ended,), daemon=True).start()
     pipe.send(server.port)
-    while not pipe.poll(0.005):  # as an engine does between two steps
+    while not pipe.poll(0.005):  # like an engine between two steps
         server.events.clear()
     ended.set()
     server.close()

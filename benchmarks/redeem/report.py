@@ -1,4 +1,4 @@
-"""The report of `benchmarks redeem`, for people and as JSON."""
+"""The report of `benchmarks redeem`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.units import format_seconds
 
 TARGET_SECONDS = 0.5e-3
-"""Of the median at a known peer at rest."""
+"""Target for the median time to redeem a ticket at a known, idle peer, in seconds."""
 
 
 def show(found: Sequence[RedeemTimes], tokens: int, console: Console) -> None:
-    """Print the times; fits 80 columns."""
+    """Print the times with at most 80 columns."""
     console.print(f"tickets for prompts of {tokens:,} tokens, redeemed at a known peer:")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("producer", "median", "90 %", "99 %", f"within {format_seconds(STEP_WAIT_SECONDS)}"):
@@ -40,7 +40,7 @@ def show(found: Sequence[RedeemTimes], tokens: int, console: Console) -> None:
 
 
 def as_json(found: Sequence[RedeemTimes], tokens: int) -> dict[str, Any]:
-    """Return all rounds, in seconds."""
+    """Return all rounds in seconds, and the derived figures, as values for JSON."""
     return {
         "tokens": tokens,
         "producers": [

@@ -1,1 +1,1 @@
-"""What protections cost."""
+"""Measure the time that protections cost: lease checks, checksums and encryption."""

@@ -1,7 +1,7 @@
-"""The cost of checksums when chunks are loaded from the page cache.
+"""Measure the cost of checksums when chunks are loaded from files.
 
-Without checksums the same file is opened and read into the same memory by one call. The files are in memory
-(tmpfs), so that no disk hides the checksums. With a slower disk they are a smaller share.
+For comparison, the same file is opened and read into the same memory without checksums. The files are in
+memory (tmpfs), so that the checksums' share is as large as possible. It is smaller with a slower disk.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from kvferry.tiers.files.direct_io import read_all, whole_pages
 from kvferry.tiers.format.chunk import Chunk
 
 TARGET = 0.15
-"""Of a load."""
+"""Largest allowed share of a load's time."""
 
 _PART = "checksum"
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a file system in memory; the files are in a folder of mode 700
 _CACHES_BYTES = 128 << 20
-"""At least as many as caches of processors have."""
+"""Minimum size of a prompt's chunks in bytes, more than the caches of processors hold."""
 _PROMPTS, _FILES = 5, 20
-"""Pairs of a round: loads of the prompt, and of one file; the round's time is the median."""
+"""Numbers of pairs of loads per round: of the whole prompt, and of one file. Their median is counted."""
 
 _Took = TypeVar("_Took")
 
 
 def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionCost]:
-    """Load a prompt, and its files one by one, with checksums and without.
+    """Load a prompt, and its files one by one, with and without checksums, and return the costs.
+
+    Args:
+        job: settings of the benchmark.
+        progress: function that is called with a line of text before each round.
 
     Raises:
         ConfigError: there is not enough memory for the files.
@@ -74,7 +78,7 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionC
 
 
 def _pairs(load: Callable[[], _Took], pairs: int) -> tuple[list[_Took], list[_Took]]:
-    """Load with checksums and without, in alternating order; return the times with, and the times without."""
+    """Load with and without checksums, in alternating order. Return the times with and the times without."""
     on, off = list[_Took](), list[_Took]()
     for number in range(pairs):
         if number % 2:
@@ -97,7 +101,7 @@ def _cost(work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float 
 
 @contextmanager
 def _unchecked() -> Iterator[None]:
-    """Skip the checks of every file that is read meanwhile."""
+    """Read files without verifying checksums while the block runs."""
 
     def read(fd: int, chunk: Chunk, into: memoryview) -> bool:
         return read_all(fd, (whole_pages(chunk.offsets[0]), into)) == chunk.file_bytes

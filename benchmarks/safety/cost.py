@@ -1,4 +1,4 @@
-"""The cost of a protection: seconds with it and without it, round by round."""
+"""The cost of a protection: the times of the same work with and without it, round by round."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvferry.measuring.spread import Spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetyJob:
-    """The protections to measure.
+    """The protections and settings to measure.
 
     Attributes:
-        parts: names from `safety.measure.PARTS`.
-        reading: model whose KV cache is moved.
-        tokens: length of the request.
-        repeats: rounds; each does the work once with a protection and once without.
+        parts: names of the protections, from `safety.measure.PARTS`.
+        reading: description of the model's KV cache.
+        tokens: length of the request, in tokens.
+        repeats: number of rounds, each of which does the work with and without a protection.
     """
 
     parts: tuple[str, ...]
@@ -27,14 +27,15 @@ class SafetyJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtectionCost:
-    """The rounds of one piece of work, with a protection and without.
+    """The measured times of some work with and without a protection.
 
     Attributes:
         part: name of the protection.
-        work: the work that is done with and without it.
-        on, off: seconds of every round, with and without.
-        whole: seconds of the transfer or load that the work belongs to, per round; empty if the work is all
-        of it. target: largest allowed share of the whole, or None.
+        work: description of the work that is timed.
+        on, off: times of every round with and without the protection, in seconds.
+        whole: times of the transfer or load that the work is a part of, one per round, in seconds; empty if
+            the work is the whole transfer or load.
+        target: largest allowed share of the whole; None for no target.
     """
 
     part: str
@@ -46,7 +47,7 @@ class ProtectionCost:
 
     @property
     def extra(self) -> Spread:
-        """Seconds that the protection adds.
+        """Return the time that the protection adds, in seconds.
 
         >>> ProtectionCost(part="curve", work="talk", on=(3.0, 5.0), off=(2.0, 2.0)).extra
         Spread(median=2.0, low=1.0, high=3.0)
@@ -55,7 +56,7 @@ class ProtectionCost:
 
     @property
     def share(self) -> Spread:
-        """Seconds that the protection adds, as a share of the whole, or of the work without it.
+        """Return the added time as a share of `whole`; if that is empty, of the work without the protection.
 
         >>> cost = ProtectionCost(
         ...     part="curve", work="talk", on=(3.0, 5.0), off=(2.0, 2.0), whole=(10.0, 10.0)
@@ -69,5 +70,5 @@ class ProtectionCost:
 
     @property
     def reached(self) -> bool:
-        """Whether the median share keeps the target; True without a target."""
+        """Return whether the median share is at most the target; True without a target."""
         return self.target is None or self.share.median <= self.target

@@ -1,9 +1,9 @@
-"""The cost of CURVE: the channels' messages over raw ZeroMQ sockets, encrypted and plain.
+"""Measure the cost of CURVE encryption: kvferry's messages over raw ZeroMQ sockets, encrypted and plain.
 
-kvferry has no plain channel, so its messages are replayed with the same sizes and in the same order, over a
-socket pair of either kind. kvferry itself moves a transfer, and the messages that belong to it are
-replayed. The replay waits for every answer before it asks again, which kvferry does not, so it shows an
-upper bound.
+kvferry has no unencrypted channel. So kvferry makes a transfer, and the transfer's messages are replayed with
+the same sizes and in the same order over a pair of encrypted sockets and a pair of plain sockets. The replay
+waits for every answer before it sends the next message, which kvferry does not, so the result is an upper
+bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, new_ticket
 
 TARGET = 0.02
-"""Of the time of a transfer."""
+"""Largest allowed share of a transfer's time."""
 
 _PART = "curve"
 _QUESTION, _ANSWER = bytes(512), bytes(4096)
@@ -47,17 +47,17 @@ _ROUND_TRIPS = 50
 _REPLAYS = 20
 
 _Talk = Sequence[tuple[bytes, bytes]]
-"""What the reader says, and the answer; empty where none is due."""
+"""Messages of the reader, each with its answer; the answer is empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two sockets of one kind, each with a thread of its own."""
+    """The client socket of a connected pair, either encrypted or plain. A thread serves the other socket."""
 
     client: zmq.Socket[Any]
 
     def say(self, talk: _Talk) -> float:
-        """Replay a talk, answers included; return the seconds."""
+        """Send messages and wait for their answers, and return the time in seconds."""
         started = time.perf_counter()
         for question, answer in [*talk, (_END, _END)]:
             self.client.send_multipart([question, answer])
@@ -67,7 +67,12 @@ class _Pair:
 
 
 def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionCost]:
-    """Measure round trips, connecting, and whole transfers."""
+    """Measure the cost of encryption for round trips, for new connections, and for the messages of transfers.
+
+    Args:
+        job: settings of the benchmark.
+        progress: function that is called with a line of text before each step.
+    """
     keys = security.random_keys()
     with _pair(keys) as on, _pair(None) as off:
         progress("asking over both kinds of socket")
@@ -89,7 +94,7 @@ def _cost(work: str, talk: _Talk, on: _Pair, off: _Pair, repeats: int) -> Protec
 
 
 def _both(number: int, on: Callable[[], float], off: Callable[[], float]) -> tuple[float, float]:
-    """Return seconds of both, which go first in turn."""
+    """Run both functions, and return their times in seconds. In odd rounds, `off` runs first."""
     if number % 2:
         without = off()
         return on(), without
@@ -97,7 +102,7 @@ def _both(number: int, on: Callable[[], float], off: Callable[[], float]) -> tup
 
 
 def _connecting(keys: security.Keys, repeats: int) -> ProtectionCost:
-    """Measure a new connection and its first round trip, once per peer."""
+    """Measure the cost for a new connection with its first round trip, which happens once per peer."""
 
     def connected(of: security.Keys | None) -> float:
         with _listening(of) as port:
@@ -113,8 +118,8 @@ def _connecting(keys: security.Keys, repeats: int) -> ProtectionCost:
 
 
 def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> ProtectionCost:
-    """Measure the messages of a transfer, as a share of its time."""
-    # Short runs on one side, so that there is something to stage.
+    """Measure the cost for the messages of a transfer, as a share of the transfer's time."""
+    # For the staged strategy, use layouts that differ, so that the runs are short and must be staged.
     sides = EngineSide(layout="LBNHC"), EngineSide(layout="LBHNC" if strategy is Strategy.STAGED else "LBNHC")
     source, destination = (
         simulate_engine(name, job.reading, side, job.tokens, seed=seed)
@@ -134,17 +139,17 @@ def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Prot
 
 
 def _often(pair: _Pair, talk: _Talk) -> float:
-    """Return the mean seconds of many replays, because one is too short to time."""
+    """Return the mean time of many replays in seconds. A single one is too short to time."""
     return sum(pair.say(talk) for _ in range(_REPLAYS)) / _REPLAYS
 
 
 def _talk_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) -> _Talk:
-    """Return the messages of schedulers and workers for one transfer.
+    """Return the messages of schedulers and workers for one transfer, with their answers.
 
     Args:
-        plan: read plan of the transfer.
-        tables: block tables in the grant.
-        tokens: length of the request.
+        plan: read plan of the transfer; None for a transfer that reads nothing.
+        tables: block tables in the answer to the ticket.
+        tokens: length of the request, in tokens.
     """
     ticket, digest = new_ticket(), secrets.token_hex(16)
     redeem = Redeem(1, 1, ticket, tokens, PromptContent(digest, salt=digest))
@@ -183,7 +188,11 @@ def _client(keys: security.Keys | None, port: int) -> Iterator[_Pair]:
 
 @contextmanager
 def _listening(keys: security.Keys | None) -> Iterator[int]:
-    """Answer questions in a thread; each question names its answer."""
+    """Run a server in a thread while the block runs, and yield its port. Each message contains its answer.
+
+    Args:
+        keys: CURVE keys; None for a plain socket.
+    """
     context: zmq.Context[Any] = zmq.Context()
     door = Authenticator(context, keys, ANY_PEER) if keys is not None else None
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)

@@ -1,4 +1,8 @@
-"""The cost of the lease check: a second READ, of the lease word, after the data has arrived."""
+"""Measure the cost of the lease check.
+
+A lease word is an integer in the producer's registered memory that changes when its blocks are reused. After
+the data has arrived, a second READ of the lease word verifies that the blocks were valid all the time.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +21,31 @@ from kvferry.plan.side import EngineSide
 from kvferry.transport import lane
 
 TARGET = 0.02
-"""Of the time of a transfer."""
+"""Largest allowed share of a transfer's time."""
 
 
 class UncheckedMover:
-    """A mover like kvferry's that accepts every lease word without reading it."""
+    """A mover that uses kvferry without the lease check."""
 
     name = "without"
 
     def __init__(self, ferry: KVFerryMover) -> None:
-        """Wrap kvferry's mover."""
+        """Store the mover whose lease check is skipped."""
         self._ferry, self.bytes = ferry, ferry.bytes
 
     def move(self) -> float:
-        """Move once; return the seconds."""
+        """Load the request once without the lease check, and return the time in seconds."""
         with _believing():
             return self._ferry.move()
 
 
 def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionCost]:
-    """Measure whole transfers between two processes, with the lease check and without."""
+    """Measure whole transfers between two processes, with and without the lease check, and return the costs.
+
+    Args:
+        job: settings of the benchmark.
+        progress: function that is called with a line of text before each round.
+    """
     source, destination = (
         simulate_engine(name, job.reading, EngineSide(), job.tokens, seed=seed)
         for seed, name in enumerate(("source", "destination"), 1)
@@ -63,9 +72,9 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionC
 
 @contextmanager
 def _believing() -> Iterator[None]:
-    """Let lanes accept the expected lease word without reading it."""
+    """Make reading threads (lanes) skip the READ of the lease word while the block runs."""
 
-    def believe(self: lane.Lane, agent: object, read: lane._Read) -> None:  # noqa: ARG001 - a lane calls it so
+    def believe(self: lane.Lane, agent: object, read: lane._Read) -> None:  # noqa: ARG001 - required by the lane
         read.words, read.data_done = True, time.perf_counter()
         for number, rank in enumerate(read.plan.ranks):
             self._landing[read.landing + number] = read.order.lease.word(rank.source.incarnation)

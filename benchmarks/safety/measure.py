@@ -1,4 +1,4 @@
-"""`benchmarks safety`: the cost of each protection, on and off in one run."""
+"""`benchmarks safety`: measure the cost of each protection, with it and without it in one run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[Protection
     "checksum": checksum_cost.measure,
     "curve": curve.measure,
 }
-"""A protection to what measures it."""
+"""Functions that measure the cost of a protection, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSafety:
-    """The costs of all protections, and the machine they were measured on."""
+    """The results of the benchmark: its settings, the machine, and the costs of all protections."""
 
     job: SafetyJob
     machine: MachineFacts
@@ -27,10 +27,14 @@ class MeasuredSafety:
 
 
 def measure(job: SafetyJob, progress: Callable[[str], None]) -> MeasuredSafety:
-    """Measure the parts of a job, one after the other.
+    """Measure the costs of all protections in the job, one after the other.
+
+    Args:
+        job: protections and settings.
+        progress: function that is called with a line of text before each step.
 
     Raises:
-        ConfigError: memory or NIXL cannot be had.
+        ConfigError: memory or NIXL cannot be used.
         TransferError: something could not be moved.
     """
     costs = [cost for part in job.parts for cost in PARTS[part](job, progress)]

@@ -1,7 +1,7 @@
-"""A load of a prompt from files in memory into the blocks of a rank, as an engine does it.
+"""Load a prompt from files into the KV blocks of a rank in the same way as an engine.
 
 The scheduler's cache lets the tier's threads read the chunks into host memory. The rank's thread copies each
-chunk to the blocks when it is complete. An engine hands over finished chunks once per step, this does it
+complete chunk to the blocks. An engine passes complete chunks to the rank once per step; here this happens
 every 200 µs.
 """
 
@@ -44,11 +44,11 @@ _PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds of one load.
+    """The times of one load, in seconds.
 
     Attributes:
         wall: elapsed time.
-        cpu: processor time of the threads that read and copy, without the thread that waits for them.
+        cpu: CPU time of the threads that read and copy, without that of the thread that waits for them.
     """
 
     wall: float
@@ -56,20 +56,21 @@ class LoadTimes:
 
 
 class PromptLoads:
-    """Chunks of a prompt in a directory, with the cache and the rank of an engine that load them.
+    """Loads a prompt's chunks from a directory with the cache and the rank of an engine.
 
     Attributes:
-        chunks, chunk_bytes: number of chunks of the prompt, and the size of each.
+        chunks: number of chunks of the prompt.
+        chunk_bytes: size of a chunk, in bytes.
     """
 
     def __init__(self, ranks: RankPair, store: FileTier, group: ChunkGroup, mover: ChunkMover) -> None:
-        """Store the prompt; use `prompt_in_files`.
+        """Store the prompt in the tier. Callers use `prompt_in_files` instead.
 
         Args:
-            ranks: the rank that holds the prompt, the empty rank, and the arena of the cache.
+            ranks: rank that holds the prompt, empty rank, and host memory of the cache.
             store: empty file tier.
-            group: form of a chunk as a file.
-            mover: mover of the empty rank.
+            group: format of a chunk as a file.
+            mover: object that copies chunks to the blocks of the empty rank.
 
         Raises:
             TransferError: a chunk cannot be stored.
@@ -104,7 +105,7 @@ class PromptLoads:
         self._cache.shutdown(_PATIENCE_SECONDS)
 
     def load(self) -> LoadTimes:
-        """Load the prompt while host memory has none of it.
+        """Clear host memory, load the prompt from the files, and return the times.
 
         Raises:
             TransferError: a chunk was not loaded.
@@ -131,7 +132,7 @@ class PromptLoads:
         return LoadTimes(time.perf_counter() - wall, _others_cpu() - cpu)
 
     def read(self, number: int) -> float:
-        """Read one chunk from its file into host memory in this thread; return the processor seconds.
+        """Read one chunk from its file into host memory in this thread, and return the CPU time in seconds.
 
         Raises:
             TransferError: the chunk was not read.
@@ -146,7 +147,7 @@ class PromptLoads:
         return seconds
 
     def check(self) -> None:
-        """Load the prompt into empty blocks and compare all of them.
+        """Load the prompt into empty blocks, and compare all blocks.
 
         Raises:
             TransferError: wrong bytes arrived.
@@ -166,7 +167,12 @@ class PromptLoads:
                 raise TransferError(f"a chunk is {done}, expected {PutOutcome.STORED}")
 
     def _hand_over(self, fetch: Fetch, copying: dict[str, Sequence[Slot]]) -> None:
-        """Order the rank to copy the chunks that have arrived."""
+        """Let the rank copy the chunks that are complete in host memory.
+
+        Args:
+            fetch: chunks that are being read.
+            copying: slots of the chunks that are being copied, by the key of the copy. Mutated.
+        """
         if ready := fetch.take():
             key, first = str(ready[0][0].number), not copying
             pieces = tuple(sorted((Piece(0, w.number, s.offset) for w, s in ready), key=lambda p: p.number))
@@ -176,21 +182,21 @@ class PromptLoads:
 
 
 def _others_cpu() -> float:
-    """Return the processor seconds of all threads but this one."""
+    """Return the CPU time of all threads of this process but this one, in seconds."""
     return time.process_time() - time.thread_time()
 
 
 @contextmanager
 def prompt_in_files(reading: ModelReading, tokens: int, folder: Path) -> Iterator[PromptLoads]:
-    """Store a prompt in files, and yield its loads.
+    """Store a prompt in files, and yield the object that loads it.
 
     Args:
-        reading: model of the prompt.
-        tokens: length of the prompt; whole chunks are stored, at least one.
+        reading: description of the model's KV cache.
+        tokens: length of the prompt in tokens. Only whole chunks are stored, and at least one.
         folder: empty folder for the files.
 
     Raises:
-        ConfigError: memory or folder cannot be used.
+        ConfigError: memory or the folder cannot be used.
         TransferError: a chunk cannot be stored.
     """
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The report of `benchmarks safety`, for people and as JSON."""
+"""The report of `benchmarks safety`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.units import format_seconds
 
 
 def show(measured: MeasuredSafety, console: Console) -> None:
-    """Print the costs; fits 80 columns."""
+    """Print the costs as a table with at most 80 columns."""
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]Protections[/]: {job.reading.cache.name}, {job.tokens:,} tokens, {job.repeats} rounds; "
@@ -33,7 +33,7 @@ def show(measured: MeasuredSafety, console: Console) -> None:
 
 
 def as_json(measured: MeasuredSafety) -> dict[str, Any]:
-    """Return all rounds, in seconds, with the figures derived from them."""
+    """Return all rounds in seconds, and the derived figures, as values for JSON."""
     job = measured.job
     return {
         "geometry": job.reading.cache.name,
@@ -68,7 +68,7 @@ def _row(cost: ProtectionCost) -> list[str]:
 
 
 def _difference(seconds: float) -> str:
-    """Format seconds that may be negative, as they are in rounds when the machine was busy.
+    """Format a difference of times in seconds. It may be negative if the machine was busy in a round.
 
     >>> _difference(1e-3), _difference(-1e-3)
     ('1 ms', '-1 ms')
