@@ -1,6 +1,11 @@
-"""Prepared transfer methods of a peer's routes: descriptor lists of both sides, copies that unpack images.
+"""Prepare the transfer methods of a peer's routes: descriptor lists, and copies that unpack images.
 
-They are prepared when a peer connects. A read supplies block ids and positions in the staging areas.
+A route is a set of layers that are read from one rank with the same copies. A cell is the unit of transfer:
+the largest number of tokens that divides the block sizes of both sides. An image is a cell packed into
+contiguous staging memory. A method moves cells directly (one descriptor per contiguous run) or as images.
+
+All of this is prepared when a peer connects. A read then supplies only block ids and positions in staging
+areas.
 """
 
 from __future__ import annotations
@@ -39,16 +44,19 @@ from kvferry.transport.messages import RankCard
 from kvferry.transport.staging import StagingArea, image_capacity
 
 MAX_DESCRIPTORS = 1 << 26
-"""Maximum entries of a prepared list: indices are int32, and NIXL keeps tens of bytes per entry."""
+"""Maximum number of entries in a prepared list: indices are int32, and NIXL keeps tens of bytes for each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DescriptorRows:
-    """Descriptor rows of one side. Each row has an entry per cell and block, or per image.
+    """Descriptor rows of one side. A row is one contiguous run of a cell, at its address in block or image 0.
+
+    The list gets one entry per row, cell of a block, and block. For images it gets one per row and image.
 
     Attributes:
-        parts: addresses and lengths of rows, int64 of shape (n,), with the offsets of a block's cells.
-        stride: bytes between blocks or images.
+        parts: (addresses of rows, lengths of rows in bytes, byte offset of each cell in a block). Addresses
+            and lengths are int64 of shape (n,).
+        stride: bytes from one block or image to the next.
         count: number of blocks or images.
     """
 
@@ -58,17 +66,17 @@ class _DescriptorRows:
 
     @property
     def rows(self) -> int:
-        """Number of rows of a cell."""
+        """Number of rows per cell."""
         return sum(len(address) for address, _, _ in self.parts)
 
     @property
     def cells(self) -> int:
-        """Number of cells of a block."""
+        """Number of cells per block; 1 for images."""
         return len(self.parts[0][2])
 
     @property
     def entries(self) -> int:
-        """Number of entries of all rows."""
+        """Number of list entries of all rows."""
         return self.rows * self.cells * self.count
 
 
@@ -76,17 +84,21 @@ _Prepared: TypeAlias = tuple[TransferMethod, _DescriptorRows, _DescriptorRows]
 
 
 class DescriptorList:
-    """Builder of a prepared list: the entries of one side, row by row."""
+    """A builder for the descriptor list of one side.
+
+    Attributes:
+        entries: number of entries so far.
+    """
 
     def __init__(self) -> None:
         self._tables = [np.empty((0, 4), np.int64)]
         self.entries = 0
 
     def add(self, rows: _DescriptorRows) -> int:
-        """Add rows; return the index of their first entry.
+        """Append rows, and return the index of their first entry.
 
         Raises:
-            TransferError: the list would be too long.
+            TransferError: the list would have more than `MAX_DESCRIPTORS` entries.
         """
         base = self.entries
         if base + rows.entries > MAX_DESCRIPTORS:
@@ -102,20 +114,23 @@ class DescriptorList:
         return base
 
     def table(self) -> Int64s:
-        """Return (address, length, stride, count) of every row, int64 of shape (n, 4)."""
+        """Return the rows of the list for `Agent.prepare`, int64 of shape (n, 4).
+
+        The columns are address, length, stride and number of entries.
+        """
         return np.concatenate(self._tables)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedMethod:
-    """A prepared transfer method.
+    """A transfer method whose descriptors are in the prepared lists.
 
     Attributes:
-        method: the method.
-        rows: number of rows of a cell.
-        src, dst: entries in the list of each side.
-        gather: index of the route among those announced to the source; -1 if the source does not gather.
-        scatter: copies from images to blocks; None if images are read into place.
+        method: transfer method.
+        rows: number of rows (descriptors) per cell.
+        src, dst: position of the method's entries in the list of each side.
+        gather: index of the route among those announced to the source; -1 if the source gathers nothing.
+        scatter: copies that unpack images into blocks; None if the method reads straight into blocks.
     """
 
     method: TransferMethod
@@ -127,11 +142,15 @@ class PreparedMethod:
 
     @property
     def stride(self) -> int:
-        """Bytes from one image to the next."""
+        """Bytes from one image to the next; 0 if the method uses no images."""
         return self.method.image.stride if self.method.image else 0
 
     def segment_cells(self, cells: int) -> int:
-        """Return the number of cells per segment, such that several segments fit in either staging area."""
+        """Return the number of cells per segment. Four segments fit in each staging area that is used.
+
+        Args:
+            cells: number of all cells to move.
+        """
         areas = [self.src.blocks] if self.gather >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
         size = segment_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_SEGMENT_BYTES
@@ -139,7 +158,14 @@ class PreparedMethod:
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
-        """Return the indices of a segment whose images begin at these positions of the staging areas."""
+        """Return the indices into both prepared lists that move some cells.
+
+        Args:
+            cells: cells to move.
+            outgoing: index of the first image in the source's staging area; ignored if the source gathers
+                nothing.
+            landing: index of the first image in this worker's staging area; ignored if nothing is unpacked.
+        """
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
         dst: Int64s | Int32s = cells.dst_block
@@ -154,12 +180,12 @@ class PreparedMethod:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRoute:
-    """A route and the methods that can move it.
+    """A route, with all transfer methods that can move it.
 
     Attributes:
-        route: the route.
-        methods: its methods; the first is direct if that is possible.
-        clearing: copies that zero all bytes that the route writes in a block.
+        route: layers that are read with the same copies.
+        methods: prepared methods; the first one is direct if that is possible.
+        clearing: copies that zero the bytes of a block that the route writes.
     """
 
     route: Route
@@ -168,12 +194,12 @@ class PreparedRoute:
 
     @property
     def direct(self) -> PreparedMethod | None:
-        """The direct method; None if there is none."""
+        """The method that reads cells directly; None if that is impossible."""
         return next((p for p in self.methods if p.method.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> DescriptorIndices:
-        """Return the indices of the direct method."""
-        assert self.direct is not None  # noqa: S101 - callers have chosen it
+        """Return the indices into both prepared lists that move cells directly."""
+        assert self.direct is not None  # noqa: S101 - callers check that it exists
         return self.direct.indices(cells, 0, 0)
 
     def src_cell(self, cells: Cells) -> int:
@@ -181,13 +207,19 @@ class PreparedRoute:
         return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
-        """Return the fastest method for `cells` cells."""
+        """Return the fastest method for a number of cells.
+
+        Args:
+            cells: number of cells to move.
+            costs: measured costs of this machine.
+            pinned: only strategy to consider, if a method has it; None for all.
+        """
         return self.methods[
             choose_method([prepared.method for prepared in self.methods], cells, costs, pinned)
         ]
 
     def counts(self, cells: Cells, chosen: PreparedMethod) -> TransferCounts:
-        """Return the bytes and descriptors of cells that move by a method."""
+        """Return the bytes and descriptors of a transfer of these cells by the method `chosen`."""
         if chosen.method.image is None:
             return count_transfer(self.route, cells)
         count, longest = len(cells), chosen.method.image.longest
@@ -198,12 +230,12 @@ class PreparedRoute:
 
 
 class RoutePreparation:
-    """Prepares all routes from one rank of a peer.
+    """Prepares all routes from one rank of a peer to this rank.
 
     Attributes:
-        src, dst: the descriptor lists of both sides.
-        gathers: routes to announce to the rank.
-        routes: in the template's order.
+        src, dst: builders of the descriptor lists of the peer's rank and of this rank.
+        gathers: routes to announce to the peer's rank, which gathers their cells on request.
+        routes: prepared routes, in the order of the `add` calls.
     """
 
     def __init__(self, ours: RankGeometry, landing: StagingArea, card: RankCard, costs: Costs) -> None:
@@ -215,10 +247,10 @@ class RoutePreparation:
         self._cuts = [region.address for region in card.geometry.regions]
 
     def add(self, route: Route) -> None:
-        """Prepare a route.
+        """Prepare a route: append its descriptors to the lists, and append it to `routes`.
 
         Raises:
-            TransferError: no method can move it.
+            TransferError: no method can move the route, or the lists would be too long.
         """
         there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
@@ -242,7 +274,7 @@ class RoutePreparation:
         return self._card.outgoing is not None and method.image.stride <= room and few
 
     def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Drop the methods with the most entries until the rest fits in the lists."""
+        """Drop the methods with the most entries until the rest fits in the lists. Keep at least one."""
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
             for side, so_far in enumerate((self.src, self.dst))
@@ -252,7 +284,7 @@ class RoutePreparation:
         return found
 
     def _rows(self, route: Route, method: TransferMethod) -> tuple[_DescriptorRows, _DescriptorRows]:
-        """Return the source and destination rows of a method."""
+        """Return the descriptor rows of a method: (rows of the source, rows of the destination)."""
         image = method.image
         pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
         if image is None:
@@ -308,7 +340,7 @@ class RoutePreparation:
 
 
 def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
-    """Return copies that zero all bytes that a route writes in a block."""
+    """Return copies that zero the bytes of a block that a route writes."""
     written = [
         PoolCopies(cell_copy.dst_at, tuple(nest.at(-nest.src, 0) for nest in cell_copy.nests))
         for cell_copy in route.cell_copies
@@ -317,7 +349,12 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
 
 
 def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
-    """Return (group, copies) that zero all bytes that the layers of a rank hold in a block."""
+    """Return copies that zero all bytes of a block, for every route from a rank to itself.
+
+    Returns:
+        (index of the group, copies that zero a block of the group) for each route. Together the routes cover
+        all layers of the rank.
+    """
     space = AddressSpace(rank.regions)
     (itself,) = build_templates([rank], rank)
     return tuple((route.dst_group, _clearing(route, space)) for route in itself.routes)

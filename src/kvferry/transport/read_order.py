@@ -1,4 +1,8 @@
-"""Values of an order to read from a peer, and of a lane's share of it."""
+"""Data classes: an order to read KV from a peer, and the share of an order that one lane reads.
+
+A lane is a thread that reads. A cell is the unit of transfer: the largest number of tokens that divides the
+block sizes of both sides.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,15 @@ from kvferry.transport.lease import LeaseWord
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of an order that lane `number` of `lanes` reads; no share is smaller than `least_bytes`.
+    """The share of an order that one lane reads.
 
-    Every cell is in exactly one share, and all cells of a destination block are in the same one. So the lane
-    that reads into a block also clears it.
+    Every cell is in exactly one share. All cells of a route in one destination block are in the same share,
+    so the lane that reads into a block also zeroes what the read leaves out.
+
+    Attributes:
+        number: index of the share, from 0; a lane gets another index with every order.
+        lanes: number of lanes.
+        least_bytes: minimum bytes of a lane's share of a route; a small route is read by fewer lanes.
     """
 
     number: int = 0
@@ -27,9 +36,9 @@ class Share:
 
         Args:
             cells: all cells of the route.
-            cell_bytes: bytes of one cell.
-            route: index of the route, which rotates the lanes, so that few large cells of several routes use
-                all lanes.
+            cell_bytes: size of a cell in bytes.
+            route: index of the route. It rotates the shares over the lanes, so that several routes with few
+                large cells use all lanes.
         """
         size = len(cells) * cell_bytes
         parts = min(self.lanes, size // self.least_bytes)
@@ -42,7 +51,13 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of the first cell of a share, moved to a block boundary."""
+    """Return the index of the first cell of share `part`, moved up to the start of a destination block.
+
+    Args:
+        blocks: destination block id of each cell.
+        part: index of the share, from 0 to `parts`.
+        parts: number of shares.
+    """
     at = len(blocks) * part // parts
     while 0 < at < len(blocks) and blocks[at] == blocks[at - 1]:
         at += 1
@@ -54,16 +69,17 @@ WHOLE_ORDER = Share()
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """An order to read one request's blocks.
+    """An order to read the KV blocks of one request.
 
     Attributes:
-        key: unique name of this attempt.
+        key: unique name of this order; a retry has another one.
         peer: name under which the peer was connected.
-        span: the tokens of the prompt to read.
-        src_tables, dst_tables: block ids by position per group of each side, int64 arrays.
-        lease: the word of the producer's lease.
-        strategy: the only strategy to use; None for that of the settings.
-        share: the share that this lane reads.
+        span: tokens of the prompt to read.
+        src_tables, dst_tables: block table (block ids by position, int64) of each group of the peer, and of
+            this engine.
+        lease: word that shows whether the producer's lease on its blocks is valid.
+        strategy: only transfer strategy to use; None for the one in the settings.
+        share: share of the order that this lane reads.
     """
 
     key: str

@@ -1,4 +1,7 @@
-"""Values of the plan of a read."""
+"""Data classes: the plan of a read, computed from an order and the prepared lists of a peer.
+
+A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,13 @@ from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 
 @dataclass(frozen=True, slots=True)
 class PackedCells:
-    """Cells of one route that are transferred packed."""
+    """Cells of one route that are moved as packed images (cells in contiguous staging memory).
+
+    Attributes:
+        route: route (layers read with the same copies) of the cells.
+        method: transfer method, over-read or staged.
+        cells: cells to move.
+    """
 
     route: PreparedRoute
     method: PreparedMethod
@@ -28,9 +37,9 @@ class RankRead:
     """The part of a read that one rank of the peer supplies.
 
     Attributes:
-        source: the rank.
-        direct: descriptors to read directly; None if there are none.
-        packed: all other cells.
+        source: rank of the peer.
+        direct: indices of the descriptors that are read directly; None if there are none.
+        packed: cells that are moved packed, one entry per route.
     """
 
     source: SourceRank
@@ -43,11 +52,13 @@ class ReadPlan:
     """The plan of a read.
 
     Attributes:
-        ranks: one entry per rank of the peer that supplies anything.
-        clears: (copies, blocks) to zero before the read, because it fills them in part or not at all.
-        bytes_by_group: useful bytes per group of this engine.
-        strategy_by_group: strategies per group of this engine, joined by "+"; empty if nothing moves.
-        tally: totals.
+        ranks: part of each rank of the peer that supplies anything.
+        clears: (copies that zero blocks, block ids) to run before the read, for blocks that the read fills
+            only in part or not at all.
+        bytes_by_group: number of useful bytes to read, for each KV cache group of this engine.
+        strategy_by_group: strategies in use, joined by "+", for each KV cache group of this engine; empty for
+            a group without reads.
+        counts: total bytes and descriptors.
         seconds: duration of planning.
     """
 
@@ -59,21 +70,21 @@ class ReadPlan:
     seconds: float
 
     def clear(self) -> None:
-        """Zero the stale bytes in those parts of the blocks that the read does not write."""
+        """Zero the stale bytes of the blocks that the read fills only in part or not at all."""
         for loops, blocks in self.clears:
             loops.clear(blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """A prepared rank of the peer.
+    """A rank of the peer that can be read from.
 
     Attributes:
-        agent: its name in the NIXL agent.
-        routes: the routes from it, with all their methods.
-        lists: the prepared lists.
-        client: client of its gather channel; None if no method gathers.
-        leases: number of its lease words.
+        agent: name of the rank's NIXL agent.
+        routes: prepared routes from the rank, with all their transfer methods.
+        lists: prepared descriptor lists.
+        client: client of the rank's gather channel; None if no method gathers.
+        leases: number of the rank's lease words.
     """
 
     agent: str
@@ -84,12 +95,12 @@ class SourceRank:
 
     @property
     def incarnation(self) -> int:
-        """High half of its words."""
+        """Random number of the rank's run, the high half of its words."""
         return self.lists.incarnation
 
 
 def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
-    """Join the plans of several lanes; `seconds` is the longest."""
+    """Return the plans of several lanes as one; its `seconds` is that of the slowest lane."""
     return ReadPlan(
         ranks=tuple(rank for plan in plans for rank in plan.ranks),
         clears=tuple(clear for plan in plans for clear in plan.clears),
@@ -104,7 +115,7 @@ def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
 
 
 def sum_tallies(tallies: Sequence[TransferCounts]) -> TransferCounts:
-    """Return the sum of some tallies."""
+    """Return the total of several counts; `largest_run` is the maximum."""
     return TransferCounts(
         sum(t.bytes for t in tallies),
         sum(t.pages for t in tallies),

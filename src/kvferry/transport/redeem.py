@@ -1,11 +1,12 @@
-"""Messages that exchange a ticket and a prompt's digests for block tables and a lease.
+"""Messages that redeem a ticket: exchange it, with digests of the prompt, for block tables and a lease.
 
     consumer                                  producer
     Redeem(ticket, digests of its prompt) ──▶ looks the ticket up, and compares its own digests
                                           ◀── Redeemed(grant) | NotRedeemed(reason)
 
-A ticket is 128 random bits, and all that passes through clients. It is useless without a prompt of the same
-content, and the grant never leaves the channel between the two engines.
+A ticket is a random id of 128 bits that names a lease: the producer's promise to keep KV blocks. Only the
+ticket passes through clients. It is useless without a prompt of the same content. The grant never leaves the
+channel between the two engines.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ MAX_ADAPTER = 4096
 MAX_REASON = 2048
 MAX_GROUPS = 1024
 MAX_BLOCKS = 1 << 22
-"""Maximum number of blocks in a grant, because the engine's thread builds lists of them."""
+"""Maximum number of blocks in a grant. The engine's thread handles them one by one, so they are limited."""
 
 Ticket: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
-"""The name of a lease on the wire: random bits, which cannot be guessed."""
+"""A random id that names a lease in messages and cannot be guessed."""
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-"""Random number of one run of an engine."""
+"""A random number that identifies one run of an engine."""
 
 _ID: Final = np.dtype("<u4")
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -42,18 +43,18 @@ _Digest = Annotated[str, msgspec.Meta(max_length=32)]
 
 
 def new_ticket() -> bytes:
-    """Return a ticket that no other lease of any engine has."""
+    """Return a new random ticket."""
     return secrets.token_bytes(TICKET_BYTES)
 
 
 class PromptContent(msgspec.Struct, frozen=True):
-    """Digests of all inputs from which the KV of a prompt's prefix was computed.
+    """Digests of all inputs on which the KV of a prompt's prefix depends.
 
     Attributes:
         tokens: digest of the token ids.
-        items: digest of images, videos and audio with their positions; empty without any.
-        adapter: the LoRA adapter's name by content; empty without one.
-        salt: digest of the cache salt, which separates tenants; empty without one.
+        items: digest of images, videos and audio with their positions; empty if there are none.
+        adapter: digests that identify the LoRA adapter by content; empty without an adapter.
+        salt: digest of the cache salt, which separates tenants; empty without a salt.
     """
 
     tokens: _Digest
@@ -62,7 +63,7 @@ class PromptContent(msgspec.Struct, frozen=True):
     salt: _Digest = ""
 
     def difference(self, offered: PromptContent) -> str | None:
-        """Return why blocks of `offered` are not of this prompt; None if they are."""
+        """Return why blocks with content `offered` do not fit this prompt, as a text; None if they fit."""
         if offered.tokens != self.tokens:
             return (
                 "the offered blocks hold other tokens than this prompt; do both engines use the same "
@@ -89,11 +90,12 @@ class PromptContent(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Permission to read: the blocks that a producer keeps, and the lease word that protects them.
+    """Permission to read: the block tables of the producer, and the word that protects the lease.
 
     Attributes:
-        slot, generation: the lease word.
-        tables: `block_ids` as bytes, since thousands of numbers in a list take longer to read than to send.
+        slot: index of the lease's word on every worker.
+        generation: generation that the word must have (its low half).
+        tables: block table of each group, as packed uint32: a list of thousands of numbers is slow to decode.
     """
 
     slot: _Count
@@ -101,7 +103,7 @@ class Grant(msgspec.Struct, frozen=True):
     tables: Annotated[list[bytes], msgspec.Meta(max_length=MAX_GROUPS)]
 
     def __post_init__(self) -> None:
-        """Raise ValueError for tables that are truncated or too long."""
+        """Check the tables; raise ValueError if one is truncated, or if they name too many blocks."""
         if any(len(table) % _ID.itemsize for table in self.tables):
             raise ValueError(f"block ids take {_ID.itemsize} bytes each")
         if (blocks := sum(map(len, self.tables)) // _ID.itemsize) > MAX_BLOCKS:
@@ -109,29 +111,37 @@ class Grant(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, slot: int, generation: int, tables: Iterable[Sequence[int]]) -> Grant:
-        """Return a grant of these block ids by position per group.
+        """Create a grant.
 
-        0 stands where the producer no longer holds a block. A state group has one block, with the snapshot.
+        Args:
+            slot: index of the lease's word.
+            generation: generation of the lease's word.
+            tables: block ids by position, for each group. Id 0 marks a position whose block the producer no
+                longer holds. A group of recurrent state has one block, with the state at the end.
         """
         return cls(slot, generation, [np.asarray(table, _ID).tobytes() for table in tables])
 
     @property
     def block_ids(self) -> tuple[Int64s, ...]:
-        """Block ids by position per group, int64 arrays."""
+        """Block ids by position, one int64 array for each group."""
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the lease word, given the producer's incarnation."""
+        """Return the word of the lease.
+
+        Args:
+            incarnation: incarnation of the producer.
+        """
         return LeaseWord(self.slot, self.generation, incarnation)
 
 
 class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
-    """Asks for the grant of a ticket.
+    """Request: exchanges a ticket for a grant.
 
     Attributes:
-        number: number of the request, echoed in the reply.
+        number: number of the request, repeated in the reply.
         consumer: incarnation of the consumer.
-        ticket: 128 bits.
+        ticket: random id that names the lease.
         tokens: number of tokens in the offer.
         content: digests of the first `tokens` tokens of the consumer's own prompt.
     """
@@ -144,12 +154,12 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
-    """Reply: the consumer has claimed the lease, and may read until it releases it.
+    """Reply: the consumer has claimed the lease. It may read while the lease is valid.
 
     Attributes:
-        number: of the question.
-        incarnation: which run of the producer answers.
-        grant: the blocks and the lease word.
+        number: number of the request.
+        incarnation: incarnation of the producer.
+        grant: block tables and lease word.
     """
 
     number: Number
@@ -158,12 +168,12 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
 
 
 class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
-    """Reply: nothing is granted, and nothing has changed.
+    """Reply: the request is refused, and the producer's state is unchanged.
 
     Attributes:
-        number: of the question.
-        incarnation: which run of the producer answers.
-        reason: the reason, as a sentence.
+        number: number of the request.
+        incarnation: incarnation of the producer.
+        reason: cause, as a sentence.
     """
 
     number: Number

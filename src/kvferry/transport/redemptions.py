@@ -1,4 +1,4 @@
-"""The consumer's redemptions: the requests to producers, and their replies.
+"""The consumer's side of redemptions: requests that exchange a ticket for block tables and a lease.
 
 begin ─▶ asked ─Redeemed─▶ granted
 ├─NotRedeemed, or silent until its deadline─▶ refused
@@ -21,13 +21,13 @@ SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a tick
 
 @dataclass(slots=True)
 class _PendingRedemption:
-    """A ticket that is being redeemed.
+    """A redemption that has not been ended.
 
     Attributes:
-        address: address of the producer.
-        message: the request.
-        deadline: seconds of the clock.
-        answer: its reply; None if there is none yet.
+        address: (host, port) of the producer's control channel.
+        message: request to the producer.
+        deadline: time at which the producer counts as silent, in seconds of the clock.
+        answer: reply of the producer; None if it has not arrived.
     """
 
     address: Address
@@ -37,20 +37,20 @@ class _PendingRedemption:
 
 
 class Redemptions:
-    """Redemptions by number.
+    """The redemptions of a consumer, by number.
 
-    The engine's thread opens, polls and ends them; the channel's thread adds replies.
+    The engine's thread begins, polls and ends them. The thread of the control channel adds replies.
     """
 
     def __init__(
         self, consumer: int, patience_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create it without redemptions.
+        """Create the collection without redemptions.
 
         Args:
-            consumer: this engine's incarnation.
-            patience_seconds: time for a producer to reply.
-            clock: seconds.
+            consumer: incarnation of this engine.
+            patience_seconds: timeout for a producer's reply.
+            clock: function that returns the time in seconds.
         """
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
         self._numbers = count()
@@ -60,7 +60,14 @@ class Redemptions:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
-        """Return the request to send; its number identifies the redemption until it is ended."""
+        """Begin a redemption, and return the request to send. Its number identifies the redemption.
+
+        Args:
+            address: (host, port) of the producer's control channel.
+            ticket: random id that names the lease.
+            tokens: number of tokens in the offer.
+            content: digests of these tokens of the own prompt.
+        """
         message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
         self._asked[message.number] = _PendingRedemption(
             address, message, self._clock() + self._patience_seconds
@@ -68,7 +75,15 @@ class Redemptions:
         return message
 
     def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the reply; Pending if there is none after at most `wait_seconds`."""
+        """Return the reply to a redemption.
+
+        Args:
+            number: number of the redemption.
+            wait_seconds: maximum time to wait for the reply.
+
+        Returns:
+            Redeemed; Unusable if the producer refused or is silent; Pending if no reply has arrived yet.
+        """
         asked = self._asked[number]
         if asked.answer is None and wait_seconds > 0:
             with self._heard:
@@ -82,21 +97,24 @@ class Redemptions:
         return Pending()
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the address of the producer if it has not replied; None if it has."""
+        """Return the producer's address if it has not replied to a redemption; None if it has replied."""
         asked = self._asked[number]
         return asked.address if asked.answer is None else None
 
     def end(self, number: int) -> bool:
-        """Forget a redemption; return False if the producer has refused, so that it holds no lease.
+        """Forget a redemption, so that later replies to it are ignored.
 
-        Later replies to it are dropped.
+        Return False if the producer has refused. Otherwise it may hold the lease for this engine.
         """
         return not isinstance(self._asked.pop(number).answer, NotRedeemed)
 
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
-        """Process a reply; return the ticket if it was redeemed and the redemption is still open."""
+        """Store a reply. Return the ticket if it has just been redeemed; None otherwise.
+
+        Ignore a reply whose redemption has ended or has a reply already, or that another peer sent.
+        """
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or asked.answer is not None:
             return None
@@ -106,7 +124,10 @@ class Redemptions:
         return asked.message.ticket if isinstance(answer, Redeemed) else None
 
     def unanswered(self, address: Address) -> list[Redeem]:
-        """Return the requests to resend on a new connection, and restart their timeouts."""
+        """Restart the timeouts of a producer's redemptions without a reply, and return their requests.
+
+        The requests must be sent again, because the connection to the producer is new.
+        """
         found = [one for one in list(self._asked.values()) if one.address == address and one.answer is None]
         for one in found:
             one.deadline = self._clock() + self._patience_seconds

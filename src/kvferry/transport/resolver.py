@@ -1,11 +1,12 @@
-"""Addresses of peers whose names the configuration lists, resolved in threads of their own.
+"""Resolve the names of peers in background threads, and decide which addresses may be peers.
 
     (unknown) ─asked→ under way ─addresses→ FRESH ─30 s→ asked again, while the old addresses serve
                           └─none, or 5 s without an answer→ FAILED ─10 s→ (unknown)
 
-`resolve` and `is_allowed` never block, because the system's resolver may take tens of seconds: they may
-return that an address is not known yet. Only names that the configuration lists are resolved. The engine
-dials the address that it checked, so a name cannot stand for another address when it is used.
+The system's resolver may take tens of seconds, so `resolve` and `is_allowed` do not wait for it. They may
+return that an address is not known yet. Only names in the setting ``peers`` are resolved. The engine connects
+to the address that it checked. So a name cannot resolve to another address between the check and the
+connection.
 """
 
 from __future__ import annotations
@@ -26,31 +27,33 @@ from kvferry.transport.allowed_peers import AllowedPeers, normalize_name
 logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 30.0
-"""Seconds after which addresses are looked up again when they are used."""
+"""Age in seconds from which a name's addresses are looked up again when they are used."""
 
 STALE_SECONDS = 300.0
-"""Seconds after which addresses are forgotten if the resolver has no new ones."""
+"""Age in seconds from which addresses are no longer used, if no newer ones were found."""
 
 PATIENCE_SECONDS = 5.0
 RETRY_SECONDS = 10.0
 NEW_SECONDS = 2.0
-"""Seconds after which names are looked up again if a client's address is unknown."""
+"""Age in seconds from which all names are looked up again if a client has an unknown address."""
 
 THREADS = 4
 
 
 class AddressNotAllowed(KVFerryError):
-    """Raised for a host that must not be dialled; the message is the reason."""
+    """Raised for a host that the engine must not connect to. The message is the reason."""
 
 
 @dataclass(slots=True)
 class _Name:
-    """The resolver's last answers for a name.
+    """The resolver's latest results for a name. Times are seconds of the clock.
 
     Attributes:
-        addresses: found at `found_at`.
-        asked_at: when the resolver was asked, None if it has answered.
-        failed_at, failure: time and error of the last answer without addresses.
+        addresses: addresses found; empty if none were found or they are too old.
+        found_at: time when they were found.
+        asked_at: start of the look-up in progress; None if there is none.
+        failed_at: time of the last look-up that found no address.
+        failure: error of the last look-up; empty if it found addresses.
     """
 
     addresses: tuple[IP, ...] = ()
@@ -61,7 +64,7 @@ class _Name:
 
 
 class PeerResolver:
-    """Decides which hosts may be dialled and which clients may connect; any thread may ask."""
+    """Decides which hosts the engine may connect to, and which clients may connect. Thread-safe."""
 
     def __init__(
         self,
@@ -70,13 +73,14 @@ class PeerResolver:
         resolve: Callable[[str], Sequence[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create it without resolving any name.
+        """Create the resolver. Names are resolved when they are first needed.
 
         Args:
             peers: machines that may be peers.
-            on_answer: called in a thread when the resolver has answered.
-            resolve: returns addresses of a name, or raises OSError; by default the system's resolver.
-            clock: seconds.
+            on_answer: function that a background thread calls when a look-up has ended.
+            resolve: function that returns the addresses of a name or raises OSError; None for the system's
+                resolver.
+            clock: function that returns the time in seconds.
         """
         self._peers, self._on_answer, self._clock = peers, on_answer, clock
         self._resolve = resolve or _resolve
@@ -86,10 +90,13 @@ class PeerResolver:
         self._threads = 0
 
     def resolve(self, host: str) -> str | None:
-        """Return the address to dial for a host; None while it is being resolved.
+        """Return the numeric address to connect to; None while the name is being resolved.
+
+        Args:
+            host: name or address.
 
         Raises:
-            AddressNotAllowed: it may not be dialled, or has no address.
+            AddressNotAllowed: the engine may not connect to the host, or the host has no address.
         """
         address = parse_ip("127.0.0.1" if host == "localhost" else host)
         if address is None:
@@ -100,7 +107,7 @@ class PeerResolver:
         return str(address) if admitted else None
 
     def is_allowed(self, address: IP) -> bool | None:
-        """Return whether an address may be a peer's; None while a name that may have it is being resolved."""
+        """Return whether a peer may have this address; None while a name that may have it is looked up."""
         if self._peers.allows(address):
             return True
         with self._lock:
@@ -111,7 +118,7 @@ class PeerResolver:
             return None if any(map(self._is_pending, self._names.values())) else False
 
     def close(self) -> None:
-        """Stop calling `on_answer`."""
+        """Stop calling `on_answer`. Look-ups in progress end by themselves."""
         with self._lock:
             self._on_answer = lambda: None
 
@@ -143,7 +150,7 @@ class PeerResolver:
     # -- with the lock ------------------------------------------------------------------------------------
 
     def _current(self, entry: _Name) -> _Name:
-        """Return an entry, without addresses that are too old."""
+        """Remove the addresses of an entry if they are too old, and return the entry."""
         if self._clock() - entry.found_at > STALE_SECONDS:
             entry.addresses = ()
         return entry
@@ -152,7 +159,7 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start resolving a name if its addresses are older than `seconds` and it has not failed recently."""
+        """Start to look up a name, if its addresses are older than `seconds` and no look-up failed lately."""
         now = self._clock()
         tried = now - entry.failed_at < min(seconds, RETRY_SECONDS)
         if entry.asked_at is not None or now - entry.found_at < seconds or tried:

@@ -1,8 +1,8 @@
 """CURVE keys of the control and gather channels, which are always encrypted and authenticated.
 
-All engines that may exchange KV share one secret. Each derives the same CURVE key pair from it, and a
-listener admits only clients that prove to hold that pair. Transport metadata lets its reader read an engine's
-memory, so there is no channel without keys.
+All engines that may exchange KV share one secret. Each derives the same CURVE key pair from it. A listener
+admits only clients that prove that they have this pair. Whoever has an engine's transport metadata can read
+the engine's memory, so no channel works without keys.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ from zmq.utils import z85
 from kvferry.errors import ConfigError
 
 SECRET_BYTES = 32
-"""Bytes of a secret that kvferry creates."""
+"""Size in bytes of the secrets that kvferry creates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A CURVE key pair, encoded as Z85."""
+    """A CURVE key pair.
+
+    Attributes:
+        public, secret: public and secret key, Z85-encoded.
+    """
 
     public: bytes
     secret: bytes
 
     @property
     def fingerprint(self) -> str:
-        """Eight hex digits for comparing keys, from which the key cannot be derived."""
+        """Eight hex digits to compare keys by. The key cannot be derived from them."""
         return hashlib.blake2b(self.public, digest_size=4, person=b"kvferry-finger").hexdigest()
 
 
 def derive_keys(secret: bytes) -> Keys:
-    """Return the key pair of a secret.
+    """Derive the key pair from a secret.
 
     Raises:
         ConfigError: libzmq was built without CURVE.
@@ -51,17 +55,17 @@ def derive_keys(secret: bytes) -> Keys:
 
 
 def random_keys() -> Keys:
-    """Return a random key pair."""
+    """Return a new random key pair."""
     return derive_keys(secrets.token_bytes(SECRET_BYTES))
 
 
 def secure_server(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Configure a socket to accept authenticated connections."""
+    """Configure a socket, before it is bound, to admit only clients with this key pair, encrypted."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = keys.secret, keys.public, True
 
 
 def secure_client(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Configure a socket to connect with this key pair."""
+    """Configure a socket, before it is connected, to authenticate and encrypt with this key pair."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
         keys.secret, keys.public, keys.public,
     )  # fmt: skip

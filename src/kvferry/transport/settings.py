@@ -1,4 +1,4 @@
-"""Settings of a worker's transfers."""
+"""Settings of a worker's KV transfers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from kvferry.transport.security import Keys, random_keys
 class TransferSettings:
     """Settings that apply to all peers of a worker.
 
+    The gather channel is the one over which readers ask this worker to pack cells into staging memory.
+
     Attributes:
-        strategy: the only strategy to use; None to choose the cheapest.
+        strategy: only transfer strategy to use; None to choose the cheapest for each read.
         costs: measured costs of this machine.
-        staging_bytes: size of each of the two staging areas; 0 for none.
+        staging_bytes: size in bytes of each of the two staging areas; 0 for none.
         host: address that the gather channel listens on.
-        advertise_host: address of the gather channel that is sent to readers.
-        keys: CURVE keys of the gather channel; by default random ones.
+        advertise_host: address of the gather channel that readers are told to connect to.
+        keys: CURVE keys of the gather channel; random by default.
         peers: machines that may connect to the gather channel.
-        lanes: number of threads that read, at least 1.
-        lane_bytes: least bytes of a route that are split over lanes.
+        lanes: number of reading threads, at least 1.
+        lane_bytes: minimum bytes of a lane's share of a route (layers read with the same copies).
     """
 
     strategy: Strategy | None = None

@@ -1,8 +1,11 @@
-"""Staging memory: where packed images of cells lie while they travel.
+"""Staging memory, which holds packed cells during a transfer.
+
+A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. An
+image is one cell packed into contiguous memory. A segment is a run of cells that move together.
 
 A worker has two areas, both registered with the transport. It gathers cells for other workers into the
-*outgoing* area, and reads images into the *landing* area before it scatters them. An area is allocated in
-units of `UNIT_BYTES`. One `Allocation` holds the images of one segment.
+*outgoing* area. It reads images into the *landing* area before it scatters them into blocks. Areas are
+allocated in units of `UNIT_BYTES`. An `Allocation` holds the images of one segment.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Consecutive units of a staging area.
+    """A contiguous range of a staging area, allocated in units of `UNIT_BYTES`.
 
     Attributes:
-        unit, units: index of the first unit, number of units.
-        position: index of the first image, counted from the start of the area in steps of the image stride.
+        unit: index of the first unit.
+        units: number of units.
+        position: index of the first image. Image ``i`` is at byte ``i * stride`` of the area, not of the
+            allocation.
     """
 
     unit: int
@@ -38,17 +43,17 @@ class StagingArea:
     """Staging memory for one direction. Thread-safe.
 
     Attributes:
-        region: the memory to register with the transport.
-        device: torch device of the memory, the same as the cache's.
-        units: number of units.
+        region: memory of the area, to be registered with the transport.
+        device: torch device of the memory, the same as that of the KV cache.
+        units: number of units in the area; 0 if the area is empty.
     """
 
     def __init__(self, size: int, like: Region) -> None:
         """Allocate the memory.
 
         Args:
-            size: bytes, rounded down to whole units; 0 for an area without room.
-            like: a region of the cache; the area gets the same kind of memory on the same device.
+            size: size of the area in bytes, rounded down to whole units; 0 for an empty area.
+            like: region of the KV cache. The area gets the same kind of memory on the same device.
         """
         self.device = "cpu" if like.memory == "DRAM" else f"cuda:{like.device}"
         self.units = size // UNIT_BYTES
@@ -63,16 +68,22 @@ class StagingArea:
 
     @property
     def largest_image(self) -> int:
-        """Bytes of the largest image that may use the area: a quarter, so that several fit."""
+        """Size in bytes of the largest image that may use the area: a quarter of it, so that several fit."""
         return self.units * UNIT_BYTES // 4
 
     def images(self, stride: int) -> StagedImages:
-        """Return the images of the whole area, `stride` bytes apart."""
+        """Return the images of the whole area, if they are `stride` bytes apart."""
         return StagedImages(self._space, self.region.address, stride)
 
     def allocate(self, images: int, stride: int) -> Allocation | None:
-        """Allocate room for `images` images, `stride` bytes apart; return None if none is free now."""
-        # One image more: images count from the start of the area, and an allocation may begin between two.
+        """Allocate memory for a number of images. Return None if not enough is free now.
+
+        Args:
+            images: number of images.
+            stride: bytes from one image to the next.
+        """
+        # Room for one more image: images are counted from the start of the area, so the allocation may start
+        # inside an image.
         units = -(-(images + 1) * stride // UNIT_BYTES)
         with self._lock:
             unit = self._taken.find(bytes(units))
@@ -82,7 +93,7 @@ class StagingArea:
         return Allocation(unit, units, -(-unit * UNIT_BYTES // stride))
 
     def free(self, allocation: Allocation) -> None:
-        """Free an allocation. No READ or copy may use it any more."""
+        """Free an allocation, which no READ or copy may use any more."""
         with self._lock:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 

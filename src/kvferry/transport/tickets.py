@@ -1,12 +1,17 @@
 """The producer's tickets, and the consumers that have redeemed them.
 
-The engine's thread publishes a ticket when it grants the lease, and withdraws it when the lease ends, before
-a word is raised. The thread of the control channel redeems tickets, and reports claims and releases.
+A ticket is a random id that names a lease: the promise to keep KV blocks. A consumer redeems it: it exchanges
+the ticket for a grant, which holds the block tables and the lease's word. This *claims* the lease for the
+consumer.
+
+The engine's thread publishes a ticket when it grants the lease. It withdraws the ticket when the lease ends,
+before any lease word is raised. The thread of the control channel redeems tickets, and reports claims and
+releases.
 
     OPEN ─redeemed─▶ CLAIMED by one or more consumers ─all of them have released it─▶ ENDED
     from any state: withdrawn, because its time is up or the cache was reset ────────┘
 
-A failed redemption changes nothing, and only a consumer that has redeemed a ticket may release it. So a
+A refused redemption changes nothing, and only a consumer that has redeemed a ticket may release it. So a
 stolen ticket alone cannot end a lease.
 """
 
@@ -25,7 +30,7 @@ UNKNOWN: Final = (
 )
 RELEASED: Final = "this engine has redeemed the ticket before, and released it"
 MAX_CONSUMERS: Final = 256
-"""Maximum number of consumers of one ticket, because a client with the key can invent consumers."""
+"""Maximum number of consumers of a ticket, because a client with the key can invent consumers."""
 
 CROWDED: Final = f"{MAX_CONSUMERS} engines have redeemed the ticket, and no more may"
 
@@ -35,11 +40,12 @@ class _OpenTicket:
     """A ticket whose lease is held.
 
     Attributes:
-        lease: the lease's name in this engine.
-        tokens, content: number of tokens and digests of the prompt.
-        grant: the grant that it is exchanged for.
-        claimed: consumers that have redeemed it and not released it.
-        released: consumers that have released it.
+        lease: name of the lease in this engine.
+        tokens: number of tokens in the blocks.
+        content: digests of the prompt prefix that the blocks hold.
+        grant: block tables and lease word that consumers get.
+        claimed: incarnations of the consumers that have redeemed the ticket and not released it.
+        released: incarnations of the consumers that have released it.
     """
 
     lease: str
@@ -50,7 +56,7 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return why the request is refused; None if it is granted."""
+        """Return why a request is refused, as a sentence; None if it is granted."""
         if asked.tokens != self.tokens:
             return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
@@ -62,10 +68,10 @@ class _OpenTicket:
 
 
 class TicketBook:
-    """The tickets of an engine whose leases are held. Thread-safe."""
+    """The tickets of a producer's valid leases. Thread-safe."""
 
     def __init__(self, incarnation: int) -> None:
-        """Create an empty book; the engine's `incarnation` is part of every reply."""
+        """Create the book without tickets; `incarnation` identifies this run of the engine in every reply."""
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._open: dict[bytes, _OpenTicket] = {}
@@ -78,20 +84,21 @@ class TicketBook:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def publish(self, ticket: bytes, lease: str, tokens: int, content: PromptContent, grant: Grant) -> None:
-        """Make a ticket redeemable.
+        """Add a ticket, which consumers can redeem from now on.
 
         Args:
-            ticket: random bits.
-            lease: the lease's name in this engine.
-            tokens, content: number of tokens and digests of the prompt prefix that the blocks hold.
-            grant: the grant that the ticket is exchanged for.
+            ticket: random id that names the lease in messages.
+            lease: name of the lease in this engine.
+            tokens: number of tokens in the blocks.
+            content: digests of the prompt prefix that the blocks hold.
+            grant: block tables and lease word that consumers get for the ticket.
         """
         with self._lock:
             self._open[ticket] = _OpenTicket(lease, tokens, content, grant)
             self._tickets[lease] = ticket
 
     def withdraw(self, leases: Iterable[str]) -> None:
-        """Withdraw the tickets of these leases; leases without one are ignored."""
+        """Remove the tickets of these leases. Ignore leases without a ticket."""
         with self._lock:
             for lease in leases:
                 self._open.pop(self._tickets.pop(lease, b""), None)
@@ -99,9 +106,9 @@ class TicketBook:
     # -- the thread of the control channel ----------------------------------------------------------------
 
     def redeem(self, asked: Redeem) -> Redeemed | NotRedeemed:
-        """Exchange a ticket for its grant, and record the consumer's claim.
+        """Exchange a ticket for its grant, and record the consumer's claim; or refuse it.
 
-        A consumer that has claimed it gets the same reply again, because the first may have been lost.
+        A consumer that redeems a ticket twice gets the same reply, because the first may have been lost.
         """
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:
@@ -112,13 +119,29 @@ class TicketBook:
             return Redeemed(asked.number, self._incarnation, found.grant)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """Return the leases of the tickets that the consumer has claimed; other tickets are ignored."""
+        """Return the leases that a consumer has claimed with these tickets. Ignore other tickets.
+
+        Args:
+            consumer: incarnation of the consumer.
+            tickets: tickets of leases.
+
+        Returns:
+            Names of the leases in this engine.
+        """
         with self._lock:
             found = [self._open[ticket] for ticket in dict.fromkeys(tickets) if ticket in self._open]
             return [one.lease for one in found if consumer in one.claimed]
 
     def release(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """End a consumer's claims; return the leases that no other consumer has claimed, which end."""
+        """End a consumer's claims. Return the leases without further claims, which the caller must end.
+
+        Args:
+            consumer: incarnation of the consumer.
+            tickets: tickets of leases. Tickets that the consumer has not claimed are ignored.
+
+        Returns:
+            Names of the leases in this engine.
+        """
         with self._lock:
             return [lease for ticket in tickets if (lease := self._released(consumer, ticket)) is not None]
 

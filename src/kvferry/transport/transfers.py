@@ -1,8 +1,8 @@
-"""The transfers of a worker: lanes that read from peers, and the memory that peers read.
+"""The transfers of a worker: lanes (threads) that read from peers, and the memory that peers read.
 
 Each order is split over the lanes. Every lane plans and reads its own share, so several cores post
-descriptors and scatter images. An order has exactly one result, delivered when no lane has a READ of it in
-flight.
+descriptors and unpack cells. An order has exactly one result, which is delivered when no lane has a READ of
+the order in flight.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MAX_IN_FLIGHT = 256
 
 
 class Transfers:
-    """Reads from peers and serves their reads.
+    """All transfers of one worker: it reads from peers and serves their reads.
 
-    Only the engine's thread uses it; no call blocks on a transfer.
+    Only the engine's thread may use it. Except for `close`, no method waits for a transfer.
 
     Attributes:
-        words: this worker's lease words.
-        card: the description of this worker that is sent to peers.
+        words: lease words of this worker: integers that change before leased blocks are freed.
+        card: description of this worker, which the scheduler sends to peers.
     """
 
     def __init__(
@@ -54,16 +54,17 @@ class Transfers:
         in_flight: int = MAX_IN_FLIGHT,
         validator: MetadataValidator | None = None,
     ) -> None:
-        """Start the lanes and register the memory; return when both are done.
+        """Start the lanes and register the memory. Block until both are done.
 
         Args:
-            name: name of the agent that peers read from, unique among all engines' ranks.
-            geometry: geometry of this worker.
-            words: this worker's lease words; words for the staging area are added to them.
-            settings: strategies, costs, staging memory, lanes.
-            make_agent: creates the agent that peers read from, and the reading agent of each lane.
-            in_flight: maximum number of reads that a lane has in flight; more are queued.
-            validator: decides whether a peer's metadata may be loaded; by default a child process tries it.
+            name: name of the NIXL agent that peers read from, unique among all ranks of all engines.
+            geometry: addresses and layout of this worker's KV cache.
+            words: lease words of this worker; words for the staging area are appended.
+            settings: settings of transfers; None for the defaults.
+            make_agent: function that creates the agent that peers read from, and the agent of each lane.
+            in_flight: maximum number of orders that a lane reads at a time; further orders are queued.
+            validator: object that decides whether a peer's transport metadata may be loaded; None to try it
+                in a child process.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -101,28 +102,33 @@ class Transfers:
         self.card: RankCard = self._exposed.card
 
     def warm_up(self) -> None:
-        """Start the validator's child process, so that the first peer does not wait for it."""
+        """Start the child process that tries transport metadata, so that the first peer need not wait."""
         self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Connect a peer; orders for it may be submitted at once."""
+        """Start to connect a peer on all lanes. Orders for the peer may be submitted at once.
+
+        Args:
+            peer: name of the peer.
+            cards: descriptions of all ranks of the peer.
+        """
         for lane in self._lanes:
             lane.connect(peer, cards)
 
     def disconnect(self, peer: str) -> None:
-        """Remove a peer after its reads have ended; later orders for it fail."""
+        """Disconnect a peer when its reads have ended. Later orders for the peer fail."""
         for lane in self._lanes:
             lane.disconnect(peer)
 
     def submit(self, order: ReadOrder) -> None:
-        """Queue an order on all lanes. The first share goes to another lane with every order."""
+        """Split an order over all lanes and queue it. With every order the first share gets another lane."""
         turn, lanes = next(self._turns), len(self._lanes)
         self._parts[order.key] = []
         for number, lane in enumerate(self._lanes):
             lane.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
 
     def results(self) -> list[ReadResult]:
-        """Return the results of orders that have ended since the last call."""
+        """Return and remove the results of all orders that have ended since the last call."""
         done = []
         for result in itertools.chain.from_iterable(lane.results() for lane in self._lanes):
             parts = self._parts[result.key]
@@ -132,9 +138,9 @@ class Transfers:
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the lanes after their READs have ended.
+        """End the lanes when their reads have ended, and release the memory that peers read.
 
-        Leave them running if that takes longer than `patience_seconds`.
+        Wait at most `patience_seconds` for each lane. A lane that takes longer is left running.
         """
         for lane in self._lanes:
             lane.stop()

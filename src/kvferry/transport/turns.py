@@ -1,13 +1,17 @@
-"""Earlier turns of conversations: find, by content, a peer that still has the blocks of one.
+"""Earlier turns of conversations: find a peer that still has the KV of one that a prompt continues.
+
+A turn is a finished request whose KV blocks its engine keeps for the next turn of the conversation.
 
     the peer has finished a request and keeps its blocks ──▶ TurnIndex
-    AskTurn(keys of a prompt's chunks)  ──▶  the turns that share most of them
-                                        ◀──  Turns(of each a grant, the tokens after the last key)
+    AskTurn(keys of a prompt's chunks)  ──▶  looks up the turns that share most chunks
+                                        ◀──  Turns(for each turn: a grant, the tokens after the shared chunks)
 
-A turn is found by the keys of its chunks (`keys.chunk`), which digest everything that decides what blocks
-hold: tokens, multi-modal items, adapter, tenant. If the turn and the prompt differ inside a chunk, their
-tokens are compared. The channel's thread replies without asking the engine's thread, so a reply may be out of
-date. The reader detects that from the lease word.
+Turns are found by content, not by conversation. A chunk is a fixed number of tokens. Its key (`keys.chunk`)
+digests everything on which its KV depends: tokens, multi-modal items, adapter, tenant. After the last shared
+chunk the tokens themselves are compared.
+
+The thread of the control channel replies without asking the engine's thread, so a reply may be out of date.
+The reader detects that, because the lease's word has changed.
 """
 
 from __future__ import annotations
@@ -20,24 +24,24 @@ from kvferry.transport.handshake import Address
 from kvferry.transport.messages import MAX_TURNS, AskTurn, KeptTurn, Turns
 
 ASK_SECONDS = 0.25
-"""Timeout of a query."""
+"""Timeout of a query in seconds."""
 
 SILENT_SECONDS = 10.0
-"""Pause before a peer that timed out is asked again; it doubles with every consecutive timeout."""
+"""Seconds for which a peer that timed out is not asked. They double with every consecutive timeout."""
 
 MAX_SILENT_SECONDS = 320.0
-"""Longest pause."""
+"""Maximum seconds for which a peer that timed out is not asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnContent:
-    """The content of blocks, from the first token on.
+    """The content of a prompt or of a turn's blocks, from the first token on.
 
     Attributes:
-        chunk_tokens: tokens of a chunk.
-        keys: keys of all whole chunks.
-        tokens: token ids, or the prefix of them that is known.
-        items: positions of multi-modal items, ascending.
+        chunk_tokens: number of tokens in a chunk.
+        keys: key (digest of the content) of each whole chunk.
+        tokens: token ids; only the known prefix if the rest is unknown.
+        items: positions of the multi-modal items, ascending.
     """
 
     chunk_tokens: int
@@ -46,7 +50,7 @@ class TurnContent:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: TurnContent) -> bool:
-        """Return whether this content certainly starts with all of `other`."""
+        """Return whether this content starts with all of `other`. Return False if that cannot be decided."""
         chunks = len(other.keys)
         rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.tokens_after(chunks)
         return (
@@ -56,14 +60,14 @@ class TurnContent:
         )
 
     def tokens_after(self, chunks: int) -> Sequence[int]:
-        """Return at most one chunk of tokens after `chunks` chunks, up to the next item."""
+        """Return the tokens after `chunks` chunks, up to the next item and at most one chunk of them."""
         first = chunks * self.chunk_tokens
         last = next((at for at in self.items if at >= first), len(self.tokens))
         return self.tokens[first : min(first + self.chunk_tokens, last)]
 
 
 def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
-    """Return how many tokens a prompt and a turn share from the start.
+    """Return the number of tokens that a prompt and a turn share from the start.
 
     >>> from kvferry.transport.redeem import Grant
     >>> prompt = TurnContent(4, (b"a", b"b"), range(10))
@@ -78,7 +82,7 @@ def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
 
 
 class TurnIndex:
-    """Index of kept turns by chunk key. One thread changes it while another looks turns up."""
+    """An index of kept turns by chunk keys. One thread may change it while another looks up turns."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, tuple[TurnContent, KeptTurn, str]] = {}
@@ -89,13 +93,19 @@ class TurnIndex:
         return len(self._turns)
 
     def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
-        """Add a turn; `lease` is the name of its lease in this engine."""
+        """Add a turn, so that queries find it.
+
+        Args:
+            content: content of the turn's blocks.
+            kept: reply for queries that match; `found` completes it.
+            lease: name of the turn's lease in this engine.
+        """
         self._turns[kept.ticket] = content, kept, lease
         for number, key in enumerate(content.keys):
             self._by_key.setdefault((number, key), {})[kept.ticket] = None
 
     def withdraw(self, ticket: bytes) -> None:
-        """Remove a turn."""
+        """Remove the turn with this ticket; do nothing if there is none."""
         content, _, _ = self._turns.pop(ticket, (None, None, None))
         for number, key in enumerate(content.keys if content is not None else ()):
             tickets = self._by_key.get((number, key), {})
@@ -104,12 +114,15 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the leases of those tickets that belong to turns."""
+        """Return the names of the leases of these tickets. Ignore tickets that belong to no turn."""
         known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
         return [found[2] for found in known if found is not None]
 
     def find(self, question: AskTurn) -> Turns:
-        """Find the turns that share the most chunks from the first on; of many, the latest."""
+        """Return the turns that share the most chunks with the start of a prompt, latest turn first.
+
+        At most `MAX_TURNS` turns are returned.
+        """
         for last in range(len(question.keys) - 1, -1, -1):
             tickets = list(self._by_key.get((last, question.keys[last]), ()))
             turns = [turn for ticket in reversed(tickets) if (turn := self._turns.get(ticket)) is not None]
@@ -125,12 +138,12 @@ class TurnIndex:
 
 @dataclass(slots=True)
 class _TurnQuery:
-    """A query to several peers.
+    """A query to several peers for earlier turns.
 
     Attributes:
-        waiting: peers that have not replied yet, with the incarnations that were asked.
-        began: time of the query, seconds of the clock.
-        answers: the replies of the others.
+        waiting: addresses of the peers that have not replied yet, with their incarnations.
+        began: time of the query, in seconds of the clock.
+        answers: (address of the peer, turn) for all turns in the replies so far.
     """
 
     waiting: dict[Address, int]
@@ -140,12 +153,12 @@ class _TurnQuery:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """The pause of a peer that did not reply in time.
+    """The time for which a peer is not asked, because it did not reply to a query in time.
 
     Attributes:
-        run: incarnation of the peer.
-        until: end of the pause, seconds of the clock.
-        seconds: length of the pause.
+        run: incarnation of the peer that did not reply.
+        until: end of this time, in seconds of the clock.
+        seconds: length of this time.
     """
 
     run: int
@@ -154,21 +167,31 @@ class _Silence:
 
 
 class TurnQueries:
-    """Queries for turns and their replies. The engine's thread asks; the channel's thread adds replies.
+    """Queries for earlier turns, and the replies to them.
 
-    A silent peer delays every prompt by `ASK_SECONDS`, so it is not asked for a while, and longer after every
-    timeout. A new incarnation of the peer, or a ticket that names it, ends the pause.
+    The engine's thread begins and polls queries. The thread of the control channel adds replies.
+
+    A peer that does not reply would delay every prompt by `ASK_SECONDS`. So after a timeout it is not asked
+    for a while, and after each further timeout for longer. This *pause* ends early if the peer has a new
+    incarnation, or if a ticket of the peer arrives.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Create it without queries; `clock` is in seconds."""
+        """Create the collection without queries; `clock` returns the time in seconds."""
         self._clock = clock
         self._open: dict[int, _TurnQuery] = {}
         self._silent: dict[Address, _Silence] = {}
         self._numbers = count()
 
     def begin(self, peers: Mapping[Address, int]) -> tuple[int, list[Address]]:
-        """Open a query; return its number and the peers to ask, without those that are in a pause."""
+        """Begin a query.
+
+        Args:
+            peers: addresses of the peers that may be asked, with their incarnations.
+
+        Returns:
+            Number of the query, and the addresses of the peers to ask: those that are not in a pause.
+        """
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
             self._silent.pop(gone, None)
@@ -177,22 +200,31 @@ class TurnQueries:
         return number, list(asked)
 
     def note_ticket(self, address: Address) -> None:
-        """End a peer's pause, because one of its tickets has arrived."""
+        """End the pause of a peer, because one of its tickets has arrived."""
         if (silence := self._silent.get(address)) is not None:
             self._silent[address] = replace(silence, until=self._clock())
 
     def handle_reply(self, address: Address, turns: Turns) -> None:
-        """Add a reply; drop it if no query waits for it."""
+        """Add the reply of a peer to its query. Ignore it if the query does not wait for it.
+
+        A late reply restarts the peer's pause at its shortest length.
+        """
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:
             question.answers += [(address, kept) for kept in turns.kept]
             question.waiting.pop(address, None)
             self._silent.pop(address, None)
-        elif (silence := self._silent.get(address)) is not None:  # it is there, and slow
+        elif (silence := self._silent.get(address)) is not None:  # the peer is alive, but slow
             self._silent[address] = _Silence(silence.run, self._clock() + SILENT_SECONDS)
 
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return all replies and end the query; None while a peer may still reply in time."""
+        """Return all turns found and end the query; None while a peer may still reply in time.
+
+        Peers that have not replied in time get a pause.
+
+        Returns:
+            (address of the peer, turn) for each turn found.
+        """
         question, now = self._open[number], self._clock()
         if question.waiting and now < question.began + ASK_SECONDS:
             return None
@@ -202,7 +234,7 @@ class TurnQueries:
         return question.answers
 
     def drop(self, number: int) -> None:
-        """Drop a query."""
+        """Forget a query; later replies to it are ignored."""
         self._open.pop(number, None)
 
     def _is_left_alone(self, address: Address, run: int, now: float) -> bool:
@@ -210,11 +242,18 @@ class TurnQueries:
         return silence is not None and silence.run == run and now < silence.until
 
     def _silence(self, address: Address, run: int, asked: float, now: float) -> _Silence:
-        """Return the pause of a peer that has not replied, twice as long as its last one."""
+        """Return the new pause of a peer that has not replied: twice as long as its last one.
+
+        Args:
+            address: address of the peer.
+            run: incarnation of the peer.
+            asked: time of the query, in seconds of the clock.
+            now: current time, in seconds of the clock.
+        """
         before = self._silent.get(address)
         if before is None or before.run != run:
             return _Silence(run, now + SILENT_SECONDS)
-        if before.until > asked:  # another question that was open at the same time
+        if before.until > asked:  # the pause began after this query, because of a concurrent one
             return before
         seconds = min(2 * before.seconds, MAX_SILENT_SECONDS)
         return _Silence(run, now + seconds, seconds)
