@@ -115,7 +115,7 @@ class PolicyEngine:
         self._process = context.Process(
             target=_serve, args=(theirs, setup), name=f"bench-{name}", daemon=True
         )
-        with _environment(OMP_NUM_THREADS=str(setup.threads)):  # read when torch is loaded
+        with _environment(OMP_NUM_THREADS=str(setup.threads)):  # torch reads it when it is loaded
             self._process.start()
         theirs.close()
 

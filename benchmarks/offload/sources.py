@@ -154,17 +154,17 @@ class _NoBlocks:
     blocks: Sequence[Block] = ()
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no blocks."""
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no blocks."""
 
     def get_num_free_blocks(self) -> int:
         """Return a number of free blocks that is sufficient for any load."""
         return 1 << 20
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no blocks."""
 
 
 class AskingScheduler:

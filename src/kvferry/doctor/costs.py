@@ -14,7 +14,7 @@ from kvferry.transport.costs_file import CostsFile, find_default_costs, load_cos
 from kvferry.user_cache import expanded
 
 _FAR_OFF = 3.0
-"""Largest tolerated factor between measured and expected READ times. Load on a machine alone causes less."""
+"""Largest tolerated factor between measured and expected READ times. Other load changes them by less."""
 _STALE_DAYS = 180
 _CALIBRATE = "kvferry bench calibrate, while nothing else runs"
 

@@ -161,7 +161,7 @@ def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[s
         offered, other_ranks = at.offered, at.other_ranks
         control = offered.address
         seen.findings += _told(one.url, control)
-    assert control is not None  # noqa: S101 - a target is one of the two
+    assert control is not None  # noqa: S101 - a target has either a URL or this
     try:
         seen.identity = _meet(control, keys, offered)
         seen.findings += [*_who(seen.identity), *_ports(seen.identity)]

@@ -51,7 +51,8 @@ _GIVE_KEY = (
 _MECHANISM = slice(12, 32)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 """First bytes of a ZMTP 3.0 greeting (rfc.zeromq.org/spec/23): signature and version, without a mechanism.
-A server answers with its own security mechanism. To a different mechanism it would close the connection."""
+A server answers with its own security mechanism. If the greeting had a different mechanism, the server would
+close the connection."""
 
 
 class IdentifyError(KVFerryError):

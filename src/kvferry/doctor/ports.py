@@ -82,7 +82,7 @@ def engine_of(port: int) -> dict[int, str]:
     )
     if (root := next(having, None)) is None:
         return {}
-    with suppress(psutil.Error):  # it has just ended
+    with suppress(psutil.Error):  # a process has just ended
         while (parent := root.parent()) is not None and "vllm" in _command(parent).lower():
             root = parent
         return {one.pid: _command(one) for one in (root, *root.children(recursive=True))}

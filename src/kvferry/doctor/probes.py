@@ -37,7 +37,7 @@ def parse_output(out: str) -> list[dict[str, Any]]:
     for line in out.splitlines():
         _, mark, told = line.partition(_MARK)  # libraries leave unfinished lines before it
         if mark:
-            with suppress(ValueError):  # cut off
+            with suppress(ValueError):  # an incomplete line
                 found.append(json.loads(told))
     return found
 

@@ -93,12 +93,12 @@ def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
 
 
 def _mixed(value: torch.Tensor) -> torch.Tensor:
-    """Return `value` with its bits mixed, so that each bit depends on many bits before. Mutates `value`."""
+    """Mix the bits of `value`, so that each bit depends on many of the original bits. Mutates `value`."""
     value ^= value >> 29
     value *= _MIX
     return value.__ixor__(value >> 32)
 
 
 def _wrap(value: int) -> int:
-    """Return the signed 64-bit integer that is congruent to `value`."""
+    """Return the signed 64-bit integer that is congruent to `value` modulo 2**64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -74,7 +74,7 @@ It is created at import, because msgspec crashes if several threads decode a typ
 
 
 def http_address(text: str) -> str | None:
-    """Return the base URL of an engine or router, without a path; None if the text is not a URL.
+    """Return the base URL of an engine or router, without ``/v1`` or ``/metrics``; None if it is not a URL.
 
     >>> [http_address(text) for text in ("http://127.0.0.1:8000/metrics", "https://a.b/one/v1/", "a:1")]
     ['http://127.0.0.1:8000', 'https://a.b/one', None]

@@ -60,7 +60,7 @@ class MetricsDelta:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
-        """Return the delta whose plain values, as returned by `plain`, are given."""
+        """Return the delta with these plain values, which `plain` has returned for it."""
         found = cls()
         for name, labels, n in plain["counters"]:
             found.count(name, *labels, by=n)

@@ -45,9 +45,9 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
     config = uvicorn.Config(
         app,
         log_level="warning",
-        http="h11",  # httptools, where it is installed, takes headers of any length
+        http="h11",  # httptools, the default if it is installed, accepts headers of any length
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-        use_colors=False,  # else it asks standard output, which may be closed
+        use_colors=False,  # otherwise uvicorn queries standard output, which may be closed
         timeout_graceful_shutdown=_DRAIN_SECONDS + _CUT_SECONDS,
     )
     asyncio.run(_serve(app, _Server(config), sock, keep_on))

@@ -135,7 +135,7 @@ def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
         windows += [of for _, of in own]
         for number, of in own:
             name = seen.name if len(own) == 1 else f"{seen.name}/{number}"
-            assert seen.now is not None  # noqa: S101  # it has windows
+            assert seen.now is not None  # noqa: S101  # the address has windows
             said = seen.now
             engines.append(
                 EngineRow(

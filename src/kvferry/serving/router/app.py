@@ -94,7 +94,7 @@ class _Router:
             body, raw = parse_body(call.body), call.body
             if not self._settings.trust_kv_params:
                 body = without_kv_params(body)
-                raw = encoded(body)  # so the engine cannot read other fields than were checked here
+                raw = encoded(body)  # so the engine reads exactly the checked fields
             completion = Completion(call.path, raw, body, call.headers, call.echoed)
             await self._flow.complete(completion, send)
         except MalformedBody as error:

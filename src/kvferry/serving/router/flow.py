@@ -93,7 +93,7 @@ class CompletionFlow:
             try:
                 reply = await self._prefilled(backend, sent, failures)
             except TimeoutError:
-                return None  # another prefill engine would keep the caller waiting as long again
+                return None  # the client must not wait as long for another prefill engine
             if failures.exhausted:
                 return failures.reply(completion.echoed)
             if reply is None:

@@ -128,7 +128,7 @@ _ALL = (
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
             "attention_chunk_size": 384,
-            # vLLM tunes temperatures where prompts may have more than 32,768 tokens.
+            # vLLM applies temperature tuning only if prompts may have more than 32,768 tokens.
             "max_position_embeddings": 65_536,
         },
     ),
