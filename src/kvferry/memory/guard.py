@@ -50,7 +50,7 @@ class _GuardedView(torch.Tensor):
 
 
 def guard(view: torch.Tensor) -> torch.Tensor:
-    """Return a guarded view of the same memory; views of it are guarded too."""
+    """Return a guarded view of the same memory. Views of the guarded view are guarded too."""
     return view.as_subclass(_GuardedView)
 
 

@@ -23,7 +23,7 @@ from kvferry.geometry import Region
 logger = logging.getLogger(__name__)
 
 _FIXED, _NORESERVE = 0x10, 0x4000
-"""MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses only."""
+"""MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses, but no memory."""
 _HUGEPAGE, _COLLAPSE = 14, 25
 """MADV_HUGEPAGE applies to pages that are written later, MADV_COLLAPSE (Linux 6.1) to pages in use."""
 _PAGE, _LARGE_PAGE = 4096, 2 << 20

@@ -72,7 +72,7 @@ class Agent:
         self._uses: Counter[str] = Counter()
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory as a source or destination of READs."""
+        """Register regions of memory, so that READs may read from them or write to them."""
         for memory in sorted({region.memory for region in regions}):
             rows = [(r.address, r.length, r.device, "") for r in regions if r.memory == memory]
             self._registered.append(self._nixl.register_memory(rows, memory))
@@ -167,7 +167,7 @@ class Agent:
             return ReadState.FAILED
 
     def release(self, handle: Any) -> None:
-        """Release the handle of a READ that is DONE or FAILED."""
+        """Release the handle of a READ that is DONE or FAILED. It must not be IN_FLIGHT."""
         try:
             self._nixl.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 - the READ has ended, so no more bytes can arrive

@@ -141,7 +141,7 @@ class ConnectionLimiter:
             return
         try:
             self._accepting.setsockopt(socket.SOL_SOCKET, option, value)
-        except OSError as error:  # a sandbox without socket filters
+        except OSError as error:  # this sandbox does not allow socket filters
             self._log.say(
                 "filter",
                 f"{self.open} connections to one port of this engine, at most {self._most}, and further ones "

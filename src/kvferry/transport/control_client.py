@@ -177,7 +177,7 @@ class ControlClient:
         self._command(address, Heartbeat(self._consumer, [ticket]))
 
     def release(self, address: Address, ticket: bytes) -> None:
-        """Tell the producer that a lease is no longer needed."""
+        """Tell the producer that this engine no longer needs the lease of a ticket; stop its heartbeats."""
         self._command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:

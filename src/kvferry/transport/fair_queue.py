@@ -69,7 +69,7 @@ class FairQueue(Generic[_Message]):
             return message
 
     def clear(self) -> None:
-        """Remove all messages."""
+        """Remove all queued messages."""
         with self._lock:
             self._waiting.clear()
             self._of.clear()

@@ -61,7 +61,7 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def cells(self) -> int:
-        """Number of cells in a block."""
+        """Number of cells in a source block."""
         return len(self.parts[0].at)
 
 

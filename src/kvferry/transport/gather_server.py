@@ -83,12 +83,16 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _HeldAllocation:
+    """Staging memory of a gathered segment, and the time of gathering in seconds of the clock."""
+
     allocation: Allocation
     since: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
+    """A request that waits for staging memory, and the time of its arrival in seconds of the clock."""
+
     sender: bytes
     message: Gather
     since: float
@@ -165,7 +169,7 @@ class GatherServer:
             step()
         except KVFerryError as error:
             self._log.say("dropped", f"gather channel: dropped a message: {error}")
-        except Exception as error:  # noqa: BLE001 - said in full
+        except Exception as error:  # noqa: BLE001 - logged in full
             self._log.say(type(error).__name__, "gather channel: an unexpected error", error)
 
     def _serve(self) -> None:
@@ -253,7 +257,7 @@ class GatherServer:
         try:
             blocks = message.ids()
             loops.gather(blocks, message.cell + np.arange(len(blocks)), slots, allocation.position)
-        except Exception as error:  # noqa: BLE001 - said in full
+        except Exception as error:  # noqa: BLE001 - logged in full
             self._log.say("copy", "gather channel: a copy failed", error)
             return f"the copy failed: {shown(str(error), 500)}"
         return None

@@ -94,8 +94,15 @@ PeerStatus: TypeAlias = Pending | PeerInfo | Unusable
 
 @dataclass(slots=True)
 class _Handshake:
+    """A handshake under way.
+
+    Attributes:
+        began: time of the first message, in seconds of the clock.
+        facts: facts about the peer; None until it has accepted this engine.
+    """
+
     began: float
-    facts: Facts | None = None  # the peer's, once it has accepted us
+    facts: Facts | None = None
 
 
 class Handshakes:

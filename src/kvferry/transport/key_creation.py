@@ -121,7 +121,7 @@ def _unusable(folder: Path, why: str) -> ConfigError:
 
 
 def _is_link(folder: Path) -> bool:
-    return os.path.islink(folder)  # noqa: PTH114 - Path.is_symlink raises where it may not look
+    return os.path.islink(folder)  # noqa: PTH114 - Path.is_symlink raises if access is denied
 
 
 def _why(error: OSError) -> str:

@@ -61,6 +61,7 @@ class LeaseWords:
     """
 
     def __init__(self, incarnation: int, slots: int) -> None:
+        """Create the words of `slots` leases, all with generation 0."""
         self.incarnation = incarnation
         self.array: npt.NDArray[np.uint64] = np.full(slots, incarnation << 32, np.uint64)
 
@@ -91,6 +92,15 @@ class LeaseWords:
 
 @dataclass(slots=True)
 class _HeldLease:
+    """A lease that has not ended.
+
+    Attributes:
+        slot: index of its word.
+        granted: time of the grant, in seconds of the clock.
+        expires: time at which it expires, in seconds of the clock.
+        claimed: True once a consumer has redeemed its ticket.
+    """
+
     slot: int
     granted: float
     expires: float
@@ -108,6 +118,14 @@ class LeaseBook:
     """
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
+        """Create a book without leases.
+
+        Args:
+            incarnation: random number of this run of the engine.
+            slots: maximum number of leases.
+            seconds: default duration of a lease.
+            clock: function that returns the time in seconds.
+        """
         self.seconds = seconds
         self.expired = 0
         self._clock = clock

@@ -41,7 +41,7 @@ MAX_REQUEST_BYTES = 4 << 20
 """Maximum size in bytes of a message to a producer."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_TICKETS = 4096
-"""Maximum number of tickets in one message; a consumer with more sends several."""
+"""Maximum number of tickets in a message. A consumer with more tickets sends several messages."""
 MAX_RANKS = 256
 MAX_AGENT_BYTES = 4 << 20
 MAX_DIFFERENCES = 64
@@ -277,7 +277,7 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
 Request: TypeAlias = Hello | AskRanks | Redeem | Heartbeat | Release | AskTurn
 Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | NotRedeemed | Turns
 Numbered: TypeAlias = Redeemed | NotRedeemed | Turns
-"""Replies to requests that have a number; the other replies belong to a handshake."""
+"""Replies that repeat the number of their request. All other replies belong to a handshake."""
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

@@ -68,6 +68,14 @@ class MetadataValidator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _ValidationRequest:
+    """A request to the validator's thread.
+
+    Attributes:
+        cards: descriptions of all ranks of the peer; empty to only start the child process.
+        verdict: result to set.
+        wake: function to call when the result is set.
+    """
+
     cards: tuple[RankCard, ...]
     verdict: ValidationResult
     wake: Callable[[], None]

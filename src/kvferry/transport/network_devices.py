@@ -25,7 +25,7 @@ from kvferry.transport.address import IP, is_loopback
 logger = logging.getLogger(__name__)
 
 VARIABLE = "UCX_NET_DEVICES"
-_EVERY_ADDRESS = ("0.0.0.0", "::", "*")  # noqa: S104 - names what restricts nothing
+_EVERY_ADDRESS = ("0.0.0.0", "::", "*")  # noqa: S104 - with these hosts nothing is restricted
 _lock = threading.Lock()
 
 
@@ -43,7 +43,7 @@ def devices_for(host: str) -> tuple[str, ...]:
 
 
 def is_local_address(host: str) -> bool:
-    """Return whether an address or a name belongs to this machine."""
+    """Return whether an address, or the address that a name resolves to, belongs to this machine."""
     return is_loopback(host) or bool(_with_address(host))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvferry.units import format_bytes
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where the kernel keeps it
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory of shared memory
 
 AGENT_BYTES = 5 << 20
 """Size in bytes of an agent's largest queue, rounded up (4,292,720 with the UCX of NIXL 1.5.1)."""

@@ -88,6 +88,8 @@ class RankLists:
 
 
 class _SegmentState(Enum):
+    """The state of a segment, as drawn in the docstring of this module."""
+
     NEW = "new"
     ASKED = "asked"
     GATHERED = "gathered"
@@ -97,6 +99,20 @@ class _SegmentState(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Segment:
+    """A run of cells that move together.
+
+    Attributes:
+        cells: cells of the segment.
+        state: state of the segment.
+        since: time at which it was created or gathered, in seconds of the clock.
+        number: number of the request to gather it; 0 if there is none.
+        gathered: reply of the source; None if the source has not gathered the segment.
+        allocation: staging memory of this worker; None if it holds none.
+        handle: handle of the latest READ; None before the first.
+        word: index of the word that the source's word is read into; -1 if it holds none.
+        direct: True if the cells are read directly after all.
+    """
+
     cells: Cells
     state: _SegmentState
     since: float
@@ -133,6 +149,18 @@ class PackedRead:
         lease: LeaseWord,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Split the cells into segments; `advance` starts to read them.
+
+        Args:
+            bench: resources that all packed reads of the lane share.
+            lists: prepared descriptor lists of the peer's rank.
+            client: client of the rank's gather channel; None if no method of the peer's rank gathers.
+            route: prepared route of the cells.
+            method: method that moves the cells, over-read or staged.
+            cells: cells to read.
+            lease: word that shows whether the producer's lease on its blocks is valid.
+            clock: function that returns the time in seconds.
+        """
         self.failure: str | None = None
         self.peer_lost = False
         self._bench, self._lists, self._client = bench, lists, client
@@ -152,7 +180,7 @@ class PackedRead:
 
     @property
     def in_flight(self) -> bool:
-        """True if a READ is in flight."""
+        """True if a READ of any segment is in flight."""
         return any(segment.handle is not None for segment in self._chunks)
 
     def advance(self) -> bool:

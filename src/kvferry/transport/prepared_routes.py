@@ -203,7 +203,7 @@ class PreparedRoute:
         return self.direct.indices(cells, 0, 0)
 
     def src_cell(self, cells: Cells) -> int:
-        """Return the index of the first cell within its source block."""
+        """Return the index that the first of these cells has within its source block."""
         return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
@@ -239,6 +239,14 @@ class RoutePreparation:
     """
 
     def __init__(self, ours: RankGeometry, landing: StagingArea, card: RankCard, costs: Costs) -> None:
+        """Create empty descriptor lists.
+
+        Args:
+            ours: geometry of this rank.
+            landing: staging area that images are read into.
+            card: description of the peer's rank.
+            costs: measured costs of this machine, which decide between reading a gap and one more descriptor.
+        """
         self.src, self.dst = DescriptorList(), DescriptorList()
         self.gathers: list[GatherRoute] = []
         self.routes: list[PreparedRoute] = []
@@ -307,7 +315,7 @@ class RoutePreparation:
             )
             return _DescriptorRows(fetched, *pools[0]), _DescriptorRows(inside, *here)
         outgoing = self._card.outgoing
-        assert outgoing is not None  # noqa: S101 - see _possible
+        assert outgoing is not None  # noqa: S101 - `_possible` requires it
         there = image.stride, image_capacity(outgoing.bytes, image.stride)
         if method.landing is not None:
             whole = np.array([image.bytes], np.int64)

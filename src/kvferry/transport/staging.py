@@ -99,5 +99,5 @@ class StagingArea:
 
 
 def image_capacity(length: int, stride: int) -> int:
-    """Return how many images, `stride` bytes apart, fit in `length` bytes."""
+    """Return the number of images, `stride` bytes apart, that fit in `length` bytes."""
     return length // stride

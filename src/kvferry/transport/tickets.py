@@ -75,7 +75,7 @@ class TicketBook:
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._open: dict[bytes, _OpenTicket] = {}
-        self._tickets: dict[str, bytes] = {}  # by lease, until the lease is withdrawn
+        self._tickets: dict[str, bytes] = {}  # ticket by lease, until it is withdrawn
 
     def __len__(self) -> int:
         """Return the number of tickets that can be redeemed."""

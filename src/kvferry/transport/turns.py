@@ -89,7 +89,7 @@ class TurnIndex:
         self._by_key: dict[tuple[int, bytes], dict[bytes, None]] = {}
 
     def __len__(self) -> int:
-        """Return the number of turns that can be found."""
+        """Return the number of turns in the index."""
         return len(self._turns)
 
     def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
