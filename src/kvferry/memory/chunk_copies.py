@@ -78,7 +78,7 @@ class ChunkCopies:
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:
-        """Zero these cells of the chunk that starts at byte `offset` of the arena; ignore their block ids."""
+        """Zero these cells of the chunk that starts at byte `offset` of the arena. Block ids are ignored."""
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
             for at in _offsets(chunk_cells, offset, cells.number):
                 for view in part.copies:

@@ -97,5 +97,5 @@ def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share storage. Meta tensors have no addresses, so torch is asked."""
+    """Return whether two tensors share storage. It works for meta tensors, which have no addresses."""
     return bool(torch._C._is_alias_of(one, other))  # noqa: SLF001 - torch has no public way to ask

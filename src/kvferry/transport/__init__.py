@@ -1,4 +1,4 @@
-"""Move KV between engines, and agree on the format and on permission first.
+"""Move KV between engines: control channel, reads over NIXL, staging memory, access control.
 
 A *producer* computed KV and offers it. A *consumer* reads it. A *lease* is the producer's promise to keep
 blocks for a while.
@@ -11,8 +11,9 @@ next turn of the conversation. `lease` defines how a consumer detects that block
 
 **Reading worker.** `transfers` splits a read order over lanes. A `lane` is a thread with its own NIXL
 `agent`. It keeps `peer_connections`. Each connection is a `connected_peer` with `prepared_routes`.
-`read_plan` lists the descriptors that one order reads. `packed_read` moves the cells that are packed into
-larger pieces.
+`read_plan` lists the descriptors that one order reads. `packed_read` moves the
+cells that are packed into larger pieces. A cell is the unit of transfer: the largest number of tokens that
+divides the block sizes of both sides.
 
 **Worker that is read.** `exported_memory` registers its KV cache, its lease words and its `staging` area.
 `gather_server` packs cells when a `gather_client` asks for them.

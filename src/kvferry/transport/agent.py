@@ -178,7 +178,7 @@ class Agent:
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory. No READ may be in flight."""
+        """Deregister all memory. No READ from or to this memory may be in flight."""
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()

@@ -39,6 +39,8 @@ class AllowedPeers:
     def allows(self, address: IP) -> bool:
         """Return whether `networks` allow this address. Names are not considered.
 
+        Multicast addresses and the unspecified address are never allowed.
+
         >>> AllowedPeers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
         True
         """

@@ -143,7 +143,8 @@ class ControlClient:
             address: (host, port) of the producer's control channel.
             ticket: random id that names the lease.
             tokens: number of tokens in the offer.
-            content: digests of these tokens of the own prompt, which the producer compares with its own.
+            content: digests of the first `tokens` tokens of this engine's prompt, which the producer compares
+                with its own digests.
         """
         self._questions.note_ticket(address)
         message = self._redemptions.begin(address, ticket, tokens, content)

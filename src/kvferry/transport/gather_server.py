@@ -103,7 +103,7 @@ class GatherServer:
 
     Attributes:
         port: port that the server listens on.
-        area: outgoing staging area. Each unit has one word; the first is at index `first_word`.
+        area: outgoing staging area. Each unit has one word, counted from `first_word`.
     """
 
     def __init__(

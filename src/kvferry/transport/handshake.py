@@ -41,7 +41,7 @@ REFUSAL_SECONDS = 10.0
 """Time for which a refused peer is not contacted again."""
 
 REFRESH_SECONDS = 2.0
-"""Minimum time between handshakes with a peer whose tickets name another incarnation (run of the engine)."""
+"""Minimum time between handshakes with a known peer whose tickets name another run of the engine."""
 
 MAX_HANDSHAKES = 64
 """Maximum number of concurrent handshakes."""

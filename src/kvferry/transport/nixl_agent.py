@@ -1,10 +1,9 @@
 """Create a NIXL agent whose progress thread sleeps until an event arrives.
 
 NIXL's Python API starts this thread with a waiting time of zero, and has no option to change it. So the
-thread
-spins: it takes a core and contends with every READ. On two cores, reading 256 MiB in descriptors of 64 KiB
-    took 72
-ms with a spinning thread, and 26 ms with a sleeping one. The bindings below that API accept a waiting time.
+thread spins: it takes a core and contends with every READ. On two cores, reading 256 MiB in descriptors of
+64 KiB took 72 ms with a spinning thread, and 26 ms with a sleeping one. The bindings below that API accept a
+waiting time.
 """
 
 from __future__ import annotations

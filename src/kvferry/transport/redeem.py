@@ -27,7 +27,7 @@ MAX_ADAPTER = 4096
 MAX_REASON = 2048
 MAX_GROUPS = 1024
 MAX_BLOCKS = 1 << 22
-"""Maximum number of blocks in a grant. The engine's thread handles them one by one, so they are limited."""
+"""Maximum number of blocks in a grant. It is limited, because the engine's thread builds lists of them."""
 
 Ticket: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 """A random id that names a lease in messages and cannot be guessed."""

@@ -66,7 +66,7 @@ class Redemptions:
             address: (host, port) of the producer's control channel.
             ticket: random id that names the lease.
             tokens: number of tokens in the offer.
-            content: digests of these tokens of the own prompt.
+            content: digests of the first `tokens` tokens of this engine's prompt.
         """
         message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
         self._asked[message.number] = _PendingRedemption(

@@ -1,7 +1,7 @@
 """CURVE keys of the control and gather channels, which are always encrypted and authenticated.
 
 All engines that may exchange KV share one secret. Each derives the same CURVE key pair from it. A listener
-admits only clients that prove that they have this pair. Whoever has an engine's transport metadata can read
+admits only clients that prove that they have this pair. A peer with an engine's transport metadata can read
 the engine's memory, so no channel works without keys.
 """
 
@@ -60,12 +60,15 @@ def random_keys() -> Keys:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Configure a socket, before it is bound, to admit only clients with this key pair, encrypted."""
+    """Configure a socket, before it is bound, as a CURVE server with this key pair.
+
+    That encrypts the connections. An `Authenticator` checks the keys of clients.
+    """
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = keys.secret, keys.public, True
 
 
 def secure_client(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Configure a socket, before it is connected, to authenticate and encrypt with this key pair."""
+    """Configure a socket, before it is connected, as a CURVE client with this key pair."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
         keys.secret, keys.public, keys.public,
     )  # fmt: skip

@@ -97,7 +97,7 @@ class TurnIndex:
 
         Args:
             content: content of the turn's blocks.
-            kept: reply for queries that match; `found` completes it.
+            kept: entry for replies to queries; `KeptTurn.found` fills in what depends on the query.
             lease: name of the turn's lease in this engine.
         """
         self._turns[kept.ticket] = content, kept, lease
