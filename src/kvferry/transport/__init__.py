@@ -11,9 +11,9 @@ next turn of the conversation. `lease` defines how a consumer detects that block
 
 **Reading worker.** `transfers` splits a read order over lanes. A `lane` is a thread with its own NIXL
 `agent`. It keeps `peer_connections`. Each connection is a `connected_peer` with `prepared_routes`.
-`read_plan` lists the descriptors that one order reads. `packed_read` moves the
-cells that are packed into larger pieces. A cell is the unit of transfer: the largest number of tokens that
-divides the block sizes of both sides.
+`read_plan` lists the descriptors that one order reads. `packed_read` moves the cells that are packed into
+larger pieces. A cell is the unit of transfer: the largest number of tokens that divides the block sizes of
+both sides.
 
 **Worker that is read.** `exported_memory` registers its KV cache, its lease words and its `staging` area.
 `gather_server` packs cells when a `gather_client` asks for them.
