@@ -1,4 +1,4 @@
-"""Operator commands on a directory of the file tier, which engines may use at the same time."""
+"""Operator commands on a directory of the file tier. Engines may use it at the same time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvferry.tiers.format.checksum import Buffer
 from kvferry.tiers.outcome import OutcomeCounter
 from kvferry.tiers.paths import MARKER, CacheEntry, EntryKind, folders, walk
 
-# Engines may be counting a large directory.
+# Time to wait for the ledger's lock. An engine holds it while it counts the files of a large directory.
 _PATIENCE_SECONDS = 60.0
 
 
 class DirectoryAdmin(CacheAdmin):
-    """A directory of the file tier.
+    """A directory of the file tier, as operator commands see it.
 
     Args:
-        path: the directory.
+        path: path of the directory.
 
     Raises:
         ConfigError: the path is not a directory of the file tier.
@@ -46,13 +46,13 @@ class DirectoryAdmin(CacheAdmin):
             )
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield all files of the tier; see `CacheAdmin.entries`."""
+        """Yield all kvferry files in the directory. Raises ConfigError if they cannot be listed."""
         with _told(self.where):
             yield from walk(self.where)
 
     @contextmanager
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
-        """Open a file for reading; see `CacheAdmin.opened`."""
+        """Open a file for reading, as a context manager. Raises FileNotFoundError or another OSError."""
         fd = open_regular(entry.path, os.O_RDONLY)
         try:
             yield _OpenFile(self.where, entry.path, fd, os.fstat(fd).st_size)
@@ -60,14 +60,25 @@ class DirectoryAdmin(CacheAdmin):
             os.close(fd)
 
     def space(self) -> SpaceUsage:
-        """Return the space of the directory by its ledger and its disk."""
+        """Return capacity and bytes in use from the ledger, and the free bytes of the disk.
+
+        Raises:
+            ConfigError: the directory cannot be used.
+        """
         capacity, charged = read_ledger(self.where) or (None, None)
         with _told(self.where):
             disk = os.statvfs(self.where)
         return SpaceUsage(capacity, charged, disk.f_bavail * disk.f_frsize)
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Sweep leftovers of dead writers, count all files again, and evict the least recently used."""
+        """Remove temporary files of dead writers, count all files again, and evict the least recently used.
+
+        Args:
+            capacity: limit in bytes to evict to, for this call only; None for the capacity of the directory.
+
+        Raises:
+            ConfigError: the directory cannot be used, or its capacity is unknown and none is given.
+        """
         tally = OutcomeCounter()
         ledger = Ledger(self.where, _PATIENCE_SECONDS)
         room = DirectorySpace(self.where, ledger, tally, lambda _: None)
@@ -83,11 +94,17 @@ class DirectoryAdmin(CacheAdmin):
             return CollectResult(done.swept, done.evicted, done.evicted_bytes, account.used, goal)
 
     def clear(self) -> tuple[int, int]:
-        """Remove all kvferry files. Other files stay, and so do folders that contain them."""
+        """Remove all kvferry files; return their number and their bytes.
+
+        Other files stay, and so do folders that contain them.
+
+        Raises:
+            ConfigError: the directory cannot be used.
+        """
         removed, removed_bytes = 0, 0
         marker = f"{self.where}/{MARKER}"
         with _held(self.where, Ledger(self.where, _PATIENCE_SECONDS)) as account:
-            # The lock and the marker last: who is interrupted here can clear again.
+            # Remove the ledger and the marker last. If the command is interrupted, it can be repeated.
             last = {EntryKind.LEDGER: 2, EntryKind.NOTE: 1}
             for entry in sorted(
                 walk(self.where), key=lambda one: (last.get(one.kind, 0), one.path == marker)
@@ -97,11 +114,11 @@ class DirectoryAdmin(CacheAdmin):
                     os.unlink(entry.path)
                 except FileNotFoundError:
                     continue
-                # Now, not at the end: the rest may not be removed, and engines evict by what is charged.
+                # Release after each file: if removing fails later, engines need the right number to evict by.
                 account.release(entry.charged)
                 removed, removed_bytes = removed + 1, removed_bytes + size
             for folder in list(folders(self.where)):
-                # Where something else lies, the folder stays.
+                # A folder with other files cannot be removed, and stays.
                 with suppress(OSError):
                     os.rmdir(folder)
         return removed, removed_bytes
@@ -109,13 +126,13 @@ class DirectoryAdmin(CacheAdmin):
 
 @dataclass(frozen=True, slots=True)
 class _OpenFile(StoredFile):
-    """An open file.
+    """A file that is open for reading.
 
     Attributes:
         root: directory of the tier.
         path: path of the file.
         fd: descriptor of the file.
-        size: bytes of the file.
+        size: length of the file in bytes.
     """
 
     root: str
@@ -132,6 +149,7 @@ class _OpenFile(StoredFile):
 
 @contextmanager
 def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
+    """Hold the ledger in a ``with`` block. Raises ConfigError if it is busy or cannot be used."""
     try:
         with _told(root), ledger.held() as account:
             yield account
@@ -141,7 +159,7 @@ def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
 
 @contextmanager
 def _told(root: str) -> Iterator[None]:
-    """Raise an OSError as a ConfigError with advice for the operator."""
+    """Convert an OSError in the ``with`` block to a ConfigError with advice for the operator."""
     try:
         yield
     except OSError as error:

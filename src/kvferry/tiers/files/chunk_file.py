@@ -1,6 +1,6 @@
-"""Functions that write, read and verify chunk files by descriptor. They block; any thread may call them.
+"""Functions that write, read and verify open chunk files. They block, and any thread may call them.
 
-A chunk is digested piece by piece as it is read, while each piece is still in the processor's cache.
+A chunk is read in pieces. Each piece is digested at once, while it is still in the CPU cache.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.format.decode import ChunkHeader
 
 STORAGE_PIECE_BYTES = 4 << 20
-"""Bytes per read from a disk or a network, which are faster with fewer, larger reads."""
+"""Bytes per read if a file comes from a disk or a network, which are faster with fewer, larger reads."""
 MEMORY_BYTES_PER_SECOND = 4e9
-"""Bytes that arrive faster than this come from memory, such as the page cache."""
+"""Read speed from which a file is assumed to come from memory, such as the page cache."""
 
 
 def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Write a chunk to an empty file.
 
     Args:
-        fd: descriptor of the file.
-        chunk: identity and shape of the chunk.
-        body: sections of the chunk, each at a multiple of 4096 bytes; the padding between is set to zero.
+        fd: descriptor of the file, open for writing.
+        chunk: identity and layout of the chunk.
+        body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The padding
+            between them is set to zero.
 
     Raises:
-        ChunkError: the body has another length than the chunk's.
+        ChunkError: `body` does not have the length of the chunk's body.
         OSError: the file cannot be written completely.
     """
     zero_padding(chunk, body)
@@ -43,12 +44,12 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
 
 
 def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
-    """Read a chunk from its file; return whether the file begins with that very chunk.
+    """Read a chunk from its file, and return whether the file begins with exactly the expected chunk.
 
     Args:
         fd: descriptor of the file.
-        chunk: the expected chunk.
-        into: memory for the body, as long as the chunk's body.
+        chunk: identity and layout of the expected chunk.
+        into: writable memory for the body, as long as the chunk's body.
 
     Raises:
         OSError: the file cannot be read.
@@ -59,16 +60,18 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
 
 
 def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Check a file that `read_chunk` refused; return if it is a good chunk of the key, but of other groups.
+    """Find out why `read_chunk` returned False.
+
+    Return without an exception only if the file is a chunk of the expected key, but of other groups.
 
     Args:
         fd: descriptor of the file.
-        chunk: the expected chunk.
-        body: the body that `read_chunk` read.
+        chunk: identity and layout of the expected chunk.
+        body: memory that `read_chunk` filled.
 
     Raises:
-        ChunkError: the file is damaged, or has the name of another chunk.
-        OSError: the file cannot be read, or was good at the second read.
+        ChunkError: the file is damaged, or contains the chunk of another key.
+        OSError: the file cannot be read, or the second read of its header found nothing wrong.
     """
     set_direct(fd, on=False)
     header = read_header(fd)
@@ -81,7 +84,7 @@ def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
 
 
 def read_header(fd: int) -> ChunkHeader:
-    """Read the header of a file and compare the file's length with it.
+    """Read the header of a file, and check that the file has the length in the header.
 
     Raises:
         ChunkError: the file is not a complete chunk file.
@@ -91,7 +94,7 @@ def read_header(fd: int) -> ChunkHeader:
 
 
 def read(fd: int, offset: int, size: int) -> Buffer:
-    """Return `size` bytes from `offset` on, or fewer where the file ends.
+    """Return the `size` bytes at `offset`, or fewer if the file ends before.
 
     Raises:
         OSError: the bytes cannot be read.
@@ -106,8 +109,8 @@ class _ProgressiveRead:
     """A read of a file that advances as its bytes are needed.
 
     Attributes:
-        header: memory for the file's header, which the first read fills.
-        done: bytes read so far, at most to the end of the file.
+        header: memory of the file's header, which the first read fills.
+        done: number of bytes read so far, including the header.
     """
 
     def __init__(self, fd: int, header: memoryview, into: memoryview) -> None:
@@ -116,7 +119,7 @@ class _ProgressiveRead:
         self._piece_bytes = PIECE_BYTES
 
     def read_up_to(self, size: int) -> None:
-        """Read until `size` bytes of the body are in memory, or the file has ended."""
+        """Read until `size` bytes of the body are in memory, or the file ends."""
         while self.done < len(self.header) + size and not self._ended:
             if self.done:
                 at = self.done - len(self.header)
@@ -128,7 +131,10 @@ class _ProgressiveRead:
             self._ended = read < wanted
 
     def _begin(self) -> tuple[int, int]:
-        """Read the header and a first piece; return the bytes read and the bytes wanted."""
+        """Read the header and a first piece; return the numbers of bytes read and requested.
+
+        If they arrive slower than from memory, the following pieces are larger.
+        """
         began, piece = time.perf_counter(), self._into[:PIECE_BYTES]
         read = read_all(self._fd, (self.header, piece))
         if read < MEMORY_BYTES_PER_SECOND * (time.perf_counter() - began):

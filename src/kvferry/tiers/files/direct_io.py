@@ -1,8 +1,10 @@
-"""Direct I/O between memory and files, with the page cache as a fallback. Blocks; any thread may use it.
+"""Direct I/O between memory and files, with the page cache as a fallback.
 
-The device itself moves data in whole pages of memory (direct I/O). Chunks that are used again soon are in
-host memory. Another copy in the page cache would cost a core's time and evict pages that others need. Data
-that the file system refuses for direct I/O goes through the page cache.
+With direct I/O, the device copies data to or from whole pages of memory, without the page cache. Chunks that
+are used again soon are in the host tier. A copy in the page cache would take CPU time and evict pages that
+others need. If the file system refuses direct I/O for some data, this data goes through the page cache.
+
+All functions that read or write block. Any thread may call them.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from kvferry.tiers.format.chunk import ALIGNMENT
 
 
 def whole_pages(size: int) -> memoryview:
-    """Return new, uninitialised, page-aligned memory of `size` bytes, a multiple of 4096."""
+    """Return new, uninitialised memory of `size` bytes that begins at a page boundary."""
     spare = np.empty(size + ALIGNMENT, np.uint8)
     first = -spare.__array_interface__["data"][0] % ALIGNMENT
     return spare.data[first : first + size]
 
 
 def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
-    """Write `pieces` from the beginning of a file, one after another.
+    """Write buffers one after another, from the beginning of a file.
 
     Args:
-        fd: descriptor of a file.
+        fd: descriptor of the file.
         pieces: buffers to write.
 
     Raises:
@@ -41,15 +43,15 @@ def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
 
 
 def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
-    """Fill `pieces`, one after another.
+    """Fill buffers one after another from a file.
 
     Args:
-        fd: descriptor of a file.
-        pieces: buffers to fill.
-        begin: offset in the file, in bytes.
+        fd: descriptor of the file.
+        pieces: writable buffers to fill.
+        begin: offset in the file at which to begin, in bytes.
 
     Returns:
-        The number of bytes read; fewer than requested only if the file ends.
+        The number of bytes read. It is less than the size of the buffers only if the file ends.
 
     Raises:
         OSError: the file cannot be read.
@@ -58,9 +60,17 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
 
 
 def read_more(fd: int, piece: memoryview, begin: int) -> int:
-    """Fill a buffer from a file that `read_all` has read from before; return the bytes read.
+    """Fill a buffer from a file from which `read_all` has read before; return the number of bytes read.
 
-    It is faster than `read_all` if the data is in the page cache.
+    It avoids the system call with which `read_all` turns direct I/O on, unless its first read is incomplete.
+
+    Args:
+        fd: descriptor of the file.
+        piece: writable buffer to fill.
+        begin: offset in the file at which to begin, in bytes.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     try:
         read = os.preadv(fd, [piece], begin)
@@ -74,7 +84,7 @@ def read_more(fd: int, piece: memoryview, begin: int) -> int:
 def set_direct(fd: int, *, on: bool) -> bool:
     """Turn direct I/O on or off for a file; return whether it is on now.
 
-    The call clears other flags that can be set after opening, such as O_APPEND and O_NONBLOCK.
+    The call clears other flags of the descriptor, such as O_APPEND and O_NONBLOCK.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT if on else 0)
@@ -84,7 +94,14 @@ def set_direct(fd: int, *, on: bool) -> bool:
 
 
 def _transfer(fd: int, pieces: Sequence[Buffer], move: Callable[[Sequence[memoryview], int], int]) -> int:
-    """Move `pieces` until all are done or `move` returns 0; return the number of bytes moved."""
+    """Call `move` until all buffers are done or it returns 0; return the number of bytes moved.
+
+    Args:
+        fd: descriptor of the file.
+        pieces: buffers to read or write, in order.
+        move: function that takes the remaining buffers and the number of bytes moved so far, moves some bytes
+            and returns their number.
+    """
     left, done = [memoryview(piece).cast("B") for piece in pieces], 0
     direct = set_direct(fd, on=True)
     while left:
@@ -93,7 +110,7 @@ def _transfer(fd: int, pieces: Sequence[Buffer], move: Callable[[Sequence[memory
         except OSError as error:
             if not (direct and error.errno == errno.EINVAL):
                 raise
-            # Memory or a length that is not in whole blocks, or larger blocks than pages.
+            # Address or length of the memory is not a multiple of the block size, which may exceed a page.
             direct = set_direct(fd, on=False)
             continue
         if not moved:

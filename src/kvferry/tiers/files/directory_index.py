@@ -1,8 +1,8 @@
 """The index of the chunks in a directory, read from its folders.
 
-A folder's modification time changes with every file that is added or removed, so `refresh` reads only the
-folders that changed. A known chunk may be gone; its fetch then misses. The next `refresh` adds chunks that
-other processes stored.
+The modification time of a folder changes with every file that is added or removed, so `refresh` reads only
+the folders that changed. Between two refreshes, a known chunk may be evicted, and then its fetch misses.
+Chunks that other processes stored become known at the next refresh.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kvferry.tiers.files.regular_file import check_folders
 from kvferry.tiers.index.listed_keys import PARTS, ListedKeys
 from kvferry.tiers.paths import is_chunk_folder, keys_of
 
-# Two changes within the granularity of a folder's time look like one: a folder that changed so recently is
-# read again.
+# Two changes within the granularity of file times give a folder the same time. So a folder that changed less
+# than this before it was read is read again.
 _SETTLED_SECONDS = 2.0
 _PAGE_NAMES = 500
-# An engine's thread must not wait for a large directory: other threads run after every page.
+# Pause after every page of names, in which other threads run. An engine's thread must not wait.
 _PAUSE_SECONDS = 0.001
 
 
 class DirectoryIndex:
-    """Keeps the keys of one namespace up to date. Any thread may use it.
+    """Keeps the known keys of one namespace up to date with the directory. Any thread may use it.
 
     Args:
-        root: the directory of the tier.
-        namespace: 32 bytes.
-        listed: keys, updated from the folders.
-        clock: seconds since 1970, by the file system's clock.
-        pause: function that lets other threads run for a number of seconds.
+        root: directory of the tier.
+        namespace: digest of the namespace, 32 bytes.
+        listed: known keys, which `refresh` updates.
+        clock: function that returns seconds since 1970, by the file system's clock.
+        pause: function that waits a number of seconds, so that other threads can run.
     """
 
     def __init__(
@@ -47,12 +47,17 @@ class DirectoryIndex:
         self._listed = listed
         self._clock = clock
         self._pause = pause
-        # By part: modification time, in nanoseconds, of the folder when it was read; -1 until it has settled.
+        # Modification time, in nanoseconds, of each part's folder when it was read; -1 if the folder had
+        # changed too recently, so that it must be read again.
         self._read_at: dict[int, int] = {}
         self._refreshing = Lock()
 
     def refresh(self) -> int:
-        """Read the folders that changed since the last read; return their number."""
+        """Update the known keys from the folders that changed since they were last read.
+
+        Returns:
+            The number of folders that were read.
+        """
         with self._refreshing:
             changed = self._changed()
             for part, time_ns in changed.items():
@@ -62,7 +67,10 @@ class DirectoryIndex:
             return len(changed)
 
     def _changed(self) -> dict[int, int]:
-        """Return the modification time of each changed folder; remove the keys of missing folders."""
+        """Return the modification time, in nanoseconds, of each changed folder by its part.
+
+        The *part* is the first byte of the keys in the folder. Keys of missing folders are removed.
+        """
         try:
             check_folders(self._root, f"{self._folder}/")
             with os.scandir(self._folder) as entries:
@@ -81,15 +89,17 @@ class DirectoryIndex:
         return {part: time_ns for part, time_ns in found.items() if self._read_at.get(part) != time_ns}
 
     def _read(self, part: int) -> None:
+        """Update the known keys of one part from its folder."""
         with self._listed.listing((part,)):
             names = self._list(part)
             for at in range(0, len(names), _PAGE_NAMES):
                 keys = keys_of(names[at : at + _PAGE_NAMES])
-                # A file whose key begins with another byte is in the wrong folder, where no fetch looks.
+                # Skip keys with another first byte. Their files are in the wrong folder: no fetch finds them.
                 self._listed.show(key for key in keys if key[0] == part)
                 self._pause(_PAUSE_SECONDS)
 
     def _list(self, part: int) -> list[str]:
+        """Return the names of all files in the folder of a part; none if it cannot be read."""
         try:
             return os.listdir(f"{self._folder}/{part:02x}")
         except OSError:

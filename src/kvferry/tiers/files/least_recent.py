@@ -1,7 +1,8 @@
-"""Selection of the least recently used files of a directory of any size.
+"""Selection of the least recently used files in a directory of any size.
 
-The list is limited: a million names would take a lot of memory, and most files would be used or gone before
-their turn. No step keeps an engine's thread waiting: numpy sorts numbers and lets other threads run.
+The number of selected files is limited. A million names would take a lot of memory, and most of these files
+would be used or removed before they are evicted. numpy sorts the times, because it lets other threads run
+meanwhile, such as an engine's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 MAX_LISTED = 1 << 15
-"""Maximum number of listed files; after them the directory is walked again."""
+"""Maximum number of selected files. To evict more, the directory is walked again."""
 
 
 def least_recently_used(
@@ -27,7 +28,7 @@ def least_recently_used(
         most: maximum number of files to return.
 
     Returns:
-        The selected files, the least recently used first, and whether there were more files.
+        The selected files, the least recently used first, and True if there were more files.
     """
     kept: list[tuple[int, str]] = []
     latest = None
@@ -43,5 +44,6 @@ def least_recently_used(
 
 
 def _first(files: list[tuple[int, str]], most: int) -> list[tuple[int, str]]:
+    """Sort files by time of last use, and return the first `most`."""
     used = np.fromiter((used_ns for used_ns, _ in files), np.int64, len(files))
     return [files[at] for at in np.argsort(used, kind="stable")[:most]]

@@ -1,9 +1,9 @@
 """The ledger of a directory: its capacity and its bytes in use, shared by all processes that use it.
 
 The ledger is one small file. A process reads and writes it under an exclusive flock, which its threads hand
-to one another (`lock_handoff`). The bytes in use are never less than the sum of all files: bytes are charged
-before a file is made and released after it is removed. A process that is killed in between leaves the number
-too large, and `count` corrects it.
+to one another (`lock_handoff`). The bytes in use are never less than the sum of all kvferry files: bytes are
+added (*charged*) before a file is created, and subtracted (*released*) after it is removed. If a process is
+killed in between, the number is too large until `count` corrects it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PAUSE_SECONDS = 0.001
 
 
 class HeldLedger:
-    """The ledger while this process holds its lock. Changes are written immediately.
+    """The ledger while this process holds its lock. Every change is written to the file immediately.
 
     Attributes:
-        capacity: maximum bytes of all files.
-        used: bytes in use, never less than the sum of all files.
-        lost: whether the ledger was unreadable, so that the files were counted again.
+        capacity: maximum bytes of all kvferry files together; 0 if unknown.
+        used: bytes in use, never less than the sum of all kvferry files.
+        lost: whether the ledger was missing or damaged, so that the files were counted again.
     """
 
     def __init__(self, fd: int, root: str, capacity: int) -> None:
@@ -48,17 +48,17 @@ class HeldLedger:
             self.count()
 
     def close(self) -> None:
-        """Release the lock."""
-        # What a mount reports only now is of writes that are over; the file is closed whatever it reports.
+        """Release the lock by closing the file."""
+        # A mount may report an error of earlier writes here. The file is closed in any case.
         with suppress(OSError):
             os.close(self._fd)
 
     def charge(self, size: int) -> None:
-        """Add `size` bytes to the bytes in use, before a file uses them."""
+        """Add `size` bytes to the bytes in use. Call it before a file uses them."""
         self._set(self.capacity, self.used + size)
 
     def release(self, size: int) -> None:
-        """Subtract `size` bytes from the bytes in use, after their file is gone."""
+        """Subtract `size` bytes from the bytes in use. Call it after the file was removed."""
         self._set(self.capacity, max(0, self.used - size))
 
     def limit(self, capacity: int) -> None:
@@ -66,13 +66,13 @@ class HeldLedger:
         self._set(capacity, self.used)
 
     def count(self) -> None:
-        """Count the bytes of all files again, by a walk of the directory."""
-        # The ledger counts as what it is after its first write, which may be this one.
+        """Set the bytes in use to the sum of all kvferry files, found by a walk of the directory."""
+        # Count the ledger with its full size, because its first write may be this one.
         others = sum(entry.charged for entry in walk(self._root) if entry.kind is not EntryKind.LEDGER)
         self._set(self.capacity, LEDGER_BYTES + others)
 
     def _set(self, capacity: int, used: int) -> None:
-        # A name may say that any number of bytes was reserved for it.
+        # The name of a temporary file may claim any number of reserved bytes.
         used = min(used, _MOST)
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)
         os.pwrite(self._fd, fields + _digest(fields), 0)
@@ -80,18 +80,19 @@ class HeldLedger:
 
 
 class Ledger:
-    """The ledger of one directory, and its lock.
+    """The ledger of one directory, and its lock. Any thread may use it.
 
     Args:
-        root: the directory, which must stay on the device where the ledger is first held.
-        lock_seconds: default time to wait for other processes.
-        clock: monotonic seconds.
+        root: path of the directory. It must stay on the device where it was when the ledger was first held.
+        lock_seconds: default time to wait for other threads and processes.
+        clock: function that returns monotonic seconds.
         sleep: function that waits a number of seconds.
 
     Attributes:
-        capacity: capacity in bytes for a ledger that is lost and made again.
-        after_loss: callback after a lost ledger was made again, while it is held.
-        after_swap: callback after another directory replaced the one before; raises OSError to refuse it.
+        capacity: capacity in bytes that is written if the ledger was lost and created anew.
+        after_loss: callback that runs after a lost ledger was created anew, while it is held.
+        after_swap: callback that runs when another directory has replaced the previous one at `root`. It
+            raises OSError to refuse the new directory.
     """
 
     def __init__(
@@ -114,27 +115,28 @@ class Ledger:
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
-        """Hold the ledger. Meanwhile no other process charges, releases, makes or renames a file.
+        """Hold the ledger in a ``with`` block. Meanwhile no other process creates, commits or evicts a file.
 
         Args:
-            seconds: time to wait; None for `lock_seconds`.
+            seconds: maximum time to wait for the lock; None for `lock_seconds`.
 
         Raises:
             LockTimeout: other threads or processes held the ledger for that long.
-            OSError: the ledger cannot be opened or written, or another release wrote it; ESTALE if another
+            OSError: the ledger cannot be opened or written, or its version is unknown; ESTALE if another
                 disk is mounted at the directory than before.
         """
         with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as account:
             yield account
 
     def _get(self, deadline: float) -> HeldLedger:
+        """Lock and read the ledger; create it anew if it was lost. Raises LockTimeout or OSError."""
         fd = self._lock(deadline)
         try:
             account = HeldLedger(fd, self._root, self.capacity)
             if account.capacity:
                 self.capacity = account.capacity
             elif self.capacity:
-                # Made anew by a process that did not know it.
+                # Another process, which did not know the capacity, created the ledger anew.
                 account.limit(self.capacity)
             if account.lost:
                 self.after_loss(account)
@@ -144,12 +146,13 @@ class Ledger:
         return account
 
     def _lock(self, deadline: float) -> int:
+        """Lock the ledger's file and return its descriptor. Raises LockTimeout or OSError."""
         start = self._clock()
         while True:
             fd = self._open()
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever cleared the directory has unlinked what was locked here.
+                # If the directory was cleared meanwhile, the locked file is not the ledger any more.
                 if os.path.samestat(os.fstat(fd), os.stat(self._path)):
                     return fd
             except (BlockingIOError, FileNotFoundError):
@@ -163,7 +166,8 @@ class Ledger:
             self._sleep(_PAUSE_SECONDS)
 
     def _open(self) -> int:
-        # An unmounted disk leaves an empty folder on another one, which must not be filled.
+        """Check the directory, open the ledger's file and return its descriptor. Raises OSError."""
+        # An unmounted disk leaves an empty folder on another disk, which must not be filled.
         found, known = os.stat(self._root), self._known
         if known is not None and found.st_dev != known.st_dev:
             raise OSError(errno.ESTALE, "another file system is mounted here than at the start", self._root)
@@ -174,7 +178,7 @@ class Ledger:
 
 
 def read_ledger(root: str) -> tuple[int, int] | None:
-    """Return the ledger's capacity and used bytes without holding it; None if it cannot be read."""
+    """Return the capacity and the bytes in use without the lock; None if the ledger cannot be read."""
     try:
         return _parse(read_regular(f"{root}/{LEDGER}", LEDGER_BYTES))
     except OSError:
@@ -186,6 +190,11 @@ def _digest(fields: bytes) -> bytes:
 
 
 def _parse(data: bytes) -> tuple[int, int] | None:
+    """Return the capacity and the bytes in use from the content of a ledger; None if it is damaged.
+
+    Raises:
+        OSError: the ledger has another version.
+    """
     fields = data[: _FIELDS.size]
     if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != _digest(fields):
         return None

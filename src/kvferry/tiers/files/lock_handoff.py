@@ -1,8 +1,8 @@
-"""A file lock that processes compete for, and that the threads of a process hand to one another.
+"""A file lock that processes compete for, and that the threads of one process hand to one another.
 
 Taking the lock costs several system calls, and a wait if another process has it. So one thread of a process
-takes it and hands it to the next waiting thread. After 20 ms the process releases it, for long enough that
-another process can take it.
+takes the lock, and hands it to the next waiting thread. After 20 ms the process releases the lock. If more
+threads wait, they pause so that another process can take it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _KEPT_SECONDS = 0.020
-# Longer than other processes pause between two looks.
+# Pause before a process takes the lock again. It is longer than the pause between two attempts to take it.
 _LEFT_SECONDS = 0.002
 
 
 class LockTimeout(Exception):
-    """An error for a lock that other threads or processes held for too long."""
+    """An error that says that other threads or processes held a lock for too long."""
 
 
 @dataclass
 class _WaitingThreads(Generic[T]):
-    """The threads of one process that want the lock.
+    """The threads of one process that hold or want the lock.
 
     Attributes:
         pid: id of the process.
-        changed: notified when a thread is done with the lock.
+        changed: condition that is notified when a thread has finished with the lock.
         waiting: number of waiting threads.
         busy: whether a thread holds the lock or is taking it.
-        resource: the held resource, while this process has the lock.
-        since: when the lock was taken, by the clock.
-        leave: whether to let other processes go first.
+        resource: locked resource; None while this process does not have the lock.
+        since: monotonic seconds at which this process took the lock.
+        leave: whether the next thread must pause, so that another process can take the lock first.
     """
 
     pid: int
@@ -50,15 +50,16 @@ class _WaitingThreads(Generic[T]):
 
 
 class LockHandoff(Generic[T]):
-    """A locked resource, used by one thread of this process at a time. Any thread may use it.
+    """A resource under a lock, used by one thread of one process at a time. Any thread may use it.
 
         free ─get─▶ used ─another thread waits─▶ handed over ─▶ used ─no thread waits, or after 20 ms─▶ free
 
     Args:
         name: name of the resource, for messages.
-        get: function that takes the lock before a deadline; raises `LockTimeout` or another error.
-        give: function that releases the lock.
-        clock: monotonic seconds.
+        get: function that takes the lock and returns the resource. Its argument is a deadline, by `clock`. It
+            raises `LockTimeout` or another error.
+        give: function that releases the lock of a resource.
+        clock: function that returns monotonic seconds.
         sleep: function that waits a number of seconds.
     """
 
@@ -79,10 +80,10 @@ class LockHandoff(Generic[T]):
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[T]:
-        """Hold the resource in a ``with`` block, if it is free within `seconds`.
+        """Hold the resource in a ``with`` block, after waiting for at most `seconds`.
 
         Raises:
-            LockTimeout: others held the resource for that long.
+            LockTimeout: other threads or processes held the resource for that long.
         """
         deadline = self._clock() + seconds
         queue = self._queue()
@@ -100,7 +101,7 @@ class LockHandoff(Generic[T]):
             self._leave(queue, sound=sound)
 
     def _queue(self) -> _WaitingThreads[T]:
-        """Return the queue of this process; after a fork, release what the parent's threads held."""
+        """Return the state of this process. After a fork, create it, and close the parent's resource here."""
         if self._own.pid != os.getpid():
             inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
             if inherited.resource is not None:
@@ -108,6 +109,7 @@ class LockHandoff(Generic[T]):
         return self._own
 
     def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
+        """Wait until no other thread of this process uses the resource. Raises LockTimeout."""
         with queue.changed:
             queue.waiting += 1
             try:
@@ -118,6 +120,12 @@ class LockHandoff(Generic[T]):
                 queue.waiting -= 1
 
     def _leave(self, queue: _WaitingThreads[T], *, sound: bool) -> None:
+        """Hand the resource to the next waiting thread, or release it.
+
+        Args:
+            queue: state of this process.
+            sound: whether the ``with`` block ended without an exception; if False, release the resource.
+        """
         with queue.changed:
             long = self._clock() - queue.since > _KEPT_SECONDS
             queue.leave = long and queue.waiting > 0

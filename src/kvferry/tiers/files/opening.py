@@ -1,4 +1,8 @@
-"""Open a directory: check its marker, set its capacity, and sweep leftovers."""
+"""Functions that open a directory of the file tier: check it, set its capacity, and remove leftovers.
+
+The *marker* is a file that contains the version of the directory's layout. A *note* is a file that describes
+a namespace to people. *Leftovers* are temporary files of dead writers.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ from kvferry.tiers.files.space import DirectorySpace
 from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, temporary_path
 from kvferry.units import format_bytes
 
-# Of the free space, what a directory may hold if nobody says.
+# The default capacity of a directory is the free space divided by this.
 DEFAULT_CAPACITY_DIVISOR = 10
 
-# Others may be counting a large directory.
+# Time to wait for the ledger's lock. Another process holds it while it counts the files of a large directory.
 _PATIENCE_SECONDS = 60.0
 
 _SIGNATURE = "file tier"
@@ -31,10 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 def check_directory(root: str) -> None:
-    """Check that a directory exists and is not of another directory version.
+    """Check that a directory exists, and that its marker, if it has one, has the version of this release.
 
     Raises:
-        ConfigError: the directory is missing, of another version, or has an invalid marker.
+        ConfigError: the directory is missing, has another version, or has an invalid marker.
     """
     if not os.path.isdir(root):
         found = "is no directory" if os.path.exists(root) else "does not exist"
@@ -48,7 +52,7 @@ def check_directory(root: str) -> None:
 
 
 def read_marker(root: str) -> object | None:
-    """Return the directory version in the marker; None if there is no marker.
+    """Return the layout version in the marker of a directory; None if there is no marker.
 
     Raises:
         ConfigError: the marker cannot be read or is invalid.
@@ -71,18 +75,21 @@ def read_marker(root: str) -> object | None:
 def open_directory(
     root: str, ledger: Ledger, room: DirectorySpace, namespace: Namespace, capacity: int | None
 ) -> None:
-    """Sweep leftovers, count all files, set the capacity, evict down to it, and write the notes.
+    """Prepare a directory for use.
+
+    The function removes leftovers, counts the files, sets the capacity, evicts down to it, and writes the
+    marker and the note. It logs a warning if other users can write to the directory.
 
     Args:
-        root: the directory, already checked.
-        ledger: the ledger of the directory; its fallback capacity is set.
-        room: the space of the directory.
-        namespace: the namespace that will be used.
-        capacity: maximum bytes of all files of all processes; None for the current capacity, or for a tenth
-            of the free space in a new directory.
+        root: path of the directory, which `check_directory` has checked.
+        ledger: ledger of the directory. The function sets its capacity and its callbacks.
+        room: space of the directory.
+        namespace: namespace that the caller will use.
+        capacity: maximum bytes of all kvferry files of all processes; None for the current capacity, or for
+            a tenth of the free space in a new directory.
 
     Raises:
-        ConfigError: the directory cannot be used, or not with that capacity.
+        ConfigError: the directory cannot be used, or the capacity is more than the disk has or too small.
     """
     try:
         if who := writable_by_others(root):
@@ -99,7 +106,7 @@ def open_directory(
             room.make_room(account)
             _furnish(root, namespace, account, room)
         ledger.after_swap = lambda: _check_again(root)
-        # A directory that an operator clears is furnished again by the engines that go on using it.
+        # If an operator clears the directory, engines that still use it write its folders and notes again.
         ledger.after_loss = lambda account: _furnish_again(root, namespace, account, room)
     except LockTimeout as error:
         raise ConfigError(f"file tier: {error}; find the process that holds it, and end it") from error
@@ -108,13 +115,14 @@ def open_directory(
 
 
 def unusable_directory(root: str, error: OSError) -> ConfigError:
-    """Return the error message for a directory that cannot be used."""
+    """Return a ConfigError for an OSError that makes a directory unusable."""
     said = error.strerror or str(error)
     where = error.filename or root
     return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
 
 
 def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
+    """Return the capacity to use, in bytes. Raises ConfigError if more is requested than the disk has."""
     space = os.statvfs(root)
     free = space.f_bavail * space.f_frsize
     if asked is None:
@@ -129,7 +137,7 @@ def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
 
 
 def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Make the missing folders and notes of a directory. The ledger is held."""
+    """Create the missing folders, marker and note of a directory. The ledger is held."""
     folder = f"{root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
     make_folder(root, folder)
@@ -139,6 +147,7 @@ def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: Directo
 
 
 def _check_again(root: str) -> None:
+    """Check a directory that has replaced the previous one. Raises OSError if it cannot be used."""
     try:
         check_directory(root)
     except ConfigError as error:
@@ -146,13 +155,18 @@ def _check_again(root: str) -> None:
 
 
 def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    # Notes are for people; no store is dropped because one cannot be written.
+    # Notes are only for people. If one cannot be written, chunks are still stored.
     with suppress(ConfigError, OSError):
         _furnish(root, namespace, account, room)
 
 
 def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> None:
-    """Write a note if it does not exist. The ledger is held."""
+    """Write a small file if it does not exist, and charge its bytes to the ledger, which is held.
+
+    Raises:
+        ConfigError: the file does not fit into the capacity.
+        OSError: the file cannot be written.
+    """
     if is_regular(path):
         return
     data = text.encode("ascii")

@@ -1,4 +1,4 @@
-"""A check for other users who can change the files of a directory."""
+"""A check for other users who can write to a directory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def writable_by_others(root: str) -> str:
-    """Return why other users can put chunks into a directory; empty if only this user and root can.
+    """Return the reason why other users can write to a directory; empty if only this user and root can.
 
-    Chunks have checksums but no signature. A user who can write to the directory, or can replace a folder
+    Chunks have checksums but no signatures. So a user who can write to the directory, or can replace a folder
     above it, controls the KV that engines use.
 
     Raises:
@@ -22,7 +22,7 @@ def writable_by_others(root: str) -> str:
         status = os.stat(path)
         if status.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to user {status.st_uid}"
-        # In a folder with the sticky bit, such as /tmp, others add entries, but replace none of ours.
+        # In a folder with the sticky bit, such as /tmp, others can add entries, but not replace ours.
         if status.st_mode & _WRITABLE and (
             path == os.path.realpath(root) or not status.st_mode & stat.S_ISVTX
         ):

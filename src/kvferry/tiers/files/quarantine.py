@@ -1,4 +1,4 @@
-"""Quarantine for bad files, where an operator can inspect them."""
+"""The quarantine for bad files: a folder where an operator can inspect them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvferry.tiers.paths import quarantine_path
 
 
 def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
-    """Move a bad file to quarantine, where its bytes still count.
+    """Move a bad file to quarantine, where its bytes still count against the capacity.
 
-    If there is no plain quarantine folder, the file is removed: while it has a chunk's name, no process can
-    store that chunk.
+    If something else than a folder has the name of the quarantine folder, the bad file is removed. It cannot
+    keep its name, because then no process could store its chunk.
 
     Args:
-        root: the directory of the tier.
-        ledger: the ledger of the directory, which is held during the move.
-        found: status of the bad file; a file that has replaced it meanwhile stays.
+        root: directory of the tier.
+        ledger: ledger of the directory, which is held during the move.
+        found: status of the bad file. If another file has replaced it meanwhile, that file stays.
         path: path of the bad file.
 
     Returns:
-        Whether the file was moved.
+        True if the file was moved. False if it was removed, had been replaced, or could not be moved.
     """
     with suppress(LockTimeout, OSError), ledger.held() as account:
         check_folders(root, path)

@@ -1,7 +1,8 @@
-"""Functions that open and make plain files and folders, and refuse everything else.
+"""Functions that open and create plain files and folders, and refuse everything else.
 
 A user who can write to a directory can put a link, a pipe, a device or a folder in place of a file. Below the
-directory none of these is followed or waited for. The path to the directory itself may contain links.
+directory, these functions follow no link, and do not wait for a pipe or a device. The path to the directory
+itself may contain links.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import stat
 from contextlib import suppress
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
-"""Modes that admit only the user, since a chunk reveals its prompt."""
+"""Modes of new files and folders. They admit only this user, because a chunk reveals its prompt."""
 
-# Errors of a file that is no plain one: a link, a socket or a pipe, a folder, a device without a driver.
+# Errors when a link, a socket or pipe, a folder, or a device without a driver is opened as a plain file.
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 
 class NotRegular(OSError):
-    """An error for something else in place of a plain file or folder."""
+    """An error that says that a path is not a plain file or folder."""
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open a file without waiting. A new file gets mode 0600.
+    """Open a plain file without waiting, and return its descriptor. A new file gets mode 0600.
+
+    Args:
+        path: path of the file.
+        flags: flags for `os.open`.
 
     Raises:
         NotRegular: the path is not a plain file.
@@ -47,7 +52,7 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def read_regular(path: str, most: int) -> bytes:
-    """Return the first `most` bytes of a file.
+    """Return the first `most` bytes of a plain file, or fewer if it is shorter.
 
     Raises:
         NotRegular: the path is not a plain file.
@@ -58,7 +63,7 @@ def read_regular(path: str, most: int) -> bytes:
 
 
 def is_regular(path: str) -> bool:
-    """Return whether the path is a plain file."""
+    """Return whether the path exists and is a plain file."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -69,8 +74,8 @@ def check_folders(root: str, path: str) -> None:
     """Check that all folders between `root` and a file are plain folders, not links.
 
     Raises:
-        NotRegular: one is not a plain folder.
-        OSError: one is missing or its status cannot be read.
+        NotRegular: a folder on the path is something else.
+        OSError: a folder on the path is missing, or its status cannot be read.
     """
     while len(path := os.path.dirname(path)) > len(root):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
@@ -78,11 +83,11 @@ def check_folders(root: str, path: str) -> None:
 
 
 def make_folder(root: str, folder: str) -> None:
-    """Make a folder and missing folders between it and `root`, with mode 0700.
+    """Create a folder, and missing folders between it and `root`, with mode 0700.
 
     Raises:
-        NotRegular: something else has the place of a folder.
-        OSError: a folder cannot be made, or `root` is missing.
+        NotRegular: a link, a file or a device has the name of a folder.
+        OSError: a folder cannot be created, or `root` is missing.
     """
     if len(above := os.path.dirname(folder)) > len(root):
         make_folder(root, above)
@@ -92,7 +97,7 @@ def make_folder(root: str, folder: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Flush a folder's entries to the disk.
+    """Flush the entries of a folder to the disk, so that new names in it survive a crash.
 
     Raises:
         OSError: the folder cannot be opened or flushed.

@@ -19,13 +19,14 @@ from kvferry.tiers.storage_settings import Location, StorageSettings
 
 
 class FileSettings(StorageSettings, frozen=True):
-    """Chunks in a directory, which several engines may share.
+    """Settings of a file tier, which keeps chunks in a directory that several engines may share.
 
     Attributes:
-        path: the directory, which must exist; by default one in the user's cache directory.
-        capacity: bytes of all its files, or a text such as ``50GiB``; by default the capacity that the
-            directory had before, or a tenth of the free space.
-        durable: flush every chunk to the disk before it counts as stored.
+        path: path of the directory, which must exist; None for the default one in the user's cache directory,
+            which is created.
+        capacity: maximum bytes of all kvferry files in the directory, or a text such as ``50GiB``; None for
+            the capacity that the directory had before, or a tenth of the free space.
+        durable: whether to flush every chunk to the disk before it counts as stored.
     """
 
     kind: ClassVar[str] = "file"
@@ -36,7 +37,7 @@ class FileSettings(StorageSettings, frozen=True):
     durable: bool = False
 
     def check(self, where: str) -> None:
-        """Check the capacity, and whether a directory can have that name; see `StorageSettings.check`."""
+        """Check that the capacity is valid, and that a directory can have the path. Raises ConfigError."""
         check_capacity(where, self.capacity)
         if self.path is None:
             return
@@ -51,14 +52,18 @@ class FileSettings(StorageSettings, frozen=True):
 
     @property
     def location(self) -> Location:
-        """The directory, by its absolute path."""
+        """The absolute path of the directory."""
         if self.path is None:
             return Location("the default directory", ())
         path = os.path.abspath(self.path)
         return Location(path, (path,))
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> FileTier:
-        """Open the directory; the default one is created. See `StorageSettings.open`."""
+        """Open the directory and return the tier. The default directory is created if it is missing.
+
+        Raises:
+            ConfigError: the directory cannot be used, or an earlier tier uses the same one.
+        """
         path = self.path or make_default_directory()
         directories = [one.path or default_directory() for one in earlier if isinstance(one, FileSettings)]
         if twin := find_same_directory(path, directories):
@@ -71,10 +76,10 @@ class FileSettings(StorageSettings, frozen=True):
 
 
 def make_default_directory() -> str:
-    """Return the default directory, in the user's cache directory; make it for this user alone.
+    """Create the default directory, if it is missing, with access for this user only; return its path.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the directory cannot be created.
     """
     path = default_directory()
     try:

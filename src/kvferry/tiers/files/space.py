@@ -1,8 +1,8 @@
-"""Space for new files: reserve it, write the file, then commit or abandon it.
+"""Space for new files in a directory. A writer reserves it, writes the file, then commits or abandons it.
 
-The least recently used file is evicted first, whether a chunk of any namespace or a quarantined file. Files
-are listed in order of use outside the ledger's lock. Each is checked again before it is evicted, because
-other processes use, evict and write files too.
+To make room, the least recently used files are evicted: chunks of any namespace, and quarantined files. A
+walk of the directory lists them in order of use, usually without the ledger's lock. Each file is checked
+again before it is evicted, because other processes use, evict and write files too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvferry.tiers.files.regular_file import check_folders, is_regular, open_reg
 from kvferry.tiers.outcome import OutcomeCounter
 from kvferry.tiers.paths import CacheEntry, EntryKind, boot_id, temporary_path, walk
 
-# Where another machine's locks may not be seen, its temporary files are left alone for so long.
+# Minimum age of another machine's temporary file before it is removed, because its lock may not be visible.
 FOREIGN_LEFTOVER_SECONDS = 900.0
 
-# A file that was used later than this from now has its time from a clock that was wrong.
+# A file whose time is further in the future than this got it from a wrong clock.
 _AHEAD_SECONDS = 300.0
 
 _EVICTABLE = (EntryKind.CHUNK, EntryKind.QUARANTINED)
@@ -34,10 +34,10 @@ _LATEST = 1 << 62
 
 
 class DirectoryFull(Exception):
-    """An error for a file that no room can be made for.
+    """An error that says that there is no room for a file, even after eviction.
 
     Attributes:
-        too_large: whether the file is larger than the capacity.
+        too_large: whether the file alone is larger than the capacity.
     """
 
     def __init__(self, size: int, account: HeldLedger) -> None:
@@ -50,10 +50,11 @@ class _Walked:
     """The result of a walk of the directory.
 
     Attributes:
-        temporary: temporary files, of live and dead writers.
-        listed: rank and path of evictable files, the first to be evicted first.
+        temporary: entries of the temporary files, of live and dead writers.
+        listed: rank and path of evictable files, in the order of eviction. The rank is the time of last use,
+            as `DirectorySpace._rank` returns it.
         more: whether there are more evictable files.
-        charged: bytes that all files count for.
+        charged: bytes that all kvferry files count against the capacity.
     """
 
     temporary: list[CacheEntry]
@@ -63,14 +64,14 @@ class _Walked:
 
 
 class DirectorySpace:
-    """The space of one directory. Any thread may use it.
+    """The space of one directory, with its eviction. Any thread may use it.
 
     Args:
-        root: the directory.
-        ledger: the ledger of the directory.
-        tally: counter of evicted and swept files.
-        gone: called with the path of every evicted file.
-        clock: seconds since 1970.
+        root: path of the directory.
+        ledger: ledger of the directory.
+        tally: counter for evicted files, and for removed temporary files.
+        gone: callback that gets the path of every evicted file.
+        clock: function that returns seconds since 1970.
     """
 
     def __init__(
@@ -86,29 +87,33 @@ class DirectorySpace:
         self._tally = tally
         self._gone = gone
         self._clock = clock
-        # Ranks and paths, of one walk; changed only while the ledger is held. What came or was
-        # used after the walk, and what the walk saw but did not list, is newer than all of these.
+        # Ranks and paths of evictable files from the last walk; changed only while the ledger is held. Files
+        # that were stored or used after the walk, and files that the walk did not list, are newer.
         self._oldest: deque[tuple[int, str]] = deque()
         self._more = False
         self._walking = Lock()
 
     def reserve(self, final: str, size: int) -> tuple[int, str]:
-        """Make room for a file and make an empty one under a temporary name.
+        """Make room for a file, and create an empty file under a temporary name.
+
+        Args:
+            final: path that the file will get when it is complete.
+            size: bytes of the complete file, which are charged to the ledger.
 
         Returns:
-            The descriptor of the file, open for writing and flocked, and its path.
+            The descriptor of the file, open for writing and locked with flock, and its path.
 
         Raises:
             DirectoryFull: nothing is left to evict, or the file is larger than the capacity.
-            LockTimeout: others held the ledger for too long.
-            OSError: the file cannot be made.
+            LockTimeout: other threads or processes held the ledger for too long.
+            OSError: the file cannot be created.
         """
         with self._ledger.held() as account:
             if size > account.capacity:
                 raise DirectoryFull(size, account)
             if self._evict_to(account, account.capacity - size):
                 return self._create(account, final, size)
-        # One thread walks; the others find that there is room, or something to evict.
+        # One thread walks. The others wait, and then find that there is room, or files to evict.
         with self._walking:
             with self._ledger.held() as account:
                 if self._evict_to(account, account.capacity - size):
@@ -118,20 +123,26 @@ class DirectorySpace:
                 self._take_in(found, account)
                 if self.make_room(account, size):
                     return self._create(account, final, size)
-                # Before giving up: killed writers may have charged bytes for files that they never made.
+                # Count again before giving up: killed writers may have charged bytes without creating a file.
                 self.settle(account)
                 if self.make_room(account, size):
                     return self._create(account, final, size)
                 raise DirectoryFull(size, account)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
-        """Rename a written file to its final name, unless another process stored the chunk first.
+        """Rename a complete file to its final name, unless another writer has stored the chunk first.
+
+        Args:
+            temporary: path of the complete file.
+            final: path that it gets.
+            size: bytes that were reserved for it.
 
         Returns:
-            Whether the file was renamed; if not, it is removed and its bytes are released.
+            True if the file was renamed. If not, it was removed, and its bytes were released.
 
         Raises:
-            LockTimeout, OSError: the file cannot be renamed and still exists.
+            LockTimeout: the ledger was held for too long. The file still exists.
+            OSError: the file cannot be renamed or removed. It still exists.
         """
         with self._ledger.held() as account:
             if not is_regular(final):
@@ -142,27 +153,39 @@ class DirectorySpace:
             return False
 
     def abandon(self, temporary: str, size: int) -> None:
-        """Remove a file that could not be written, and release its bytes.
+        """Remove a file that could not be written or committed, and release its bytes.
 
-        If it cannot be removed now, it stays empty and charged with the bytes in its name. The next sweep
-        removes it after its writer has closed it.
+        If the file cannot be removed now, it is truncated, and its bytes stay charged. A later `sweep`
+        removes it, after its writer has closed it.
+
+        Args:
+            temporary: path of the file.
+            size: bytes that were reserved for it.
         """
         with suppress(OSError):
             os.close(open_regular(temporary, os.O_WRONLY | os.O_TRUNC))
-        # Held from before it is gone: who counts in between would not see it, and it would be released twice.
+        # Hold the ledger before removing the file. If it were counted in between, `release` would be wrong.
         with suppress(LockTimeout, OSError), self._ledger.held() as account:
             os.unlink(temporary)
             account.release(size)
 
     def settle(self, account: HeldLedger) -> None:
-        """Remove leftovers of dead writers and count all files again, by walks of the directory."""
+        """Remove temporary files of dead writers, and count all files again. The directory is walked twice.
+
+        Args:
+            account: ledger of the directory, which the caller holds.
+        """
         self._take_in(self._look(), account)
         account.count()
 
     def make_room(self, account: HeldLedger, size: int = 0) -> bool:
-        """Evict until another `size` bytes fit into the capacity; return whether they fit.
+        """Evict files until another `size` bytes fit into the capacity; return whether they fit.
 
-        The directory is walked again if more files must be evicted than are listed.
+        If more files must be evicted than are listed, the directory is walked again.
+
+        Args:
+            account: ledger of the directory, which the caller holds.
+            size: number of bytes to make room for. A negative number raises the limit above the capacity.
         """
         goal, before = account.capacity - size, -1
         while goal >= 0 and not self._evict_to(account, goal):
@@ -173,13 +196,13 @@ class DirectorySpace:
         return goal >= 0
 
     def _create(self, account: HeldLedger, final: str, size: int) -> tuple[int, str]:
-        """Charge `size` bytes and make an empty temporary file for them."""
+        """Charge `size` bytes, and create an empty temporary file. Return its descriptor and its path."""
         check_folders(self._root, final)
         path, fd = temporary_path(final, size), -1
         account.charge(size)
         try:
             fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            # Nobody sweeps while the ledger is held, so nobody can have locked it.
+            # This lock is free: only `sweep` tries to lock temporary files, and it needs the ledger.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             if fd >= 0:
@@ -190,17 +213,18 @@ class DirectorySpace:
         return fd, path
 
     def _evict_to(self, account: HeldLedger, goal: int) -> bool:
+        """Evict listed files until at most `goal` bytes are in use; return whether that was possible."""
         while account.used > goal and self._oldest:
             rank, path = self._oldest.popleft()
             try:
                 check_folders(self._root, path)
                 status = os.lstat(path)
                 if self._rank(status.st_mtime_ns, status.st_size) > rank:
-                    # Used since: no older than what is not listed. The next walk lists it again.
+                    # The file was used after the walk, so it is newer than the unlisted files. Skip it.
                     continue
                 os.unlink(path)
             except OSError:
-                # Evicted by another process, or not ours to remove: the next one then.
+                # Another process has evicted the file, or this user may not remove it. Skip it.
                 continue
             account.release(status.st_size)
             self._tally.add(evicted=1, evicted_bytes=status.st_size)
@@ -208,6 +232,7 @@ class DirectorySpace:
         return account.used <= goal
 
     def _look(self) -> _Walked:
+        """Walk the directory and return the result. Raises OSError if a folder cannot be read."""
         temporary: list[CacheEntry] = []
         charged = 0
 
@@ -226,17 +251,18 @@ class DirectorySpace:
     def _rank(self, used_ns: int, size: int) -> int:
         """Return the rank of a file for eviction: its time of last use, in nanoseconds.
 
-        A file with a time far in the future, or larger than the capacity, ranks before all others. Otherwise
-        a file from the future would outlast all files stored until then.
+        The file with the lowest rank is evicted first. A file with a time far in the future, or larger than
+        the capacity, ranks below all others. Otherwise a file from the future would outlast all files that
+        are used before that time.
         """
         ahead = used_ns / 1e9 - self._clock() > _AHEAD_SECONDS
         strange = ahead or size > (self._ledger.capacity or size)
         return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
     def _take_in(self, found: _Walked, account: HeldLedger) -> None:
-        """Sweep the leftovers of dead writers that a walk found, and list the evictable files."""
+        """Use the result of a walk: remove files of dead writers, and keep the list for eviction."""
         if found.charged > account.used:
-            # Others have put files there without a word. What is released has to have been charged.
+            # Files were added without being charged. Count again, so that evicting them can release bytes.
             account.count()
         self._tally.add(swept=sweep(found.temporary, account, self._clock))
         self._oldest = deque(found.listed)
@@ -244,15 +270,16 @@ class DirectorySpace:
 
 
 def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], float] = time.time) -> int:
-    """Remove leftovers of dead writers.
+    """Remove temporary files of dead writers, and release their bytes.
 
-    A writer holds a flock on its file, so a file that can be locked has no writer. Files of another boot must
-    also be older than 15 minutes, since a shared mount may not show the locks of other machines.
+    A writer holds a flock on its file, so a file that can be locked has no writer. A file of another machine
+    or an earlier boot must also be older than 15 minutes, because a shared mount may hide the locks of other
+    machines.
 
     Args:
-        found: temporary files of the directory.
-        account: the held ledger of the directory; the bytes are released.
-        clock: seconds since 1970.
+        found: entries of the temporary files in the directory.
+        account: ledger of the directory, which the caller holds.
+        clock: function that returns seconds since 1970.
 
     Returns:
         The number of removed files.
@@ -270,12 +297,13 @@ def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], 
 
 
 def _has_writer(path: str) -> bool:
+    """Return whether a process holds the lock of a temporary file; True also if it cannot be opened."""
     if not is_regular(path):
         return False
     try:
         fd = open_regular(path, os.O_RDWR)
     except OSError:
-        # Gone, or another user's.
+        # The file is gone, or belongs to another user.
         return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,11 +1,12 @@
 """The file tier: chunks in a directory, on a disk of this machine or on a mount that machines share.
 
 Every call blocks, and any thread may make it. A fetch takes no lock: a chunk is written under a temporary
-name and then renamed, so it exists completely or not at all. A hit counts only after its checksums match. A
-store reserves its space under the lock of the directory's ledger before it writes.
+name and then renamed, so it exists completely or not at all. A fetch is a hit only if all checksums match. A
+store reserves its space before it writes, under the lock of the directory's *ledger*, a file with the
+capacity and the bytes in use.
 
-Failures of the disk, a file or another process are outcomes. They are counted, and the first of each kind is
-logged.
+If the disk, a file or another process fails, calls return an outcome and raise no exception. Failures are
+counted, and the first of each kind is logged.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from kvferry.tiers.storage_tier import StorageTier, StoreUsage
 _log = logging.getLogger(__name__)
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# ESTALE is what a network mount reports of a file that was removed while it was open.
+# A network mount reports ESTALE for a file that was removed while it was open.
 _EVICTED = (errno.ENOENT, errno.ESTALE)
 
 _ADVICE = {
@@ -64,18 +65,18 @@ _ADVICE = {
 
 
 class FileTier(StorageTier):
-    """The chunks of one namespace in a directory, which may hold others and be used by other processes.
+    """The chunks of one namespace in a directory. Other namespaces and processes may use the same directory.
 
     Args:
-        path: the directory, which exists.
-        namespace: namespace of the chunks; its note is written if it is new.
-        capacity: maximum bytes of all kvferry files under `path`. All processes share one capacity. The last
-            process that gives one sets it. None keeps the current one; a new directory gets a tenth of the
-            free space.
+        path: path of the directory, which must exist.
+        namespace: namespace of the chunks. Its note, which describes it, is written if it is missing.
+        capacity: maximum bytes of all kvferry files under `path`. All processes share one capacity: the
+            latest one that a process gave. None keeps the current one, or sets a tenth of the free space in
+            a new directory.
         durable: whether to flush every chunk and its folder to the disk before it counts as stored.
-        clock: seconds since 1970, for times of use.
+        clock: function that returns seconds since 1970, for times of use.
         lock_seconds: time that a store waits for the ledger before it is dropped.
-        table: key table that the tiers of a cache share; None for a table of its own.
+        table: key table that the tiers of a cache share; None for a separate one.
 
     Raises:
         ConfigError: the path is missing, cannot be written or has another version, or the capacity is more
@@ -118,7 +119,11 @@ class FileTier(StorageTier):
         return len(self._listed)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Record that known chunks were used, and skip unknown ones; see `StorageTier.mark_used`."""
+        """Set the times of last use of known chunks to now, and skip unknown ones. The call blocks.
+
+        Args:
+            keys: keys of the chunks, in the order in which to evict them.
+        """
         known = self.contains(keys).tolist()
         paths = (
             chunk_path(self._root, self._namespace, key)
@@ -128,15 +133,15 @@ class FileTier(StorageTier):
         mark_files_used(self._root, paths, self._clock)
 
     def usage(self) -> StoreUsage:
-        """Return the usage of the directory by all processes; see `StorageTier.usage`."""
+        """Return the usage of the directory by all processes. Only one thread may call it at a time."""
         return self._usage.read(empty=not len(self._listed))
 
     def refresh(self) -> int:
-        """Update `keys` with chunks that others stored or evicted; return the number of changed folders."""
+        """Update `keys` from the folders that changed; return the number of these folders."""
         return self._index.refresh()
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk; see `StorageTier.put`."""
+        """Store a chunk in a file. Arguments and errors: `StorageTier.put`."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         detail = ""
@@ -158,7 +163,7 @@ class FileTier(StorageTier):
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a chunk; see `StorageTier.get`."""
+        """Fetch a whole chunk from its file. Arguments and errors: `StorageTier.get`."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
         detail = ""
@@ -175,9 +180,10 @@ class FileTier(StorageTier):
         return done
 
     def close(self) -> None:
-        """Do nothing: no file is open between calls."""
+        """Do nothing, because no file stays open between calls."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
+        """Store a chunk unless its file exists. Raises LockTimeout, DirectoryFull or OSError."""
         final = chunk_path(self._root, self._namespace, chunk.key)
         with suppress(FileNotFoundError):
             check_folders(self._root, final)
@@ -197,6 +203,7 @@ class FileTier(StorageTier):
         return PutOutcome.STORED if first else PutOutcome.PRESENT
 
     def _write(self, fd: int, chunk: Chunk, body: memoryview) -> None:
+        """Write a chunk and its time of use to an empty file. Raises OSError."""
         write_chunk(fd, chunk, body)
         now = int(self._clock() * 1e9)
         os.utime(fd, ns=(now, now))
@@ -204,6 +211,7 @@ class FileTier(StorageTier):
             os.fdatasync(fd)
 
     def _reserve(self, final: str, size: int) -> tuple[int, str]:
+        """Reserve space for a file as `DirectorySpace.reserve` does, and create its folder if needed."""
         try:
             return self._space.reserve(final, size)
         except FileNotFoundError:
@@ -214,6 +222,12 @@ class FileTier(StorageTier):
         return self._space.reserve(final, size)
 
     def _get(self, chunk: Chunk, into: memoryview) -> GetOutcome:
+        """Fetch a chunk: return HIT or OTHER_SHAPE. A bad file goes to quarantine.
+
+        Raises:
+            OSError: the file does not exist or cannot be read.
+            _BadFile: the file failed a check.
+        """
         path = chunk_path(self._root, self._namespace, chunk.key)
         check_folders(self._root, path)
         try:
@@ -234,6 +248,7 @@ class FileTier(StorageTier):
         return GetOutcome.HIT
 
     def _on_evicted(self, path: str) -> None:
+        """Remove the key of an evicted file from `keys`, if it is a chunk of this namespace."""
         folder, name = os.path.split(path)
         key = key_of(name)
         if key is not None and folder.startswith(f"{self._root}/{self._namespace.hex()}/"):
@@ -245,4 +260,4 @@ class FileTier(StorageTier):
 
 
 class _BadFile(Exception):
-    """A file failed a check and was moved to quarantine."""
+    """An error that says that a file failed a check, and was moved to quarantine if that was possible."""

@@ -1,4 +1,4 @@
-"""The bytes in use of a directory, and the lookup of another namespace whose model has the same name."""
+"""The usage of a directory, and a search for another namespace whose model has the same name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MAX_NOTE_BYTES = 1 << 20
 
 
 class UsageReader:
-    """Reads the usage of a directory. For one thread; every call blocks.
+    """A reader of the usage of a directory. Not thread-safe; every call blocks.
 
     Args:
-        root: the directory.
-        namespace: the namespace that this process uses.
+        root: path of the directory.
+        namespace: namespace that this process uses.
     """
 
     def __init__(self, root: str, namespace: Namespace) -> None:
@@ -28,16 +28,18 @@ class UsageReader:
         self._last = StoreUsage()
 
     def read(self, *, empty: bool) -> StoreUsage:
-        """Return the current usage; what cannot be read keeps its last value.
+        """Return the current usage. A value that cannot be read keeps its last value.
 
         Args:
-            empty: whether the namespace of this process has no chunks.
+            empty: whether the namespace of this process has no chunks. Only then is another namespace with
+                the same model name looked up.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
         self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
         return self._last
 
     def _same_name_namespace(self) -> str:
+        """Return the hex digest of another namespace with the same model name; empty if there is none."""
         try:
             folders = [name for name in os.listdir(self._root) if len(name) == len(self._ours)]
         except OSError:
@@ -49,7 +51,7 @@ class UsageReader:
         return next((digest for digest, name in sorted(names.items()) if name and name == self._name), "")
 
     def _model_name(self, digest: str) -> str:
-        """Return the model's name in a namespace's note; an empty string if there is no valid note."""
+        """Return the model's name in the note of a namespace; empty if there is no valid note."""
         try:
             note = f"{self._root}/{note_name(bytes.fromhex(digest))}"
             check_folders(self._root, note)

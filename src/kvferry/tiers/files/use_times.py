@@ -1,4 +1,4 @@
-"""Times of last use, kept as modification times of files. A directory evicts by them."""
+"""Times of last use of chunk files, kept as their modification times. Eviction is in their order."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import suppress
 
 from kvferry.tiers.files.regular_file import check_folders
 
-# A later use within this time is not recorded: on a shared mount each record is a message.
+# A repeated use within this time is not recorded, because on a shared mount each record is a message.
 _USE_SECONDS = 10.0
-# Between files that were used one after the other, so that they have an order.
+# Difference between the times of two files that were used together, so that their order is recorded.
 _APART_NS = 1000
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
-    """Set the modification times of files to now, each later than that of the file before it.
+    """Set the modification times of files to now, each later than that of the previous file.
 
-    A recent time is kept, unless the file would then seem older than the file before it. Files that are
-    missing or read-only are skipped.
+    A time less than 10 s from now is kept if it is later than that of the previous file. Files whose time
+    cannot be read or set, for example missing files, are skipped.
 
     Args:
-        root: the directory of the tier.
-        paths: paths of files below `root`, the first to be evicted first.
-        clock: seconds since 1970.
+        root: directory of the tier.
+        paths: paths of files below `root`, in the order in which to evict them.
+        clock: function that returns seconds since 1970.
     """
     latest = 0
     for path in paths:
@@ -32,10 +32,17 @@ def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float])
 
 
 def _mark_used(root: str, path: str, latest: int, now: int) -> int:
-    """Record that a file was used after `latest`; return the later of both times, in nanoseconds."""
+    """Record that a file was used now, but after the previous file; return the latest time so far.
+
+    Args:
+        root: directory of the tier.
+        path: path of the file.
+        latest: time of the previous file, in nanoseconds since 1970.
+        now: current time, in nanoseconds since 1970.
+    """
     check_folders(root, path)
     last = os.lstat(path).st_mtime_ns
-    # A time far ahead comes from a machine whose clock is wrong, and files after it would need later ones.
+    # A time far in the future comes from a wrong clock. Replace it, or the next files would need later times.
     if last <= latest or abs(now - last) >= _USE_SECONDS * 1e9:
         last = max(now, latest + _APART_NS)
         os.utime(path, ns=(last, last), follow_symlinks=False)

@@ -1,6 +1,8 @@
-"""The object tier: the same chunk files in object storage that many machines share.
+"""The object tier, which keeps chunk files in object storage that many machines share.
 
-`options` defines the settings of the client, `client` makes requests with a deadline, `faults` explains
-failed requests, `access` pauses requests to a store that keeps failing, `bucket_index` lists chunks, and
-`distrusted` remembers bad ones.
+`tier` is the entry point, and `settings` its configuration. `client` makes requests with a deadline,
+`options` and `endpoint` define the client's settings, and `stream` reads an object in pieces. `faults`
+explains failed requests, and `access` pauses requests to a store that keeps failing, with a
+`circuit_breaker`. `bucket_index` lists the chunks, and `distrusted` remembers bad ones. `admin` implements
+operator commands.
 """

@@ -1,4 +1,4 @@
-"""Access to a bucket that counts faults, logs the first of each kind, and pauses after several in a row."""
+"""Access to a bucket that counts failed requests, logs the first of each kind, and pauses after several."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from kvferry.tiers.objects.faults import Fault, Unavailable
 
 _log = logging.getLogger(__name__)
 
-# In a row.
+# Number of consecutive failures after which requests pause.
 _FAILURES = 3
 
 
 class GuardedBucket:
     """A bucket with one circuit breaker for reads and one for writes. Any thread may use it.
 
-    Reads and writes pause separately, because a store may allow, or cope with, only one of them.
+    A *circuit breaker* refuses requests for a while after several have failed. Reads and writes pause
+    separately, because a store may allow only one of them, or have capacity for only one.
 
     Args:
         bucket: client that makes the requests.
-        pause_seconds: length of a pause after failures.
-        clock: monotonic seconds.
+        pause_seconds: length of the pause after three consecutive failures.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, bucket: BucketClient, pause_seconds: float, clock: Callable[[], float]) -> None:
@@ -38,7 +39,7 @@ class GuardedBucket:
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """The number of requests that failed because of the store, by reason."""
+        """The numbers of requests that failed or were refused, by reason. Missing objects do not count."""
         with self._lock:
             return dict(self._faults)
 
@@ -48,11 +49,17 @@ class GuardedBucket:
         return self._reads.is_open
 
     def reading(self) -> AbstractContextManager[BucketClient]:
-        """Use the bucket for reading. Raises `Unavailable` while reads are paused."""
+        """Return a context manager that gives the client for reading. It raises `Unavailable` in a pause.
+
+        An `Unavailable` in the ``with`` block counts as a failed read.
+        """
         return self._through(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
-        """Use the bucket for writing. Raises `Unavailable` while writes are paused."""
+        """Return a context manager that gives the client for writing. It raises `Unavailable` in a pause.
+
+        An `Unavailable` in the ``with`` block counts as a failed write.
+        """
         return self._through(self._writes)
 
     @contextmanager
@@ -67,14 +74,14 @@ class GuardedBucket:
         except Unavailable as error:
             worked = False
             if self._count(error.fault):
-                # As text: whoever keeps the record would keep the memory that the request was about.
+                # Log the error as text: a log record with the exception would keep the request's memory.
                 _log.warning("object tier %s: %s; %s", self._bucket.url, str(error), error.fault.advice)
             raise
         finally:
             breaker.leave(ticket, worked=worked)
 
     def _count(self, fault: Fault) -> bool:
-        """Count a fault; return whether it is the first of its kind."""
+        """Count a failed request; return whether it is the first with this reason."""
         with self._lock:
             self._faults[fault] += 1
             return self._faults[fault] == 1

@@ -1,4 +1,4 @@
-"""Operator commands on object storage, which engines may use at the same time."""
+"""Operator commands on object storage. Engines may use it at the same time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from kvferry.tiers.objects.stream import ObjectStream
 from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity, entry_kind, quarantine_name
 
 _TIMEOUT_SECONDS = 60.0
-# As many as one request removes.
+# Maximum number of objects that one request can remove.
 _REMOVED = 1000
 
 
 class BucketAdmin(CacheAdmin):
-    """The objects under a URL of the object tier.
+    """The kvferry objects under a URL of the object tier.
 
-    They have no capacity and no leftovers, since an object that was not stored completely does not exist.
+    They have no capacity limit. There are no temporary files to remove, because an object appears completely
+    or not at all.
 
     Args:
         url: URL of the tier.
-        options: client settings of the tier.
+        options: client settings of the tier, by obstore's names.
 
     Raises:
         ConfigError: URL or options cannot be used, the store cannot be reached, or it has no kvferry objects.
@@ -45,7 +46,7 @@ class BucketAdmin(CacheAdmin):
             )
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield all objects of the tier; see `CacheAdmin.entries`."""
+        """Yield all kvferry objects under the URL. Raises ConfigError if they cannot be listed."""
         with self._told():
             for page in self._bucket.list():
                 for one in page:
@@ -63,17 +64,21 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
-        """Start to read an object; see `CacheAdmin.opened`."""
+        """Start to read an object, as a context manager. Raises FileNotFoundError or another OSError."""
         name = self._name(entry)
         found = self._bucket.get(name)
         yield _OpenObject(self._bucket, name, ObjectStream(found.pieces), found.size)
 
     def space(self) -> SpaceUsage:
-        """Return a usage without numbers, since none is known."""
+        """Return a usage whose values are all None, because object storage has no limits that are known."""
         return SpaceUsage()
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove the objects that were stored longest ago."""
+        """Remove the oldest chunks and quarantined objects, by time of storing, down to `capacity` bytes.
+
+        Raises:
+            ConfigError: `capacity` is None, or the store cannot be used.
+        """
         if capacity is None:
             raise ConfigError(
                 f"{self.where} is object storage, which has no capacity of its own; give one with --capacity"
@@ -91,9 +96,13 @@ class BucketAdmin(CacheAdmin):
         return CollectResult(0, len(evicted), sum(one.charged for one in evicted), charged, capacity)
 
     def clear(self) -> tuple[int, int]:
-        """Remove all kvferry objects; other objects stay."""
+        """Remove all kvferry objects under the URL, and no others; return their number and their bytes.
+
+        Raises:
+            ConfigError: the store cannot be used.
+        """
         entries = list(self.entries())
-        # The notes last: who is interrupted here can see whose the rest is.
+        # Remove the notes last. If the command is interrupted, they still describe the remaining chunks.
         self._remove(sorted(entries, key=lambda one: one.kind is EntryKind.NOTE))
         return len(entries), sum(one.charged for one in entries)
 
@@ -108,7 +117,7 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Raise an `Unavailable` as a ConfigError with advice for the operator."""
+        """Convert an `Unavailable` in the ``with`` block to a ConfigError with advice for the operator."""
         try:
             yield
         except Unavailable as error:
@@ -121,9 +130,9 @@ class _OpenObject(StoredFile):
 
     Attributes:
         bucket: client of the bucket.
-        name: name of the object in the bucket.
-        stream: content of the object.
-        size: bytes of the object.
+        name: name of the object, relative to the URL of the tier.
+        stream: stream of the object's bytes.
+        size: length of the object in bytes.
     """
 
     bucket: BucketClient

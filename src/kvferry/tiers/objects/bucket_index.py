@@ -1,6 +1,7 @@
 """The index of the chunks in a bucket, read from listings. It also writes the note of a namespace.
 
-A listing of a million chunks takes a thousand requests. A thread that may wait makes it rarely, page by page.
+The *note* is a small object that describes the namespace. A listing of a million chunks takes a thousand
+requests. So a background thread lists rarely, and page by page.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from kvferry.tiers.paths import chunk_name, key_of, note_name
 
 _log = logging.getLogger(__name__)
 
-# A listing that takes longer is cut off: its keys so far are added, and none is removed.
+# Time limit of a listing. If it takes longer, the keys listed so far are added, and no key is removed.
 MAX_LISTING_SECONDS = 300.0
-# After every page other threads get to run: an engine's step must not wait for a listing.
+# Pause after every page, in which other threads run. An engine's step must not wait for a listing.
 _PAUSE_SECONDS = 0.001
 
 
 class BucketIndex:
-    """Keeps the keys of one namespace up to date. Any thread may use it; while one lists, others skip.
+    """Keeps the known keys of one namespace up to date with the bucket. Any thread may use it.
 
     Args:
-        bucket: bucket that is listed.
-        namespace: namespace of the listed chunks.
-        listed: keys, updated from the listings.
-        distrusted: objects to leave out.
-        valid_seconds: time from a listing to the next.
-        clock: monotonic seconds.
+        bucket: bucket to list.
+        namespace: namespace of the chunks to list.
+        listed: known keys, which the listings update.
+        distrusted: objects that failed a check; a listing does not add their keys.
+        valid_seconds: time after a complete listing until the next one is due.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class BucketIndex:
 
     @property
     def due(self) -> bool:
-        """Return whether a new listing is due: the last is too old or incomplete."""
+        """Return whether a new listing is due, because the last one is too old or incomplete."""
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
-        """List the namespace for at most `seconds`.
+        """List the namespace for at most about `seconds`, unless another thread is listing it.
+
+        A failed listing raises no exception.
 
         Returns:
             1 if the listing added or removed keys, else 0.
@@ -81,6 +84,12 @@ class BucketIndex:
             self._listing.release()
 
     def _list(self, seconds: float) -> None:
+        """List the namespace, and write its note if the listing did not show it.
+
+        Raises:
+            Unavailable: a request failed.
+            FileNotFoundError: the store reports that the folder is missing.
+        """
         noted = False
         until = self._clock() + seconds
         digest = self._namespace.digest
@@ -103,13 +112,17 @@ class BucketIndex:
             return
         self._due_at = self._clock() + self._valid_seconds
         if not (noted or self._note_written):
-            # Tried once: an engine that may not write need not fail every time.
+            # Try only once, because an engine without permission to write would fail every time.
             self._note_written = True
             with self._bucket.writing() as bucket:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
-        """List the namespace; if an odd name breaks that, list folder by folder and skip broken folders."""
+        """Yield the pages of a listing of the namespace.
+
+        If a name that obstore cannot read breaks the listing, list each of the 256 folders separately, and
+        skip the broken ones.
+        """
         folder = self._namespace.digest.hex()
         try:
             yield from bucket.list(folder)
@@ -127,6 +140,7 @@ class BucketIndex:
                     yield from bucket.list(f"{folder}/{number:02x}")
 
     def _keys(self, page: Sequence[ListedObject]) -> Iterator[tuple[bytes, str]]:
+        """Yield key and ETag of each chunk in a page."""
         for one in page:
             key = key_of(one.path.rpartition("/")[2])
             if key is not None and one.path == chunk_name(self._namespace.digest, key):
@@ -135,7 +149,7 @@ class BucketIndex:
 
 @contextmanager
 def _skipping_bad_names() -> Iterator[None]:
-    """Ignore a folder with a name that cannot be read."""
+    """Suppress the error of a folder in which a name cannot be read."""
     try:
         yield
     except Unavailable as error:
@@ -144,4 +158,4 @@ def _skipping_bad_names() -> Iterator[None]:
 
 
 class _OutOfTime(Exception):
-    """An error for a listing that has used up its time."""
+    """An exception that ends a listing whose time is used up."""

@@ -1,8 +1,9 @@
 """A circuit breaker, which pauses requests to a store that keeps failing.
 
-Each request to a store that does not answer costs the whole deadline. After some failures in a row, the
-breaker refuses requests for a while. Then it admits one request, whose outcome closes or reopens it. (The
-*circuit breaker* of M. Nygard, Release It!, without its counts over time windows.)
+Each request to a store that does not answer takes until its deadline. After some consecutive failures, the
+breaker is *open*: it refuses requests for a while. Then it admits one request. If that succeeds, the breaker
+closes and admits all requests; if it fails, the breaker opens again. The pattern is the *circuit breaker* of
+M. Nygard, Release It!, without its counts over time windows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from threading import Lock
 
 
 class _CircuitState(Enum):
+    """The state of a breaker: it admits all requests, none, or none but the one in flight."""
+
     CLOSED = "asked as usual"
     OPEN = "left alone"
     HALF_OPEN = "one request is out to see"
@@ -26,14 +29,14 @@ class CircuitBreaker:
         CLOSED --failures in a row--> OPEN --pause_seconds, first to ask--> HALF_OPEN --it worked--> CLOSED
                                        ^---------------------------------it failed---'
 
-    An admitted request gets a ticket and always returns it with its outcome. A ticket from before the last
-    change of state is ignored. So when many requests wait for a dead store, the last one to fail does not
-    prolong the pause.
+    An admitted request gets a *ticket*, the number of changes of state so far, and must return it with its
+    outcome. An outcome is ignored if the state has changed since the ticket was given. So when many requests
+    wait for a dead store, the last ones to fail do not prolong the pause.
 
     Args:
-        failures: number of failures in a row that opens the breaker.
-        pause_seconds: time that it then stays open.
-        clock: monotonic seconds.
+        failures: number of consecutive failures that opens the breaker.
+        pause_seconds: time for which the breaker stays open.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, failures: int, pause_seconds: float, clock: Callable[[], float]) -> None:
@@ -53,7 +56,7 @@ class CircuitBreaker:
             return self._turns_away()
 
     def enter(self) -> int | None:
-        """Return a ticket for one request, to be passed to `leave`; None if the request is refused."""
+        """Admit a request and return its ticket, which the caller must pass to `leave`; None if refused."""
         with self._lock:
             if self._turns_away():
                 return None
@@ -62,7 +65,12 @@ class CircuitBreaker:
             return self._changes
 
     def leave(self, ticket: int, *, worked: bool) -> None:
-        """Record the outcome of the request that got this ticket."""
+        """Record the outcome of an admitted request.
+
+        Args:
+            ticket: ticket that `enter` returned for the request.
+            worked: whether the request succeeded.
+        """
         with self._lock:
             if ticket != self._changes:
                 return
@@ -74,6 +82,7 @@ class CircuitBreaker:
                 self._become(_CircuitState.OPEN)
 
     def _turns_away(self) -> bool:
+        """Return whether a request would be refused now. The lock is held."""
         waits = self._state is _CircuitState.OPEN and self._clock() < self._until
         return waits or self._state is _CircuitState.HALF_OPEN
 

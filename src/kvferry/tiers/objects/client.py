@@ -1,9 +1,9 @@
 """Requests to object storage through obstore, each with a deadline.
 
-Each call makes one request and retries it a few times where that can help. It returns a value, or raises
-`FileNotFoundError` for a missing object or `Unavailable`, and nothing else. It never requests part of an
-object, since some stores answer with the whole object. The store does not send the unread rest of an answer,
-apart from data already on its way.
+Each call makes one request, and retries it a few times if that can help. It returns a value, raises
+`FileNotFoundError` for a missing object, or raises `Unavailable` for any other failure. It never requests a
+byte range, because some stores answer with the whole object. A caller may stop reading an object early: then
+the store sends no more than the data that is already on its way.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from kvferry.tiers.paths import MARKER
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore as Store, RetryConfig, S3Config
 
-# Of an answer, as much as is handed over at once, with Python's lock held.
+# Size of the pieces of an answer. obstore copies each piece with Python's lock held.
 _PIECE_BYTES = 1 << 19
-# Of a listing, the same: objects.
+# Number of objects on a page of a listing, for the same reason.
 _LISTED = 200
 _RETRIES = 2
 _PAUSE_SECONDS = 0.05
-# The longest pause, of the time that a request has.
+# Maximum pause before a retry, as a share of the time limit of a request.
 _PAUSE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """An object as a listing shows it.
+    """An object in a listing.
 
     Attributes:
-        path: path below the bucket's URL.
-        size: bytes of the object.
+        path: path of the object below the client's URL.
+        size: length of the object in bytes.
         etag: tag that changes with the content; empty if the store has none.
         stored_ns: time of storing, nanoseconds since 1970.
     """
@@ -63,9 +63,9 @@ class OpenObject:
     """An object that is being read.
 
     Attributes:
-        size: bytes of the object.
+        size: length of the object in bytes.
         etag: tag that changes with the content; empty if the store has none.
-        pieces: iterator over the bytes, in pieces; raises `Unavailable`.
+        pieces: iterator over the pieces of the content, in order; may raise `Unavailable`.
     """
 
     size: int
@@ -74,19 +74,20 @@ class OpenObject:
 
 
 class BucketClient:
-    """Client for the objects under a URL. Every call blocks.
+    """A client for the objects under a URL. Every call blocks.
 
-    Any thread of the process that made the client may use it.
+    Any thread of the process that created the client may use it, but not a forked process.
 
     Args:
         url: URL of scheme s3, gs, az or file, with the path above all objects.
-        options: client settings, as in `objects.options`.
-        timeout_seconds: limit for a call, for each page of a listing, and for each of the two steps of
-            `move`. One request has half of it, so that a request that failed at once can be retried.
+        options: client settings by obstore's names, as `objects.options` defines them.
+        timeout_seconds: time limit for a call, for each page of a listing, and for each of the two steps of
+            `move`. A single request has half of this time, so that a request that fails early can be
+            retried.
 
     Attributes:
-        url: the URL, without a slash at its end.
-        endpoint: the configured server; None for the provider's own.
+        url: URL without a slash at its end.
+        endpoint: configured server; None for the provider's own.
 
     Raises:
         ConfigError: the URL or an option cannot be used.
@@ -103,14 +104,18 @@ class BucketClient:
         _first_user()
 
     def put(self, path: str, pieces: Sequence[Buffer]) -> None:
-        """Store an object completely or not at all, replacing an object of the same name.
+        """Store an object completely or not at all. It replaces an object of the same name.
 
-        An object of any size is one request. A multipart upload was no faster where that was measured. An
-        abandoned one leaves hidden parts behind, which cost money.
+        An object of any size is stored with one request. In measurements, a multipart upload was no faster.
+        An abandoned one leaves hidden parts in the bucket, which cost money.
 
         Args:
-            path: path below the URL.
-            pieces: consecutive buffers of the object, which are not copied.
+            path: path of the object below the URL.
+            pieces: consecutive buffers with the content. They are not copied, so they must not change during
+                the call.
+
+        Raises:
+            Unavailable: the request failed.
         """
         views = [memoryview(piece).cast("B") for piece in pieces]
         try:
@@ -122,11 +127,11 @@ class BucketClient:
             self._let_go(views)
 
     def size(self, path: str) -> int | None:
-        """Return the bytes of an object; None if it does not exist."""
+        """Return the length of an object in bytes; None if it does not exist. Raises `Unavailable`."""
         return self.head(path)[0]
 
     def head(self, path: str) -> tuple[int | None, str]:
-        """Return the bytes and the ETag of an object; None for the bytes if it does not exist."""
+        """Return length and ETag of an object; (None, "") if it does not exist. Raises `Unavailable`."""
         try:
             with _asking():
                 meta = obstore.head(self._store, path)
@@ -135,14 +140,18 @@ class BucketClient:
         return meta["size"], _etag(meta["e_tag"])
 
     def get(self, path: str) -> OpenObject:
-        """Start to read an object."""
+        """Start to read an object. Raises FileNotFoundError or `Unavailable`."""
         with _asking():
             result = obstore.get(self._store, path)
             meta = result.meta
             return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
     def list(self, prefix: str = "") -> Iterator[Sequence[ListedObject]]:
-        """Yield all objects below a path, page by page, in no particular order."""
+        """Yield all objects below a path, page by page, in no particular order. Raises `Unavailable`.
+
+        Args:
+            prefix: path of a folder below the URL; empty for all objects.
+        """
         with _asking():
             for page in obstore.list(self._store, prefix or None, chunk_size=_LISTED):
                 yield [
@@ -156,7 +165,7 @@ class BucketClient:
                 ]
 
     def move(self, path: str, to: str) -> None:
-        """Rename an object within the store."""
+        """Rename an object within the bucket: copy it, then delete the original."""
         with _asking():
             obstore.rename(self._store, path, to)
 
@@ -166,16 +175,17 @@ class BucketClient:
             with _asking():
                 obstore.delete(self._store, paths)
         except FileNotFoundError:
-            # Some stores stop there.
+            # Some stores stop at the first missing object.
             for path in paths:
                 with suppress(FileNotFoundError), _asking():
                     obstore.delete(self._store, path)
 
     def _let_go(self, views: Sequence[memoryview]) -> None:
-        """Wait until no thread reads the buffers of a request, for at most the time of one request.
+        """Wait until no thread reads the buffers of a request, but no longer than the limit of a request.
 
-        Another thread closes an abandoned connection, within a millisecond. If it takes longer than a request
-        may, it could only send half an object, which no store keeps and no reader accepts.
+        After a timeout, a thread of the client closes the connection, usually within a millisecond. If it is
+        still open after the wait, changed buffers could only reach the store as part of an object, which no
+        store keeps and no reader accepts.
         """
         until = time.monotonic() + self._half_seconds
         for view in views:
@@ -185,9 +195,9 @@ class BucketClient:
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """Raise the errors of a request as `FileNotFoundError` or `Unavailable`."""
+    """Convert the errors of a request to `FileNotFoundError` or `Unavailable`."""
     if _first_user() != os.getpid():
-        # The threads of the client stayed behind: a request would wait forever.
+        # A forked process does not have the client's threads, so a request would wait forever.
         raise Unavailable(Fault.FORKED)
     try:
         yield
@@ -200,17 +210,18 @@ def _asking() -> Iterator[None]:
 
 
 def _pieces(stream: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the pieces of a stream, with its errors converted."""
     with _asking():
         yield from stream
 
 
 def _connect(found: StoreSettings, seconds: float) -> Store:
-    """Return a client whose requests take at most `seconds`, or twice that with retries."""
+    """Return an obstore client. A request takes at most `seconds`, or twice that with its retries."""
     if found.scheme == "file":
         return _folder(found.url)
     pause = timedelta(seconds=seconds * _PAUSE_SHARE)
-    # Names and values are texts, which obstore checks. The timeout is for all of a request: to connect, to
-    # send and to read the answer to its end.
+    # obstore checks names and values, which are texts. The timeout covers a whole request: to connect, to
+    # send it, and to read the answer to its end.
     client = cast("ClientConfig", found.client) | {
         "connect_timeout": timedelta(seconds=seconds / 2),
         "timeout": timedelta(seconds=seconds),
@@ -225,6 +236,7 @@ def _connect(found: StoreSettings, seconds: float) -> Store:
 
 
 def _folder(url: str) -> LocalStore:
+    """Return a client for a local folder. Raises ConfigError if the file tier uses the folder."""
     path = unquote(urlsplit(url).path)
     if os.path.exists(f"{path}/{MARKER}"):
         raise ConfigError(
@@ -234,7 +246,7 @@ def _folder(url: str) -> LocalStore:
 
 
 def _said(error: Exception, options: Mapping[str, str]) -> str:
-    """Return the text of a settings error, with names in place of values, some of which are secret."""
+    """Return the text of a settings error. Values of options, which may be secret, are replaced by names."""
     said = str(error).partition("\n\nDebug source")[0]
     for name, value in options.items():
         if value:
@@ -243,6 +255,7 @@ def _said(error: Exception, options: Mapping[str, str]) -> str:
 
 
 def _released(view: memoryview) -> bool:
+    """Release a view of a buffer; return False if another thread still uses it."""
     try:
         view.release()
     except BufferError:
@@ -251,7 +264,7 @@ def _released(view: memoryview) -> bool:
 
 
 def _etag(etag: str | None) -> str:
-    """Return an ETag without quotes, which some stores use in answers but not in listings."""
+    """Return an ETag without quotes, because some stores quote ETags in answers but not in listings."""
     return (etag or "").strip('"')
 
 

@@ -1,4 +1,4 @@
-"""Memory of objects that failed a check, which listings still contain."""
+"""A record of objects that failed a check. Listings may contain them, but no one should fetch them again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from threading import Lock
 
 
 class DistrustedObjects:
-    """The keys of bad objects, with their ETags. A key is trusted again once its object has changed.
+    """The keys of bad objects, with their ETags. A key is trusted again when its object has another ETag.
 
     Any thread may use it.
 
@@ -25,17 +25,21 @@ class DistrustedObjects:
         return key in self._etags
 
     def add(self, key: bytes, etag: str) -> None:
-        """Distrust a key as long as its object has this ETag, empty if the store has none."""
+        """Distrust a key while its object has this ETag. The ETag is empty if the store has none."""
         with self._lock:
             self._etags[key] = etag
 
     def discard(self, key: bytes) -> None:
-        """Trust a key whose object was stored anew."""
+        """Trust a key again, because its object was stored anew."""
         with self._lock:
             self._etags.pop(key, None)
 
     def trusted(self, page: Iterable[tuple[bytes, str]]) -> list[bytes]:
-        """Return the trusted keys of a page of (key, ETag) pairs, and trust keys whose object has changed."""
+        """Return the trusted keys of a page of a listing. Trust a key again if its ETag has changed.
+
+        Args:
+            page: key and ETag of each listed object.
+        """
         keys = []
         with self._lock:
             for key, etag in page:

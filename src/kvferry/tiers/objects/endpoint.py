@@ -1,10 +1,10 @@
-"""The configured server of object storage, and the restriction of requests to it.
+"""The configured server of object storage, and a restriction of requests to this server.
 
-obstore follows redirects to any server and has no setting against it. Such a server would get
-`x-amz-security-token` and the names of chunks, and could send chunks. So requests to other hosts go to a
-proxy that does not exist. This works if all requests are for one host: an endpoint is given, and the
-credentials need no other server. Redirects of a provider's own servers, and requests that a proxy forwards,
-are not restricted.
+obstore follows redirects to any server, and has no setting to prevent that. The other server would get
+`x-amz-security-token` and the names of chunks, and could send forged chunks. So requests to other hosts are
+directed to a proxy that does not exist. This works only if all requests are for one host: if an endpoint is
+configured, and the credentials need no other server. Redirects by a provider's own servers, and requests
+through a configured proxy, are not restricted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from kvferry.errors import ConfigError
 
 BLACKHOLE_PROXY = "127.255.255.254:1"
-"""An address at which no process listens, since users may not."""
+"""Address of the proxy that does not exist. Only root may listen at its port."""
 
 _ENDPOINTS = {
     "s3": ("aws_endpoint_url_s3", "endpoint", "endpoint_url"),
@@ -30,7 +30,7 @@ _CREDENTIALS = {
     "gs": ("bearer_token", "skip_signature"),
     "az": ("account_key", "sas_key", "skip_signature"),
 }
-"""Options for credentials that need no other server."""
+"""Options for credentials that are used without requests to another server."""
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -39,8 +39,8 @@ class StoreEndpoint:
     """A configured server.
 
     Attributes:
-        host: name or address of the server.
-        shown: scheme, host and port, for messages.
+        host: host name or IP address of the server.
+        shown: URL of scheme, host and port, for messages.
         encrypted: whether connections use TLS.
     """
 
@@ -50,7 +50,7 @@ class StoreEndpoint:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the server is this machine."""
+        """Return whether the server is this machine, by a loopback address or the name ``localhost``."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -58,12 +58,12 @@ class StoreEndpoint:
 
 
 def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> StoreEndpoint | None:
-    """Return the configured server; None for the provider's own.
+    """Return the configured server; None if none is configured, so that the provider's own is used.
 
     Args:
-        scheme: s3, gs, az or file.
-        variables: prefix of the scheme's environment variables.
-        options: client settings.
+        scheme: scheme of the URL: s3, gs, az or file.
+        variables: prefix of the scheme's environment variables, such as ``AWS``.
+        options: client settings by obstore's names.
 
     Raises:
         ConfigError: connections to the server are not encrypted, and that is not allowed.
@@ -87,7 +87,16 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
 def restrict_to_endpoint(
     endpoint: StoreEndpoint, scheme: str, variables: str, options: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """Return connection settings that allow requests to this server only; empty if that is impossible."""
+    """Return connection settings that direct requests to other servers to a proxy that does not exist.
+
+    The settings are empty if the credentials need another server, or if a proxy is configured.
+
+    Args:
+        endpoint: configured server.
+        scheme: scheme of the URL: s3, gs or az.
+        variables: prefix of the scheme's environment variables, such as ``AWS``.
+        options: client settings by obstore's names.
+    """
     needs_others = not any(
         value and (name != "skip_signature" or _is_true(value))
         for name in _CREDENTIALS[scheme]
@@ -100,7 +109,7 @@ def restrict_to_endpoint(
 
 
 def _given(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -> str:
-    """Return the first value of these options, from `options` or else the environment; empty if none."""
+    """Return the first value of the named options, in `options` or else the environment; empty if none."""
     found = [options.get(name) for name in names]
     found += [os.environ.get(f"{variables}_{name.removeprefix('aws_').upper()}") for name in names]
     return next((value for value in found if value), "")

@@ -1,7 +1,8 @@
-"""Faults of object storage, with messages and advice.
+"""Faults of object storage: the reasons why requests fail, with messages and advice.
 
 obstore distinguishes kinds of errors only by text. Only this module parses its messages and their debug part.
-It repeats only the text that an operator needs, and no part of a URL after its path, where signatures are.
+It repeats only the text that an operator needs. It never repeats the query of a URL, which may have a
+signature.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvferry.tiers.objects.endpoint import BLACKHOLE_PROXY
 
 
 class Fault(StrEnum):
-    """The reason why a request failed."""
+    """The reason why a request failed. The value continues a sentence about the store, for messages."""
 
     UNREACHABLE = "it cannot be reached"
     TIMEOUT = "no answer in time"
@@ -31,7 +32,7 @@ class Fault(StrEnum):
 
     @property
     def advice(self) -> str:
-        """Advice for the operator."""
+        """What the operator should do, for messages."""
         return _ADVICE[self]
 
 
@@ -52,7 +53,7 @@ _ADVICE = {
 
 
 class Unavailable(OSError):
-    """An error for a request that failed for a reason other than the object.
+    """An error for a request that failed, unless its object is missing.
 
     Attributes:
         fault: reason of the failure.
@@ -64,7 +65,7 @@ class Unavailable(OSError):
 
 
 def unavailable(error: Exception) -> Unavailable:
-    """Return the `Unavailable` for an error of obstore."""
+    """Convert an error of obstore to an `Unavailable`, with its reason and a short detail."""
     said, _, debug = str(error).partition("\n\nDebug source")
     debug = " ".join(debug.split())
     fault = _fault(said, debug)
@@ -73,11 +74,12 @@ def unavailable(error: Exception) -> Unavailable:
 
 
 def is_of_the_bucket(missing: FileNotFoundError) -> bool:
-    """Return whether the bucket is missing rather than the object."""
+    """Return whether the error says that the bucket is missing, and not only the object."""
     return re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(missing)) is not None
 
 
 def _fault(said: str, debug: str) -> Fault:
+    """Return the reason of a failure by the message and the debug part of an error."""
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
     if re.search(_SKEWED, said + debug):
@@ -88,6 +90,7 @@ def _fault(said: str, debug: str) -> Fault:
 
 
 def _of_status(status: int) -> Fault:
+    """Return the reason of a failure by its HTTP status."""
     if status in (401, 403):
         return Fault.DENIED
     if 300 <= status < 400:
@@ -100,7 +103,7 @@ def _of_status(status: int) -> Fault:
 
 
 def _detail(said: str, debug: str) -> str:
-    """Return the part of the messages to repeat: a status and its code, or the system's report."""
+    """Return a detail to repeat: the HTTP status with the store's error code, or the system's error text."""
     for pattern, detail in _DETAILS:
         if found := re.search(pattern, f"{said} {debug}", re.DOTALL):
             return " ".join(found.expand(detail).split())
@@ -108,7 +111,7 @@ def _detail(said: str, debug: str) -> str:
 
 
 def _reason(said: str) -> str:
-    """Return the part of a message after the description of the request."""
+    """Return the last part of a message, after the description of the request, at most 200 characters."""
     return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
 
 

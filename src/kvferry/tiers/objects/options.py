@@ -1,9 +1,9 @@
-"""The URL of object storage and the settings of its client.
+"""The URL of object storage, and the settings of the client (*options*).
 
-The settings have obstore's names (https://developmentseed.org/obstore: `S3Config`, `GCSConfig`,
-`AzureConfig`, `ClientConfig`), and all values are strings. Bucket and container are left out, because the URL
-names them. Timeouts are left out, because they follow from one timeout. obstore takes all other settings,
-credentials above all, from the environment, under the names that the provider's own tools use.
+Options have obstore's names (https://developmentseed.org/obstore: `S3Config`, `GCSConfig`, `AzureConfig`,
+`ClientConfig`), and all values are strings. There is no option for the bucket or container, because the URL
+names it. There are none for timeouts, because all follow from one timeout. obstore reads settings that are
+not given, such as credentials, from the environment variables that the provider's own tools use.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ _FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path"
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """A URL and its settings.
+    """The URL of object storage, and the settings of its client.
 
     Attributes:
-        scheme: s3, gs, az or file.
-        url: the URL, without a slash at its end and without secrets.
-        store, client: settings of the store and of the connections to it, by obstore's names.
-        endpoint: the configured server; None for the provider's own.
+        scheme: scheme of the URL: s3, gs, az or file.
+        url: URL without a slash at its end. It has no secrets.
+        store: settings of the store, by obstore's names.
+        client: settings of the connections to the store, by obstore's names.
+        endpoint: configured server; None for the provider's own.
     """
 
     scheme: str
@@ -91,16 +92,21 @@ class StoreSettings:
 
 
 def is_url(where: str) -> bool:
-    """Return whether `where` is a URL of object storage rather than a path."""
+    """Return whether `where` is a URL of object storage, and not the path of a directory."""
     return "://" in where
 
 
 def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
-    """Return the client settings for a URL.
+    """Check a URL and its options, and return the settings of the client.
+
+    Args:
+        url: URL with bucket and path.
+        options: values of options by obstore's names.
 
     Raises:
-        ConfigError: the URL has an unknown form or contains credentials, an option is unknown, or the server
-            has no encryption and that is not allowed. The message names the nearest known option.
+        ConfigError: the URL has an unknown form or contains credentials, or an option is unknown; then the
+            message names the most similar option. Or connections are not encrypted, and `options` does not
+            allow that.
     """
     parts = urlsplit(url)
     known = _SCHEMES.get(parts.scheme)
@@ -119,7 +125,7 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
     for name in options:
         _check_known(name, parts.scheme, known)
     store = {name: value for name, value in options.items() if name in known}
-    # obstore reads these from the environment only where none is given, and timeouts always are.
+    # obstore reads client settings from the environment only if none is given, and timeouts are always given.
     variables = {name: os.environ.get(f"{_VARIABLES[parts.scheme]}_{name.upper()}") for name in CLIENT}
     client = {name: value for name, value in variables.items() if value is not None}
     client |= {name: value for name, value in options.items() if name not in known}
@@ -129,6 +135,7 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
 
 
 def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:
+    """Check that a scheme has an option. Raises ConfigError."""
     names = sorted(known | CLIENT) if known else []
     if name in names:
         return

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class ObjectSettings(StorageSettings, frozen=True):
-    """Chunks in object storage, which several engines may share.
+    """Settings of an object tier, which keeps chunks in object storage that several engines may share.
 
     Attributes:
-        url: URL above all objects, such as ``s3://bucket/prefix``.
-        options: options of the store, by obstore's names; credentials come from the environment.
-        timeout_seconds: limit for storing or fetching one chunk.
+        url: URL above all objects of the tier, such as ``s3://bucket/prefix``.
+        options: options of the client, by obstore's names. Credentials usually come from the environment.
+        timeout_seconds: time limit for fetching one chunk. Storing one may take twice as long.
     """
 
     kind: ClassVar[str] = "object"
@@ -35,7 +35,7 @@ class ObjectSettings(StorageSettings, frozen=True):
     timeout_seconds: float = 20.0
 
     def check(self, where: str) -> None:
-        """Check the timeout; see `StorageSettings.check`."""
+        """Check that the timeout is in range. Raises ConfigError."""
         if not 0 < self.timeout_seconds < 3600:
             raise ConfigError(
                 f"{where}: timeout_seconds is {self.timeout_seconds}, it must be above 0 and below an hour"
@@ -43,12 +43,12 @@ class ObjectSettings(StorageSettings, frozen=True):
 
     @property
     def location(self) -> Location:
-        """The URL. With other options it is another location, such as that of another server."""
+        """The URL with all options. Other options, such as another endpoint, can mean another store."""
         url = self.url.rstrip("/")
         return Location(url, (url, *(f"{name}={value}" for name, value in sorted(self.options.items()))))
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> ObjectTier:
-        """Connect to the store; see `StorageSettings.open`."""
+        """Connect to the store and return the tier. Raises ConfigError if URL or options cannot be used."""
         # obstore is loaded only where object storage is used.
         from kvferry.tiers.objects.tier import ObjectTier  # noqa: PLC0415
 
@@ -59,11 +59,15 @@ class ObjectSettings(StorageSettings, frozen=True):
 
     @property
     def trial_seconds(self) -> float:
-        """The time of three requests, and some for connecting."""
+        """Time limit for `try_out`, in seconds: three requests, and some time to connect."""
         return 4 * self.timeout_seconds
 
     def try_out(self) -> TrialResult:
-        """List, write and remove an object of a few bytes; see `StorageSettings.try_out`."""
+        """List the store, write a small object, remove it, and return the result.
+
+        Raises:
+            ConfigError: URL or options cannot be used.
+        """
         from kvferry.tiers.objects.client import BucketClient  # noqa: PLC0415
         from kvferry.tiers.objects.faults import Unavailable  # noqa: PLC0415
 

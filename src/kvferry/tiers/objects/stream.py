@@ -1,4 +1,4 @@
-"""A stream of an object that arrives in pieces, from its start on."""
+"""A stream of the bytes of an object, which arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.errors import ChunkError
 
 
 class ObjectStream:
-    """Bytes that arrive in pieces, read by one thread.
+    """The bytes of an object as they arrive. Not thread-safe.
 
     >>> stream = ObjectStream(iter([b"head", b"er body"]))
     >>> stream.read(0, 6), stream.fill(7, memoryview(bytearray(4)))
@@ -20,7 +20,7 @@ class ObjectStream:
         self._start = bytearray()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset` on, or fewer at the end; all earlier bytes stay in memory."""
+        """Return the `size` bytes at `offset`, or fewer at the end. All bytes read so far stay in memory."""
         while len(self._start) < offset + size:
             piece = next(self._pieces, None)
             if piece is None:
@@ -29,7 +29,11 @@ class ObjectStream:
         return bytes(memoryview(self._start)[offset : offset + size])
 
     def fill(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with all bytes from `offset` on, which `read` has reached. No read may follow.
+        """Fill `into` with all bytes from `offset` to the end. No `read` may follow.
+
+        Args:
+            offset: offset in the object, at most the end of the bytes that `read` has read.
+            into: writable memory for the remaining bytes.
 
         Raises:
             ChunkError: the number of remaining bytes is not the length of `into`.
@@ -45,5 +49,6 @@ class ObjectStream:
             raise ChunkError(f"a body that ends after {done} of {len(into)} bytes")
 
     def _after(self, offset: int) -> Iterator[bytes | memoryview]:
+        """Yield the bytes from `offset` on, in pieces."""
         yield memoryview(self._start)[offset:]
         yield from self._pieces

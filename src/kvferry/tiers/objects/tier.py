@@ -4,12 +4,13 @@ Every call blocks, and any thread may make it. A chunk is one object, with the s
 the file tier. It appears completely or not at all, and a hit counts only after its checksums match. A chunk
 has only one encoding, so two processes may store it at the same time.
 
-Failures of a network, a store or another process are outcomes. They are counted, and the first of each kind
-is logged. Every request has a deadline. After some failures in a row, requests pause for a while. Reads and
-writes pause separately, because a store may allow, or cope with, only one of them.
+If a network, a store or another process fails, calls return an outcome and raise no exception. Failures are
+counted, and the first of each kind is logged. Every request has a deadline. After three consecutive failures,
+requests pause for a while. Reads and writes pause separately, because a store may allow only one of them, or
+have capacity for only one.
 
-The store has no capacity and no times of use. The bucket's own rules, or `kvferry cache gc`, remove old
-objects by their time of storing.
+The tier has no capacity, and does not record when chunks are used. The bucket's own lifecycle rules, or
+`kvferry cache gc`, remove old objects by their time of storing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from kvferry.tiers.storage_tier import StorageTier
 _log = logging.getLogger(__name__)
 
 MAX_KEYS = 1 << 22
-"""Maximum number of known keys of a namespace, which bounds the memory that a listing takes."""
+"""Number of known keys above which listings add no more, to limit the memory that they take."""
 
 _ADVICE = {
     GetOutcome.CORRUPT: "see who else writes there; it is computed anew",
@@ -50,23 +51,23 @@ _ADVICE = {
 
 
 class ObjectTier(StorageTier):
-    """The chunks of one namespace under a URL, which may hold others and be used by other processes.
+    """The chunks of one namespace under a URL. Other namespaces and other processes may use the same URL.
 
-    Only the process that makes it may use it, not one forked from that process. The constructor lists the
-    store for at most the time of one fetch, and ignores a missing answer.
+    Only the process that creates the object may use it, and no process forked from it. The constructor lists
+    the store for about `timeout_seconds`. It raises no exception if the store does not answer.
 
     Args:
-        url: s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
-        namespace: namespace of the chunks; its note is written if it is missing.
-        options: client settings, by obstore's names: endpoint, region, allow_http, and so on. Other settings,
-            credentials above all, are read from the environment.
-        timeout_seconds: time limit of a fetch. A store first looks the object up and may take twice as long.
-            A request has half of the limit, to the end of its answer, so large chunks on a slow line need
-            more.
-        pause_seconds: length of the pause after three failures in a row.
-        listing_seconds: time until a listing is repeated; listing many chunks takes many requests.
-        clock: monotonic seconds.
-        table: key table that the tiers of a cache share; None for a table of its own.
+        url: URL such as s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
+        namespace: namespace of the chunks. Its note, which describes it, is written if it is missing.
+        options: client settings by obstore's names, such as endpoint, region and allow_http. Settings that
+            are not given, such as credentials, are read from the environment.
+        timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is
+            looked up first. A single request has half of the limit, to the end of its answer. So large chunks
+            on a slow network need a higher limit.
+        pause_seconds: length of the pause after three consecutive failures.
+        listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
+        clock: function that returns monotonic seconds.
+        table: key table that the tiers of a cache share; None for a separate one.
 
     Raises:
         ConfigError: the form of the URL is unknown, or an option is unknown or cannot be used.
@@ -116,7 +117,7 @@ class ObjectTier(StorageTier):
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """The number of requests that failed because of the store, by reason."""
+        """The numbers of requests that failed or were refused, by reason. Missing objects do not count."""
         return self._bucket.faults
 
     def __len__(self) -> int:
@@ -129,7 +130,7 @@ class ObjectTier(StorageTier):
         return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk unless it is known to be there; see `StorageTier.put`."""
+        """Store a chunk, unless it is known to be in the store. Arguments and errors: `StorageTier.put`."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         try:
@@ -140,7 +141,7 @@ class ObjectTier(StorageTier):
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a chunk; see `StorageTier.get`."""
+        """Fetch a whole chunk into memory. Arguments and errors: `StorageTier.get`."""
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
         why = ""
@@ -165,21 +166,22 @@ class ObjectTier(StorageTier):
         return done
 
     def refresh(self) -> int:
-        """List chunks that other processes stored and removed, if the last listing is too old.
+        """List the store and update `keys`, if the last listing is too old or incomplete.
 
         Returns:
-            1 if the known keys changed, else 0.
+            1 if the listing added or removed keys, else 0.
         """
         return self._index.list() if self._index.due else 0
 
     def close(self) -> None:
-        """Do nothing: only connections stay open between calls, and they are closed with the client."""
+        """Do nothing. Only connections stay open between calls, and they close when the client is deleted."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
+        """Store a chunk unless the store has an object of its length. Raises `Unavailable`."""
         path = chunk_name(self._namespace, chunk.key)
         with self._bucket.writing() as bucket:
-            # To ask takes less than to send again what another engine stored, and does not replace an object
-            # that others are reading, which some stores do not keep apart.
+            # Looking the object up is cheaper than sending a chunk that another engine stored. It also avoids
+            # replacing an object that others are reading, which some stores do not isolate.
             there = chunk.key not in self._distrusted and bucket.size(path) == chunk.file_bytes
             if not there:
                 zero_padding(chunk, body)
@@ -189,7 +191,12 @@ class ObjectTier(StorageTier):
         return PutOutcome.PRESENT if there else PutOutcome.STORED
 
     def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
-        """Fetch a chunk; return the outcome, and the defect of the object, empty if it has none."""
+        """Fetch a chunk. Return the outcome, and a description of the object's defect, empty after a hit.
+
+        Raises:
+            FileNotFoundError: the object does not exist.
+            Unavailable: a request failed.
+        """
         with self._bucket.reading() as bucket:
             found = bucket.get(chunk_name(self._namespace, chunk.key))
             try:
@@ -199,7 +206,7 @@ class ObjectTier(StorageTier):
             else:
                 done = GetOutcome.OTHER_SHAPE if why else GetOutcome.HIT
         if done is not GetOutcome.HIT:
-            # In this order, so that a listing under way cannot add the key in between.
+            # In this order, so that a listing in progress cannot add the key in between.
             self._distrusted.add(chunk.key, found.etag)
             self._listed.discard(chunk.key)
         if done is GetOutcome.CORRUPT:
@@ -207,10 +214,10 @@ class ObjectTier(StorageTier):
         return done, why
 
     def _set_aside(self, key: bytes, found: OpenObject) -> None:
-        """Move a bad object to quarantine. If that is not allowed, the next store replaces it.
+        """Move a bad object to quarantine. If that fails, the next store of the chunk replaces the object.
 
-        An object of another size or ETag stays: the bad answer came from a proxy, or another engine has
-        stored the chunk again.
+        If the object now has another length or ETag than the bad answer, it stays. Then the answer came from
+        a proxy, or another engine has stored the chunk again.
         """
         name = chunk_name(self._namespace, key)
         with suppress(FileNotFoundError, Unavailable), self._bucket.writing() as bucket:
@@ -220,13 +227,19 @@ class ObjectTier(StorageTier):
 
 
 def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
-    """Read and check the body of an object.
+    """Read an object into memory and check it.
+
+    Args:
+        chunk: identity and layout of the expected chunk.
+        found: object that is being read.
+        into: writable memory, as long as the chunk's body.
 
     Returns:
-        An empty string, or a description of its content if it is a good chunk of other groups.
+        An empty string if the object is the expected chunk. If it is a chunk of the same key with other
+        groups, a description of the difference; then its body is not read.
 
     Raises:
-        ChunkError: the object is damaged or another chunk.
+        ChunkError: the object is damaged, or is another chunk.
     """
     stream = ObjectStream(found.pieces)
     header = read_header(stream.read, found.size)
@@ -240,7 +253,7 @@ def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
 
 
 def _shape(chunk: Chunk) -> str:
-    """Return a readable description of a chunk's content."""
+    """Return a description of a chunk's groups and sections, for messages."""
     return " and ".join(
         f"{group.tokens} tokens of {group.name}, "
         + ", ".join(f"{one.name} {one.units} x {one.unit_bytes}" for one in group.sections)
