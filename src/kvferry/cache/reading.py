@@ -237,6 +237,7 @@ class Reading:
         ]
 
     def _read(self, incoming: _Incoming) -> None:
+        """Start the read of a chunk from its source."""
         slot = incoming.slot
         self._queues[incoming.source].read(slot.key, incoming.group, self._body(slot))
 

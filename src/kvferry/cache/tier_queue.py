@@ -204,6 +204,7 @@ class TierQueue:
             )  # fmt: skip
 
     def _read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
+        """Fetch a chunk from the tier and record the result. Runs on a reader thread."""
         began = self._clock()
         try:
             what = self.tier.get(key, group, into)
@@ -213,6 +214,7 @@ class TierQueue:
         self._reading.end(ReadEnded(key, what, self._clock() - began))
 
     def _write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
+        """Store a chunk in the tier and record the result. Runs on a writer thread."""
         began = self._clock()
         try:
             what = self.tier.put(key, group, body)
@@ -224,6 +226,7 @@ class TierQueue:
         self._writing.end(WriteEnded(key, what, seconds))
 
     def _look_around(self) -> None:
+        """Update `usage` from the storage."""
         try:
             with self._looking:  # so that an older result does not replace a newer one
                 self.usage = self.tier.usage()
@@ -231,6 +234,7 @@ class TierQueue:
             logger.exception("%s tier: what lies around", self.name)
 
     def _refresh(self) -> None:
+        """Update usage, record uses and refresh the tier, again and again until the queue is closed."""
         while True:
             self._look_around()
             closing = self._closing.wait(REFRESH_SECONDS)
@@ -300,6 +304,7 @@ class _Operations:
 
     @property
     def _at_work(self) -> int:
+        """The number of operations in flight."""
         return self.count - len(self._ended)
 
 
@@ -316,6 +321,7 @@ class _Threads:
             thread.start()
 
     def put(self, job: Callable[[], None]) -> None:
+        """Queue a job for the next free thread."""
         self._jobs.put(job)
 
     def close(self, ends: float) -> bool:

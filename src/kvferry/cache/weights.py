@@ -114,6 +114,7 @@ class _Progress:
         self._read = 0
 
     def add(self, count: int) -> None:
+        """Count `count` more bytes, and log a message when it is due."""
         before, self._read = self._read, self._read + count
         if before // _TOLD_BYTES != self._read // _TOLD_BYTES:
             logger.info("hashing %s, once: %.1f GB so far", self._of, self._read / 1e9)

@@ -6,9 +6,9 @@ layouts and block sizes. The namespace (`kvferry.keys.namespace`) covers the mod
 
 The digest is BLAKE2b with 32 bytes of output. It is cryptographic because tenants choose tokens. A tenant who
 finds two prompts with one key can cause an engine to answer one prompt with the KV of the other. With 16
-bytes of output, that takes about 2^64 digests. An output of 32 bytes takes no more time than one of 16, and
-16 KiB of keys per 128k tokens. Every Python has BLAKE2b in its standard library. Its `person` parameter
-separates the three uses below.
+bytes of output, a search takes about 2^64 digests. An output of 32 bytes costs no more time than one of 16.
+With chunks of 256 tokens, the keys of 128k tokens take 16 KiB. BLAKE2b is in Python's standard library. Its
+`person` parameter separates the three uses below.
 
 The digests have the following inputs. Integers are little-endian and unsigned. A ``text`` is its length in 8
 bytes, then its UTF-8 encoding::

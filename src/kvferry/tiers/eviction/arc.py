@@ -59,6 +59,7 @@ class ARC(EvictionPolicy):
             raise AssertionError(f"target {self._target} is outside the capacity {self.capacity_bytes}")
 
     def _place(self, key: bytes, size: int) -> None:
+        """Put a key with a ghost into `frequent`, and any other into `recent`."""
         again = self._learn(key, size)
         (self._frequent if again else self._recent).push(key, size)
         self._trim()

@@ -66,6 +66,7 @@ class S3FIFO(EvictionPolicy):
             raise AssertionError("uses are counted of other keys than those in the queues")
 
     def _place(self, key: bytes, size: int) -> None:
+        """Put a key with a ghost into main, and any other into the small queue."""
         known = key in self._ghosts
         if known:
             self._ghosts.remove(key)

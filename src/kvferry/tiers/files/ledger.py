@@ -72,6 +72,7 @@ class HeldLedger:
         self._set(self.capacity, LEDGER_BYTES + others)
 
     def _set(self, capacity: int, used: int) -> None:
+        """Write capacity and bytes in use to the file."""
         # The name of a temporary file may claim any number of reserved bytes.
         used = min(used, _MOST)
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)

@@ -155,6 +155,7 @@ def _check_again(root: str) -> None:
 
 
 def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
+    """Create missing folders, marker and note, and ignore errors. The ledger is held."""
     # Notes are only for people. If one cannot be written, chunks are still stored.
     with suppress(ConfigError, OSError):
         _furnish(root, namespace, account, room)

@@ -255,6 +255,7 @@ class FileTier(StorageTier):
             self._listed.discard(key)
 
     def _warn(self, what: str, why: PutOutcome | GetOutcome, detail: str) -> None:
+        """Log a failure with its reason, a detail (may be empty) and advice."""
         said = f" ({detail})" if detail else ""
         _log.warning("file tier %s: %s: %s%s; %s", self._root, what, why, said, _ADVICE[why])
 

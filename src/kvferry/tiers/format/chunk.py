@@ -215,6 +215,7 @@ def _name(name: str) -> tuple[int, bytes]:
 
 
 def _check_name(what: str, name: str) -> None:
+    """Check the name of a group or a section. Raises ChunkError."""
     if len(name) not in NAME_BYTES or not (name.isascii() and name.isprintable()):
         raise ChunkError(
             f"a {what} named {name!r}; expected 1 to {NAME_BYTES[-1]} printable ASCII characters"
@@ -222,6 +223,7 @@ def _check_name(what: str, name: str) -> None:
 
 
 def _check_different(whole: str, what: str, names: Sequence[str]) -> None:
+    """Check that there is at least one name, and that all differ. Raises ChunkError."""
     if not names:
         raise ChunkError(f"a {whole} without a {what}; expected at least one")
     if len(set(names)) < len(names):

@@ -206,4 +206,5 @@ def _available() -> tuple[int, str]:
 
 
 def _too_large(size: int, found: str) -> str:
+    """Return the error message for an arena that does not fit into memory."""
     return f"host tier: {format_bytes(size)} of shared memory, but {found}; lower its capacity"

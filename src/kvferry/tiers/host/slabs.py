@@ -171,6 +171,7 @@ def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]
 
     def lost(size: int) -> int:
+        """Return the bytes of the arena that the worst stride cannot use, with slabs of `size` bytes."""
         return max(capacity_bytes - capacity_bytes // size * (size // stride) * stride for stride in strides)
 
     return min(sizes, key=lambda size: (lost(size), size))

@@ -64,6 +64,7 @@ class GuardedBucket:
 
     @contextmanager
     def _through(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
+        """Give the client if the breaker admits a request, and report the outcome to the breaker."""
         ticket = breaker.enter()
         if ticket is None:
             self._count(Fault.PAUSED)

@@ -107,12 +107,14 @@ class BucketAdmin(CacheAdmin):
         return len(entries), sum(one.charged for one in entries)
 
     def _remove(self, entries: Sequence[CacheEntry]) -> None:
+        """Remove objects, in order. Raises ConfigError."""
         names = [self._name(entry) for entry in entries]
         with self._told():
             for at in range(0, len(names), _REMOVED):
                 self._bucket.remove(names[at : at + _REMOVED])
 
     def _name(self, entry: CacheEntry) -> str:
+        """Return the name of an object, relative to the URL of the tier."""
         return entry.path.removeprefix(f"{self.where}/")
 
     @contextmanager
