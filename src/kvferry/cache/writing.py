@@ -102,7 +102,7 @@ class Writing:
 
     @property
     def _wanted(self) -> bool:
-        """Return whether the write mode allows to write now."""
+        """Return whether the write mode permits a write now."""
         full = self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
         return full or not self.slow_tier.write_back
 

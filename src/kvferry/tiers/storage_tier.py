@@ -43,8 +43,8 @@ class StorageTier(Protocol):
 
     Attributes:
         keys: keys of the chunks that this process believes to be in the tier. `refresh` adds chunks that
-            other processes stored, and removes those that they evicted. Until then `get` of such a key
-            misses.
+            other processes stored, and removes those that they evicted. Until then, `get` of an evicted
+            chunk misses.
     """
 
     keys: TierKeys

@@ -136,7 +136,7 @@ class HostTier:
     def hold(self, key: bytes) -> Slot | None:
         """Return a new hold on a chunk as `open` does, but without counting a use or a miss.
 
-        It is for copies to another tier, and for chunks that were just fetched from one.
+        It is for copies to another tier, and for loads for which `open` has already counted a miss.
         """
         chunk = self._slots.ready.get(key)
         if chunk is None:
