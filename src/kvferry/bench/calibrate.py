@@ -182,7 +182,7 @@ def _copies(job: CalibrationJob) -> Fit:
 
 
 class _Copy:
-    """A gather or scatter of cells in random order. Gaps as long as the runs separate the runs of a cell.
+    """A gather or scatter of cells, in random order. Each cell consists of runs with gaps of the same length.
 
     Attributes:
         work: number of cells, runs and bytes that one gather or scatter copies.

@@ -203,7 +203,11 @@ class AdmissionEvents:
 
     @log_errors
     def scheduled(self, requests: Container[str]) -> None:
-        """Emit that the engine goes on with a request, for each of `requests` that no source has loaded."""
+        """Emit a `Scheduled` event for each of these requests that was remembered by `unserved`.
+
+        Args:
+            requests: ids of the requests that the engine now computes.
+        """
         for name in [name for name in self._unserved if name in requests]:
             request = self._unserved.pop(name)
             own, last = request.own_hit, self._asked.get(name)

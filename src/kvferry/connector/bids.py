@@ -74,11 +74,11 @@ class Bid:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of all bidders, in the order of the prompt."""
+        """Names of all bidders, sorted by which part of the prompt they load, first part first."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     def like(self, other: Bid | None) -> bool:
-        """Return whether both bids name the same places and the same bidders."""
+        """Return whether another bid has the same bidders and loads from the same places; False for None."""
         return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 

@@ -74,15 +74,15 @@ class KeptGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierForecast:
-    """The forecast of the storage in an engine's tiers.
+    """A forecast of what an engine's tiers would store for a prompt.
 
     Attributes:
         prompt: length of the prompt in tokens.
         chunk_tokens: number of tokens per chunk; 0 if this cache cannot be stored.
         first_tokens: length in tokens of the shortest prefix that can be loaded; 0 if this cache cannot be
             stored.
-        groups: chunk of each group; empty if this cache cannot be stored.
-        choices: storage under the requested settings, then under alternative settings.
+        groups: format and file size of one chunk, for each group; empty if this cache cannot be stored.
+        choices: what would be stored under the requested settings, then under alternative settings.
         why_not: reason why the cache cannot be stored or no prefix of the prompt can be loaded; empty if a
             prefix can be loaded.
     """

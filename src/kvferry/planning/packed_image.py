@@ -217,14 +217,16 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
 
 
 def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
-    """Replace the addresses of one side of a copy by image offsets.
+    """Change one side of a strided copy to use the image (packed memory) instead of the original addresses.
 
-    Return several copies if the loops have no constant strides in the image.
+    The ranges of the original may lie in the image without constant strides. The copy is then split into
+    several copies whose strides are constant.
 
     Args:
         nest: strided copy.
-        side: side whose addresses are replaced.
-        at, inside: address of each read, and its offset in the image, int64 of shape (reads,).
+        side: side whose addresses are replaced by offsets in the image.
+        at, inside: address of each range that is read into the image, and the range's offset in the image,
+            int64 of shape (reads,).
     """
     _, outer = _shadow(nest, side)
     starts = _starts(_address(nest, side), outer)

@@ -90,7 +90,7 @@ class Costs:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
     def of_lanes(self) -> Costs:
-        """Return the costs that apply when all lanes share the work."""
+        """Return the costs per unit of work when all lanes (threads that read) share the work."""
         return replace(
             self,
             read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,

@@ -109,7 +109,7 @@ class Fleet:
     def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
         """Wait until every engine is ready.
 
-        After an exception the other engines still run. Leave the block to stop them.
+        If this raises, the other engines keep running until the ``with`` block ends.
 
         Args:
             on_progress: function that is called about five times a second with `engines`, after their states

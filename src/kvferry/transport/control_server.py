@@ -124,14 +124,15 @@ class ControlServer:
     def __init__(
         self, host: str, port: int, card: ProducerCard, keys: security.Keys, peers: AllowedPeers = ANY_PEER
     ) -> None:
-        """Bind the socket and start the thread.
+        """Bind the socket, and start the thread that answers consumers.
 
         Args:
             host: address to bind.
             port: port to bind; 0 for any free port.
-            card: facts and ranks of this engine, which answer handshakes.
+            card: description of this engine and its ranks, sent in reply to handshakes.
             keys: CURVE keys.
-            peers: machines that may connect, and that this engine may ask for earlier turns.
+            peers: machines that may connect to this engine. It asks only these for the KV of earlier turns of
+                a conversation.
 
         Raises:
             ConfigError: the address cannot be bound.

@@ -68,14 +68,17 @@ class PackedReadResources:
 
 @dataclass(frozen=True, slots=True)
 class RankLists:
-    """Prepared descriptor lists for reading from one rank of the peer.
+    """Prepared NIXL descriptor lists for reading from one rank of the peer.
+
+    The rank keeps *words* (64-bit values) in registered memory. A word changes when the memory that it
+    belongs to is reused, so the reader can check afterwards whether the bytes that it read were valid.
 
     Attributes:
         local: handle of the list of local memory: cells in blocks, and images in the staging area.
         remote: handle of the list of the rank's memory: cells in blocks, and images in its staging area.
-        local_words: handle of the list of the memory that words are read into.
+        local_words: handle of the list of local memory that the rank's words are read into.
         remote_words: handle of the list of the rank's words.
-        incarnation: random number of the rank's run, the high half of its words.
+        incarnation: random number that the rank chose at its start; the high half of each of its words.
         area_words: indices of the words that belong to the rank's staging area.
     """
 

@@ -233,9 +233,10 @@ class TierSource:
         self._brought[load.key] = _Brought()
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of the content of chunks in tokens, for each KV cache group.
+        """Return the alignment of chunks, in tokens, for each KV cache group.
 
-        The content of a chunk begins at a multiple of it. All engines that write this format use the same.
+        The content of every chunk begins at a multiple of its group's alignment. The alignments are the same
+        for all requests, and for all engines that write this storage format.
         """
         return self._alignments
 
@@ -255,7 +256,11 @@ class TierSource:
         return MissReason.DEADLINE if report.late else self._brought[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
-        """Log a failed load. Exclude the tiers that it was still waiting for from this request."""
+        """Log the reason of a failed load. Do nothing if the load did not fail.
+
+        If some chunks had not arrived by the load's deadline, the tiers that still owe them are not used for
+        this request again.
+        """
         if report.failure is None:
             return
         self._refusals.say(load.request_id, TIERS, report.failure)

@@ -71,7 +71,7 @@ class Tiering:
         pool: BlockPool,
         events: EventStream,
     ) -> None:
-        """Allocate the arena, the host memory that holds chunks, and open the tiers.
+        """Open the tiers, and allocate the host memory that holds chunks (the arena).
 
         Called when all workers have started.
 
@@ -80,7 +80,8 @@ class Tiering:
             config: the connector's other settings.
             engine: facts about the engine.
             parts: objects that sources and admission share.
-            namespace: function that returns the namespace of chunk keys for a storage format of chunks.
+            namespace: function that takes the format in which chunks are stored, and returns the namespace of
+                their keys.
             adapters: the engine's LoRA adapters.
             ranks: geometry of all workers' KV caches.
             pool: the engine's block pool.

@@ -63,12 +63,14 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Check that a change to tokens or heads changes all of their cells, and no others.
+    """Check that the content of each token and head is kept in a cell of its own.
 
-    Each bit of the token or head index selects two sets to change: those with the bit, and those without.
+    A cell holds the bytes of one token and head. The check writes a block again with new input for some of
+    its tokens (or heads). Exactly the cells of those tokens must change. This is tried with two sets of
+    tokens for each bit of the token index: the tokens whose index has the bit, and the others.
 
     Returns:
-        Reason why this does not hold; empty if it does.
+        Reason why the check fails; empty if it passes.
     """
     first, second = _random(s, 1), _random(s, 2)
     before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)

@@ -72,7 +72,16 @@ def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
 
 
 def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:
-    """Return a mask of the scratch bytes that belong to a field in either block: bool, one per byte."""
+    """Return which bytes of a scratch cache belong to any of the fields, in any of its two blocks.
+
+    Args:
+        memory: bytes of the scratch cache.
+        fields: fields of a page.
+        s: strides of the cache.
+
+    Returns:
+        Mask of bool, one per byte of `memory`.
+    """
     found = torch.zeros_like(memory, dtype=torch.bool)
     for field in fields:
         for block in (0, 1):
