@@ -1,8 +1,8 @@
 """The consumer's end of the control channel: one thread for all peers.
 
 The engine's thread calls `ControlClient.look_up` in every step that needs a peer. The call never blocks. It
-returns `Pending` while the handshake is under way. Handshakes with several peers run concurrently
-(`handshake`).
+returns `Pending` while the handshake with the peer is under way. Handshakes with several peers run
+concurrently (`handshake`).
 
 A ticket is a random id that the consumer redeems: it exchanges the ticket for block tables and a lease. The
 client redeems a ticket as soon as the request arrives, in parallel with the handshake if the producer is new.
@@ -74,7 +74,10 @@ class _Peer:
 
 
 class ControlClient:
-    """A thread that does handshakes, redeems tickets and sends heartbeats, for all peers of a consumer."""
+    """A thread that does handshakes, redeems tickets and sends heartbeats, for all peers of a consumer.
+
+    A ticket is a random id that the consumer redeems: it exchanges the ticket for block tables and a lease.
+    """
 
     def __init__(
         self,
@@ -88,9 +91,9 @@ class ControlClient:
         """Start the thread.
 
         Args:
-            facts: facts about this engine, which it sends to peers.
-            check: function that raises Incompatible for ranks that this engine cannot read; the thread calls
-                it.
+            facts: facts about this engine, which handshakes send to peers.
+            check: function that takes the descriptions of a peer's ranks, and raises Incompatible if this
+                engine cannot read them. The client's thread calls it.
             keys: CURVE keys.
             peers: machines that may be dialled.
             handshake_seconds: timeout of a handshake, and of a redemption.
@@ -152,10 +155,11 @@ class ControlClient:
         return message.number
 
     def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the reply to a redemption: Redeemed, Unusable if it was refused, or Pending.
+        """Return the reply to the redemption of a ticket.
 
-        If the producer has not replied in time, return Unusable and forget the producer, so that its next use
-        starts a new handshake.
+        Returns Redeemed if the producer granted it, Unusable if it refused, and Pending while there is no
+        reply. If the producer has not replied in time, return Unusable and forget the producer, so that its
+        next use starts a new handshake.
 
         Args:
             number: number that `redeem` returned.
@@ -167,29 +171,39 @@ class ControlClient:
         return answer
 
     def end_redemption(self, number: int) -> bool:
-        """Forget a redemption. Return whether the producer may hold the lease for this engine.
+        """Forget the redemption of a ticket, so that later replies to it are ignored.
 
-        If so, the caller must release the lease.
+        Return True if the producer may hold the lease for this engine. Then the caller must release it.
         """
         return self._redemptions.end(number)
 
     def hold(self, address: Address, ticket: bytes) -> None:
-        """Send heartbeats for the lease of an earlier turn of a conversation, until `release`."""
+        """Start to send heartbeats for the lease of an earlier turn of a conversation. `release` stops them.
+
+        Args:
+            address: (host, port) of the control channel of the engine that keeps the turn.
+            ticket: random id that names the lease.
+        """
         self._command(address, Heartbeat(self._consumer, [ticket]))
 
     def release(self, address: Address, ticket: bytes) -> None:
-        """Tell the producer that this engine no longer needs the lease of a ticket; stop its heartbeats."""
+        """Tell the producer that this engine no longer needs a lease, and stop sending heartbeats for it.
+
+        Args:
+            address: (host, port) of the producer's control channel.
+            ticket: random id that names the lease.
+        """
         self._command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
         """Ask peers for the KV of an earlier turn of a conversation with this content.
 
         Args:
-            peers: addresses of the peers, with their incarnations.
-            content: content of the prompt.
+            peers: incarnation (random number of the run) of each peer, by the address of its control channel.
+            content: content of the prompt: chunk keys and token ids.
 
         Returns:
-            Number of the query; None if no peer is asked.
+            Number of the query, for `turns` and `drop_question`; None if no peer is asked.
         """
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
@@ -200,7 +214,16 @@ class ControlClient:
         return number if asked else None
 
     def turns(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return (peer's address, turn) for all turns found, and end the query; None while it is open."""
+        """Return the earlier turns that a query found, and end the query.
+
+        Return None while peers may still reply.
+
+        Args:
+            number: number of the query, from `ask_turn`.
+
+        Returns:
+            (address of the peer, turn) for each turn found.
+        """
         return self._questions.answers(number)
 
     def drop_question(self, number: int) -> None:
@@ -271,7 +294,11 @@ class ControlClient:
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
-        """Send heartbeats. Close sockets to unknown peers without leases: requests can name any address."""
+        """Send a heartbeat for every lease that this engine holds, and close sockets that are not needed.
+
+        A socket is not needed if the peer is unknown and holds no lease for this engine. Requests can name
+        any address, so there may be many such peers.
+        """
         self._handshakes.forget_refusals()
         for address, peer in list(self._peers.items()):
             held = sorted(peer.held)
@@ -325,7 +352,7 @@ class ControlClient:
             self._close(poller, address)  # opened for this message only, which is still sent
 
     def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:
-        """Close the socket to a peer, if there is one; return the tickets that it sent heartbeats for."""
+        """Close the socket to a peer, if there is one. Return the tickets that it sent heartbeats for."""
         peer = self._peers.pop(address, None)
         if peer is None:
             return set()
@@ -340,7 +367,7 @@ class ControlClient:
             self._close(poller, address)
 
     def _wait_for_name(self, command: _Command) -> None:
-        """Queue a command until its peer's name is resolved. The commands for a peer stay in order."""
+        """Queue a command until its peer's host name is resolved. The commands for a peer stay in order."""
         if len(self._unresolved) >= MAX_UNRESOLVED:
             raise AddressNotAllowed(
                 f"{MAX_UNRESOLVED} messages already wait for names of peers; see whether the name "
@@ -350,7 +377,11 @@ class ControlClient:
         self._unnamed.add(command[0])
 
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
-        """Return a peer's ranks with resolved addresses; raise Incompatible if they cannot be read."""
+        """Return the descriptions of a peer's ranks, with numeric addresses of their gather channels.
+
+        Raises:
+            Incompatible: this engine cannot read the ranks.
+        """
         self._check_ranks(ranks)
         return tuple(resolve_gather_address(card, address, self._names, self._log) for card in ranks)
 

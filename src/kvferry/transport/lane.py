@@ -12,7 +12,8 @@ In state DATA the lane reads the KV. In state WORDS it reads the lease words. A 
 the producer's registered memory that changes before leased blocks are freed. So an unchanged word proves that
 the KV is valid.
 
-All direct descriptors of a rank of the peer form one READ. Packed cells move segment by segment
+A cell is the smallest unit that is transferred. The lane starts one READ per rank of the peer for all cells
+that it reads straight into blocks. Cells that are packed into contiguous staging memory move in segments
 (`packed_read`).
 
 Every order has exactly one result. The lane delivers it when none of the order's READs is in flight. Until
@@ -49,7 +50,7 @@ from kvferry.transport.staging import StagingArea
 logger = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 4096
-"""Maximum number of segments of gathered cells that a lane reads at a time, over all reads."""
+"""Maximum number of segments (runs of cells packed by the source) that a lane reads at a time."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
 """Shortest and longest time between polls while a READ is in flight, in seconds.
@@ -58,7 +59,10 @@ Some transports make progress only when polled.
 """
 
 _LONGEST_WAIT = 1e-3
-"""Maximum seconds until the next poll for orders, while the lane waits only for sources to gather cells."""
+"""Maximum seconds between polls for new orders while no READ is in flight.
+
+Then the lane only waits for sources to pack cells.
+"""
 
 
 class MakeAgent(Protocol):
@@ -114,10 +118,11 @@ class _Read:
     Attributes:
         order: order that is executed.
         peer: connection to the peer.
-        landing: index of the first of the `MAX_SOURCES` words into which lease words are read.
+        landing: index of the first local word that lease words are read into. Each read has `MAX_SOURCES`
+            local words, one for each rank of the peer.
         plan: plan of the read.
         handles: READs in flight: first those of direct descriptors, later those of lease words.
-        packed: packed cells that are being moved.
+        packed: reads of packed cells in progress, one per route (layers that are read with the same copies).
         words: True once the lease words are being read.
         failure: reason of the failure; None if there is none so far.
         peer_lost: True if the transport failed.
@@ -208,7 +213,7 @@ class Lane:
         self._wake.set()
 
     def submit(self, order: ReadOrder) -> None:
-        """Queue an order for the thread to read."""
+        """Queue an order, which the lane's thread reads."""
         self._asked.append(order)
         self._wake.set()
 
@@ -268,7 +273,10 @@ class Lane:
         self._shut(agent)
 
     def _take_asked(self, agent: Agent) -> bool:
-        """Execute queued commands and orders, in order. Return False if there was nothing to do."""
+        """Execute queued commands and orders, oldest first. Return False if nothing was done.
+
+        An order stays in the queue while the maximum number of reads is in progress.
+        """
         busy = self._links.process_verdicts()
         if busy:
             self._asked.extendleft(reversed(self._held))
@@ -297,7 +305,7 @@ class Lane:
         )
 
     def _start(self, agent: Agent, order: ReadOrder) -> None:
-        """Start to read an order. Hold it back while the metadata of its peer is being checked."""
+        """Plan an order and start its READs, or hold it back while its peer's metadata is being checked."""
         peer = self._links.get(order.peer)
         if peer is None:
             self._held.append(order)
@@ -354,7 +362,7 @@ class Lane:
             read.failure, read.peer_lost = f"the transport refused the read: {error}", True
 
     def _pause(self, nap: float) -> None:
-        """Sleep for `nap` seconds; wake up early if a gather server replies."""
+        """Sleep for `nap` seconds. Wake up early if a source that was asked to pack cells replies."""
         clients = [
             rank.source.client.socket
             for read in self._reads

@@ -40,13 +40,16 @@ AHEAD = 4
 """Maximum number of segments of a route that are in progress at a time."""
 
 ASK_SECONDS = 5.0
-"""Timeout for the source to gather a segment. After it, the cells are read directly."""
+"""Timeout in seconds for the source to gather a segment. After it, the cells are read without packing."""
 
 SILENT_SECONDS = 30.0
-"""Time for which a source that timed out is not asked again. Any reply from it ends this time."""
+"""Seconds for which a source that timed out is not asked again. Any reply from it ends this time."""
 
 ROOM_SECONDS = 5.0
-"""Maximum time that a segment waits for staging memory or a word. After it, its cells are read directly."""
+"""Maximum seconds that a segment waits for staging memory or a free word of this lane.
+
+After that, its cells are read without packing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class PackedReadResources:
 
     Attributes:
         agent: NIXL agent of the lane.
-        landing: staging area that images are read into.
-        words: registered memory that words of the source are read into, uint64.
+        landing: staging area that images (packed cells) are read into.
+        words: registered memory of this lane that words of the source are read into, uint64 of shape (n,).
         free_words: indices of `words` that are free. A staged segment takes one before it reads its images.
     """
 
@@ -108,12 +111,12 @@ class _Segment:
         cells: cells of the segment.
         state: state of the segment.
         since: time at which it was created or gathered, in seconds of the clock.
-        number: number of the request to gather it; 0 if there is none.
+        number: number of the request that asks the source to gather the segment; 0 if there is none.
         gathered: reply of the source; None if the source has not gathered the segment.
-        allocation: staging memory of this worker; None if it holds none.
-        handle: handle of the latest READ; None before the first.
-        word: index of the word that the source's word is read into; -1 if it holds none.
-        direct: True if the cells are read directly after all.
+        allocation: staging memory of this worker that the segment holds; None if it holds none.
+        handle: handle of the segment's latest READ; None before the first.
+        word: index of this lane's word that the source's word is read into; -1 if the segment holds none.
+        direct: True if the cells are read straight into blocks after all, without packing.
     """
 
     cells: Cells
@@ -128,7 +131,15 @@ class _Segment:
 
 
 def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
-    """Split cells into segments of the method's size."""
+    """Split cells into segments, which a read moves one by one. The last segment may be shorter.
+
+    Args:
+        method: transfer method, which determines the number of cells per segment.
+        cells: all cells to move.
+
+    Returns:
+        Cells of each segment, in the order of `cells`.
+    """
     per_chunk = method.segment_cells(len(cells))
     return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
 
@@ -157,9 +168,10 @@ class PackedRead:
         Args:
             bench: resources that all packed reads of the lane share.
             lists: prepared descriptor lists of the peer's rank.
-            client: client of the rank's gather channel; None if no method of the peer's rank gathers.
-            route: prepared route of the cells.
-            method: method that moves the cells, over-read or staged.
+            client: client for requests that ask the peer's rank to pack cells; None if no method needs it.
+            route: prepared route (layers that are read with the same copies) of the cells.
+            method: method that moves the cells: over-read (the reader fetches gaps too) or staged (the source
+                packs the cells first).
             cells: cells to read.
             lease: word that shows whether the producer's lease on its blocks is valid.
             clock: function that returns the time in seconds.
@@ -173,12 +185,12 @@ class PackedRead:
 
     @property
     def finished(self) -> bool:
-        """True if no segment is in progress, and none is left to start."""
+        """True if no segment (run of cells) is in progress, and none is left to start."""
         return not self._chunks and (not self._rest or self.failure is not None)
 
     @property
     def waits_for_source(self) -> bool:
-        """True if a segment waits until the source has gathered it."""
+        """True if the source is still packing the cells of a segment."""
         return any(segment.state is _SegmentState.ASKED for segment in self._chunks)
 
     @property
@@ -187,7 +199,10 @@ class PackedRead:
         return any(segment.handle is not None for segment in self._chunks)
 
     def advance(self) -> bool:
-        """Take all steps that are possible now, without blocking; return whether any step was taken."""
+        """Advance every segment as far as possible without blocking, and start further segments.
+
+        Return True if anything has changed.
+        """
         moved = self._ask_ahead()
         for segment in list(self._chunks):
             # Advance this segment as far as possible before the next, so the source can reuse its memory.
@@ -197,7 +212,10 @@ class PackedRead:
         return moved
 
     def abandon(self, reason: str) -> None:
-        """Fail the read: start no further segment. `finished` is True when the READs in flight have ended."""
+        """Fail the read for this reason, and start no further segment.
+
+        READs in flight continue. `finished` is True when they have ended.
+        """
         self.failure = self.failure or reason
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -211,7 +229,10 @@ class PackedRead:
         return moved
 
     def _stepped(self, segment: _Segment) -> bool:
-        """Take the next step of a segment if it is possible; return whether a step was taken."""
+        """Take the next step of a segment if it is possible now; return whether a step was taken.
+
+        If the transport raises an exception, fail the whole packed read.
+        """
         try:
             return self._step(segment)
         except Exception as error:  # noqa: BLE001 - only this read fails
@@ -280,7 +301,10 @@ class PackedRead:
         return inside and answer.word in self._lists.area_words
 
     def _go_direct(self, segment: _Segment, reason: str) -> None:
-        """Read the cells of a segment directly instead, with one descriptor per contiguous run."""
+        """Read the cells of a segment straight into blocks instead, with one descriptor per contiguous run.
+
+        If the route cannot be read in this way, fail the read, and give `reason` as the cause.
+        """
         if self._route.direct is None:
             self._fail(segment, f"cells that can only move packed were not packed: {reason}")
             return
@@ -307,7 +331,10 @@ class PackedRead:
         return True
 
     def _has_room(self, segment: _Segment) -> bool:
-        """Allocate the staging memory and the word that this method needs; return False if none is free."""
+        """Allocate what the READ of a segment needs: staging memory to unpack from, a word to check.
+
+        Return False if either is not free now.
+        """
         if segment.gathered is not None and segment.word < 0:
             if not self._bench.free_words:
                 return False
@@ -324,7 +351,14 @@ class PackedRead:
         self._start(segment)
 
     def _check(self, segment: _Segment, gathered: Gathered) -> None:
-        """Start to read the word of the source's allocation, because the images have arrived."""
+        """Start to read the source's word for a segment, because the segment's images have arrived.
+
+        The word changes when the source's staging memory is reused, so it shows whether the images are valid.
+
+        Args:
+            segment: segment that has been read.
+            gathered: reply of the source, which names the word.
+        """
         expected = self._word(gathered)
         self._bench.words[segment.word] = ~np.uint64(expected)
         here, there = np.array([segment.word], np.int32), np.array([gathered.word], np.int32)
@@ -365,7 +399,7 @@ class PackedRead:
         self._over(segment)
 
     def _over(self, segment: _Segment) -> None:
-        """Remove a segment whose READs have ended, and free its memory."""
+        """Remove a segment whose READs have ended, and free its staging memory and its word."""
         self._chunks.remove(segment)
         self._give_back(segment)
 

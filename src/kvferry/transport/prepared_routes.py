@@ -49,9 +49,11 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DescriptorRows:
-    """Descriptor rows of one side. A row is one contiguous run of a cell, at its address in block or image 0.
+    """Rows that generate the descriptors of one side: the source or the destination of a method.
 
-    The list gets one entry per row, cell of a block, and block. For images it gets one per row and image.
+    A row is one contiguous run of a cell (the unit of transfer), at its address in block 0. It generates one
+    descriptor for each cell of each block. If cells are packed into images, the row has its address in image
+    0, and generates one descriptor for each image.
 
     Attributes:
         parts: (addresses of rows, lengths of rows in bytes, byte offset of each cell in a block). Addresses
@@ -76,7 +78,7 @@ class _DescriptorRows:
 
     @property
     def entries(self) -> int:
-        """Number of list entries of all rows."""
+        """Number of descriptors that all rows generate."""
         return self.rows * self.cells * self.count
 
 
@@ -84,10 +86,10 @@ _Prepared: TypeAlias = tuple[TransferMethod, _DescriptorRows, _DescriptorRows]
 
 
 class DescriptorList:
-    """A builder for the descriptor list of one side.
+    """A builder for the descriptor list of one side: of this rank's memory, or of the peer's rank.
 
     Attributes:
-        entries: number of entries so far.
+        entries: number of descriptors so far.
     """
 
     def __init__(self) -> None:
@@ -95,10 +97,10 @@ class DescriptorList:
         self.entries = 0
 
     def add(self, rows: _DescriptorRows) -> int:
-        """Append rows, and return the index of their first entry.
+        """Append the descriptors of these rows, and return the index of the first of them in the list.
 
         Raises:
-            TransferError: the list would have more than `MAX_DESCRIPTORS` entries.
+            TransferError: the list would have more than `MAX_DESCRIPTORS` descriptors.
         """
         base = self.entries
         if base + rows.entries > MAX_DESCRIPTORS:
@@ -116,7 +118,7 @@ class DescriptorList:
     def table(self) -> Int64s:
         """Return the rows of the list for `Agent.prepare`, int64 of shape (n, 4).
 
-        The columns are address, length, stride and number of entries.
+        The columns are address, length and stride in bytes, and number of descriptors.
         """
         return np.concatenate(self._tables)
 
@@ -127,10 +129,12 @@ class PreparedMethod:
 
     Attributes:
         method: transfer method.
-        rows: number of rows (descriptors) per cell.
-        src, dst: position of the method's entries in the list of each side.
-        gather: index of the route among those announced to the source; -1 if the source gathers nothing.
-        scatter: copies that unpack images into blocks; None if the method reads straight into blocks.
+        rows: number of descriptors per cell.
+        src, dst: position of the method's descriptors in the list of the source's memory, and in the list of
+            this worker's memory.
+        gather: index of the route among those announced to the source; -1 if the source packs nothing.
+        scatter: copies that unpack images (packed cells) into blocks; None if the method reads straight into
+            blocks.
     """
 
     method: TransferMethod
@@ -142,14 +146,16 @@ class PreparedMethod:
 
     @property
     def stride(self) -> int:
-        """Bytes from one image to the next; 0 if the method uses no images."""
+        """Bytes from one image (packed cell) to the next; 0 if the method uses no images."""
         return self.method.image.stride if self.method.image else 0
 
     def segment_cells(self, cells: int) -> int:
-        """Return the number of cells per segment. Four segments fit in each staging area that is used.
+        """Return the number of cells per segment: the run of packed cells that moves in one step.
+
+        It is so small that four segments fit in each staging area that the method uses.
 
         Args:
-            cells: number of all cells to move.
+            cells: total number of cells to move.
         """
         areas = [self.src.blocks] if self.gather >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
@@ -158,13 +164,14 @@ class PreparedMethod:
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
-        """Return the indices into both prepared lists that move some cells.
+        """Return the indices of the descriptors of some cells, in both prepared lists.
 
         Args:
             cells: cells to move.
-            outgoing: index of the first image in the source's staging area; ignored if the source gathers
+            outgoing: index of the first packed cell in the source's staging area; ignored if the source packs
                 nothing.
-            landing: index of the first image in this worker's staging area; ignored if nothing is unpacked.
+            landing: index of the first packed cell in this worker's staging area; ignored if this worker
+                unpacks nothing.
         """
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
@@ -184,8 +191,8 @@ class PreparedRoute:
 
     Attributes:
         route: layers that are read with the same copies.
-        methods: prepared methods; the first one is direct if that is possible.
-        clearing: copies that zero the bytes of a block that the route writes.
+        methods: prepared methods. The first reads cells without packing, if that is possible.
+        clearing: copies that zero those bytes of a block that the route writes.
     """
 
     route: Route
@@ -194,25 +201,29 @@ class PreparedRoute:
 
     @property
     def direct(self) -> PreparedMethod | None:
-        """The method that reads cells directly; None if that is impossible."""
+        """The method that reads cells from block to block without packing; None if that is impossible."""
         return next((p for p in self.methods if p.method.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> DescriptorIndices:
-        """Return the indices into both prepared lists that move cells directly."""
+        """Return the indices of the descriptors that read cells straight into blocks, in both prepared lists.
+
+        The method `direct` must exist.
+        """
         assert self.direct is not None  # noqa: S101 - callers check that it exists
         return self.direct.indices(cells, 0, 0)
 
     def src_cell(self, cells: Cells) -> int:
-        """Return the index that the first of these cells has within its source block."""
+        """Return the index of the first of these cells within its source block."""
         return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
-        """Return the fastest method for a number of cells.
+        """Return the fastest method to move a number of cells.
 
         Args:
             cells: number of cells to move.
             costs: measured costs of this machine.
-            pinned: only strategy to consider, if a method has it; None for all.
+            pinned: only strategy to consider. None to consider all; all are considered too if no method has
+                the pinned strategy.
         """
         return self.methods[
             choose_method([prepared.method for prepared in self.methods], cells, costs, pinned)
@@ -243,7 +254,7 @@ class RoutePreparation:
 
         Args:
             ours: geometry of this rank.
-            landing: staging area that images are read into.
+            landing: staging area that images (packed cells) are read into.
             card: description of the peer's rank.
             costs: measured costs of this machine, which decide between reading a gap and one more descriptor.
         """
@@ -255,7 +266,7 @@ class RoutePreparation:
         self._cuts = [region.address for region in card.geometry.regions]
 
     def add(self, route: Route) -> None:
-        """Prepare a route: append its descriptors to the lists, and append it to `routes`.
+        """Prepare a route: append its descriptors to the lists, and append the prepared route to `routes`.
 
         Raises:
             TransferError: no method can move the route, or the lists would be too long.
@@ -282,7 +293,7 @@ class RoutePreparation:
         return self._card.outgoing is not None and method.image.stride <= room and few
 
     def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Drop the methods with the most entries until the rest fits in the lists. Keep at least one."""
+        """Drop the methods with most descriptors until the rest fits in the lists. Always keep one method."""
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
             for side, so_far in enumerate((self.src, self.dst))
@@ -348,7 +359,7 @@ class RoutePreparation:
 
 
 def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
-    """Return copies that zero the bytes of a block that a route writes."""
+    """Return copies that zero those bytes of a block that a route writes."""
     written = [
         PoolCopies(cell_copy.dst_at, tuple(nest.at(-nest.src, 0) for nest in cell_copy.nests))
         for cell_copy in route.cell_copies
@@ -357,11 +368,11 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
 
 
 def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
-    """Return copies that zero all bytes of a block, for every route from a rank to itself.
+    """Return copies that together zero whole blocks of a rank's KV cache.
 
     Returns:
-        (index of the group, copies that zero a block of the group) for each route. Together the routes cover
-        all layers of the rank.
+        (index of the KV cache group, copies that zero some layers of a block of the group). Together the
+        copies of a group cover all its layers.
     """
     space = AddressSpace(rank.regions)
     (itself,) = build_templates([rank], rank)

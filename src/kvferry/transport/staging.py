@@ -40,7 +40,7 @@ class Allocation:
 
 
 class StagingArea:
-    """Staging memory for one direction. Thread-safe.
+    """Staging memory for one direction: for cells that others read, or for cells that are read. Thread-safe.
 
     Attributes:
         region: memory of the area, to be registered with the transport.
@@ -68,15 +68,18 @@ class StagingArea:
 
     @property
     def largest_image(self) -> int:
-        """Size in bytes of the largest image that may use the area: a quarter of it, so that several fit."""
+        """Size in bytes of the largest image (packed cell) that may use the area.
+
+        It is a quarter of the area, so that several images fit.
+        """
         return self.units * UNIT_BYTES // 4
 
     def images(self, stride: int) -> StagedImages:
-        """Return the images of the whole area, if they are `stride` bytes apart."""
+        """Return the whole area as a row of images (packed cells) that start every `stride` bytes."""
         return StagedImages(self._space, self.region.address, stride)
 
     def allocate(self, images: int, stride: int) -> Allocation | None:
-        """Allocate memory for a number of images. Return None if not enough is free now.
+        """Allocate contiguous memory for images (packed cells). Return None if not enough is free now.
 
         Args:
             images: number of images.
