@@ -1,10 +1,10 @@
 """The exceptions that kvferry raises.
 
 KVFerryError
-├── ConfigError            a setting cannot be used; the message tells which, why, and what to set
+├── ConfigError            a setting cannot be used; the message names it, the reason, and what to set
 ├── GeometryError          memory cannot be described, or a description contradicts itself
-├── SilentCopy             an operation on a view of a cache would have copied it, and used the copy
-├── Unnameable             content has no reliable digest to name it; the message tells what is ambiguous
+├── SilentCopy             an operation on a view of KV cache memory would work on a copy of it
+├── Unnameable             no reliable digest of content can be computed; the message tells the reason
 │   └── NotYetNamed        content has no digest yet, because a thread is still computing it
 ├── Incompatible           KV cannot be moved between two engines; one sentence per difference
 ├── ProtocolError          a message cannot be decoded, or has values that are out of bounds
@@ -26,7 +26,7 @@ class KVFerryError(Exception):
 
 
 class ConfigError(KVFerryError):
-    """Raised if a setting cannot be used. The message tells which, why, and what to set."""
+    """Raised if a setting cannot be used. The message names the setting, the reason, and what to set."""
 
 
 class GeometryError(KVFerryError):
@@ -34,15 +34,15 @@ class GeometryError(KVFerryError):
 
 
 class SilentCopy(KVFerryError):
-    """Raised by an operation on a view of a cache that would otherwise return a copy of the memory."""
+    """Raised if an operation on a view of KV cache memory would copy the memory and then use the copy."""
 
 
 class Unnameable(KVFerryError):
-    """Raised if content has no reliable digest to name it, for example because a token id is out of range."""
+    """Raised if no reliable digest of content exists, for example because a token id is out of range."""
 
 
 class NotYetNamed(Unnameable):
-    """Raised if content has no digest yet, because a thread still computes it. A later call may succeed."""
+    """Raised if a thread is still computing the digest of content. A later call may succeed."""
 
 
 class Incompatible(KVFerryError):

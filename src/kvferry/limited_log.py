@@ -23,7 +23,7 @@ class LimitedLog:
         seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin the first window.
+        """Create the log. The first window begins now.
 
         Args:
             logger: logger for the warnings.
@@ -40,9 +40,9 @@ class LimitedLog:
         """Log a warning, unless its cause was already logged in this window or the window's limit is reached.
 
         Args:
-            cause: key of the cause, the same for all warnings of which one is enough.
+            cause: key of the cause. Of all warnings with the same key, one per window is logged.
             text: text of the warning.
-            error: unexpected exception whose traceback is logged; None for none.
+            error: unexpected exception whose traceback is logged; None if there is no exception.
         """
         now = self._clock()
         if now - self._began >= self._seconds:

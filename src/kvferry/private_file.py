@@ -1,4 +1,4 @@
-"""Create files that only their owner can read, with any umask, because logs reveal clients' requests."""
+"""Create files that only their owner can read, whatever the umask is. Log files reveal clients' requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from kvferry.errors import ConfigError
 
 _OWNERS = 0o700
-"""Mode bits of a file's owner."""
+"""Permission bits of a file's owner: read, write and execute."""
 
 
 def open_private(path: str, flags: int) -> int:

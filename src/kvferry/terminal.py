@@ -1,4 +1,4 @@
-"""Make text of clients, peers and files safe to print: without control characters and of limited width."""
+"""Make text from clients, peers and files safe to print: replace control characters, limit the width."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def printable(text: str, instead: str = "?") -> str:
 
 
 def shown(text: str, most: int = 100) -> str:
-    r"""Return text of a client or peer for a log line or a message: escaped, and shortened if it is long.
+    r"""Return a client's or peer's text for a log line or a message: escaped, and shortened if it is long.
 
     Unprintable characters are escaped. The middle of a text with more than `most` characters is left out. The
     end is kept, because ids differ there.

@@ -1,4 +1,4 @@
-"""Find the user's home and kvferry's cache directory in it. Its content can be deleted at any time."""
+"""Find the user's home directory and kvferry's cache directory. Users may delete the cache at any time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the user's cache directory: ``$XDG_CACHE_HOME/kvferry``, else ``~/.cache/kvferry``.
 
     Raises:
-        ConfigError: neither variable is set, and the user has no home directory. This happens in containers
-            that run as a user id without a name.
+        ConfigError: ``XDG_CACHE_HOME`` is not set, and the user has no home directory. This happens in
+            containers that run as a user id without a name.
     """
     try:
         return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"

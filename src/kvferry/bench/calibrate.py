@@ -44,18 +44,18 @@ _LANE_RUNS = 2 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationJob:
-    """The sizes to measure.
+    """The sizes that a calibration measures.
 
     A cell is the part of a block that is copied as one unit. It consists of contiguous runs of equal length.
 
     Attributes:
         repeats: number of counted rounds.
-        transports: value of UCX_TLS; None to leave it unchanged.
-        read_sizes: sizes of a descriptor, in bytes. There is one READ per size.
+        transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
+        read_sizes: descriptor sizes to measure, in bytes. One READ is measured per size.
         read_bytes: maximum number of bytes of a READ. READs with short descriptors have fewer.
         read_descriptors: maximum number of descriptors of a READ.
-        runs: lengths of the contiguous runs of a copy, in bytes.
-        cells: sizes of a cell, in bytes.
+        runs: lengths to measure of the contiguous runs of a cell, in bytes.
+        cells: cell sizes to measure, in bytes.
         copy_bytes: number of bytes of one gather or scatter.
     """
 
@@ -218,7 +218,7 @@ class _Copy:
 
 
 class _GatherChannel:
-    """A gather channel to the producer's one rank, with a lease on the rank's blocks."""
+    """A connection over which the reader asks the producer's only rank to gather leased blocks."""
 
     def __init__(self, reader: Reader) -> None:
         (card,) = reader.cards[0]
@@ -228,7 +228,7 @@ class _GatherChannel:
         pool = card.geometry.regions[0]
         first, room = pool.address, min(pool.length, card.outgoing.bytes // 2) // 2 // _LARGE_RUN * _LARGE_RUN
         small = StridedCopy(first, 0, _SMALL_RUN)
-        # Every second run of the first blocks, as many bytes as one gather may have.
+        # Gather every second run of the first blocks, up to the largest size of one gather.
         runs = max(2, room // _LARGE_RUN)
         large = StridedCopy(first, 0, _LARGE_RUN, (Loop(runs, 2 * _LARGE_RUN, _LARGE_RUN),))
         routes = [
@@ -242,11 +242,11 @@ class _GatherChannel:
         self._lease = reader.claim_lease("asking")
 
     def small(self) -> float:
-        """Request a gather of 64 bytes, and return the time until the answer in seconds."""
+        """Request a gather of 64 bytes, and return the seconds until the answer arrives."""
         return self._timed(0, lambda: None)
 
     def large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
-        """Request a long gather, call `meanwhile`, and return the time until both have ended in seconds."""
+        """Request a long gather, call `meanwhile`, and return the seconds until both have ended."""
         return self._timed(1, meanwhile)
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class _GatherChannel:
 
 
 def _overlap(job: CalibrationJob, asking: _GatherChannel, raw: RawReads, size: int) -> float:
-    """Return the share, 0 to 1, of the shorter of gathering and reading that overlaps with the longer."""
+    """Return the overlap of a gather and a READ as a share, 0 to 1, of the time of the shorter one."""
     lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
         asking.large,

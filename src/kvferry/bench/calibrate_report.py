@@ -28,7 +28,7 @@ _WHAT = {
 
 
 def facts(machine: MachineFacts, found: CalibrationResult) -> dict[str, Any]:
-    """Return the description of the machine and the errors of the fits, which are stored with the costs."""
+    """Return the description of the machine and the errors of the fits. Both are stored with the costs."""
     return {**asdict(machine), "errors": {"reads": _errors(found.reads), "copies": _errors(found.copies)}}
 
 
@@ -49,7 +49,7 @@ def as_json(found: CalibrationResult, facts: dict[str, Any], path: Path | None) 
 
 
 def show(found: CalibrationResult, path: Path | None, console: Console) -> None:
-    """Print a table of the costs with at most 80 columns, the fits' errors, and the path of the file."""
+    """Print a table of the costs, at most 80 columns wide, the errors of the fits, and the file's path."""
     built_in = Costs()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("what")

@@ -45,10 +45,10 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
     """Return a case for storing and one for loading, for each depth.
 
     Args:
-        stack: exit stack that gets the clean-up: it ends the threads and removes the files.
+        stack: exit stack. Closing it ends the threads and removes the files.
         group: format of the chunks.
         path: existing folder for the files.
-        depths: numbers of chunks in flight.
+        depths: numbers of chunks in flight at a time.
 
     Raises:
         ConfigError: memory or the folder cannot be used.
@@ -90,7 +90,7 @@ def _case(direction: str, depth: int, target: float, ours: Mover, limits: Sequen
 
 @contextmanager
 def _fresh(folder: Path, bodies: ChunkBodies) -> Iterator[FileTier]:
-    """Yield an empty tier, and remove it when the block is left."""
+    """Yield an empty tier, and remove it when the ``with`` block ends."""
     with TemporaryDirectory(dir=folder) as root:
         capacity = 2 * len(bodies) * bodies.chunk_bytes
         yield FileTier(root, bench_namespace(bodies.group), capacity=capacity, durable=True)

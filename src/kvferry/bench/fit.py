@@ -59,7 +59,7 @@ def fit(work: Floats, seconds: Floats) -> Fit:
 
 
 def _not_negative(matrix: Floats, target: Floats) -> Floats:
-    """Solve a least-squares problem with a non-negative solution, by trying every subset of the kinds."""
+    """Return the non-negative least-squares solution. Try every subset of the kinds as nonzero ones."""
     kinds = matrix.shape[1]
     best, least = np.zeros(kinds), float(target @ target)
     for chosen in chain.from_iterable(combinations(range(kinds), n) for n in range(1, kinds + 1)):

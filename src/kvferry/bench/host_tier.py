@@ -2,8 +2,8 @@
 
 kvferry's mover does the same work as a worker's copying thread: it selects and checks the parts of blocks to
 copy, then copies them. The depth is the number of threads, each with its share of the chunks; a connector has
-one thread per rank. The limit is memcpy of as many bytes by as many threads, in one piece per thread. The
-control is a copy in runs that are as short as those of the layout.
+one thread per rank. The limit is a memcpy of the same bytes by the same number of threads, each in one
+piece. The control is a copy in contiguous runs that are as short as those of the engine's layout.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
     """Return a case for storing and one for loading, for each depth.
 
     Args:
-        stack: exit stack that gets the clean-up: it ends the threads.
-        ranks: pair of ranks with at least as many chunks as the largest depth.
+        stack: exit stack. Closing it ends the threads.
+        ranks: pair of ranks, with at least one chunk for each thread of the largest depth.
         depths: numbers of threads.
     """
     found = []
@@ -104,13 +104,13 @@ def _pieces(ranks: RankPair, share: range) -> tuple[Piece, ...]:
 
 
 def _contiguous(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies the chunks of a thread in one piece."""
+    """Return a function that copies one thread's share of the chunks in one piece."""
     to, of = (memory[_bytes(ranks, share)] for memory in _memories(ranks, direction))
     return partial(np.copyto, to, of)
 
 
 def _in_runs(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies the chunks of a thread in short runs, adjacent on one side only."""
+    """Return a function that copies one thread's share in short runs, adjacent on one side only."""
     pairs = []
     for number in share:
         to, of = (memory[_bytes(ranks, range(number, number + 1))] for memory in _memories(ranks, direction))

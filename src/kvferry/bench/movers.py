@@ -1,6 +1,6 @@
 """Movers, which move the same bytes by different methods and measure the time: kvferry, raw NIXL, memcpy.
 
-Every mover does all preparation that does not depend on block ids before the measured time begins.
+Preparation that does not depend on block ids is not part of the measured time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mover(Protocol):
     """A method to move bytes.
 
     Attributes:
-        name: name in reports.
+        name: name of the mover in reports.
         bytes: number of useful bytes per move.
     """
 
@@ -49,14 +49,14 @@ class PoolMover:
         call: Callable[[Any], object],
         items: Sequence[Any],
     ) -> None:
-        """Store the calls to make.
+        """Set the calls that each move makes.
 
         Args:
-            name: name in reports.
-            size: number of useful bytes of all calls together.
+            name: name of the mover in reports.
+            size: number of bytes that all calls together move.
             pool: threads to call in.
             call: function to call with each item.
-            items: items of the calls.
+            items: arguments of the calls, one per call.
         """
         self.name, self.bytes = name, size
         self._pool, self._call, self._items = pool, call, items
@@ -70,7 +70,7 @@ class PoolMover:
 
 
 class KVFerryMover:
-    """A mover that uses kvferry. The time is from the moment the blocks are known until they may be used.
+    """A mover that uses kvferry. Its time runs from when the block ids are known until they may be used.
 
     Attributes:
         strategies: transfer strategy of each KV cache group in the last move.
@@ -89,10 +89,10 @@ class KVFerryMover:
         strategy: Strategy | None = None,
         poll_seconds: float = _HOOK_POLL_SECONDS,
     ) -> None:
-        """Store the two sides of the transfer.
+        """Set the two sides of the transfer.
 
         Args:
-            name: name in reports.
+            name: name of the mover in reports.
             reader: side that reads.
             source: engine to read from.
             peer: number of that engine in the producer process.
@@ -107,9 +107,9 @@ class KVFerryMover:
         self._strategy, self._poll_seconds = strategy, poll_seconds
 
     def move(self) -> float:
-        """Load the request once, and return the time that it waits, in seconds.
+        """Load the request's KV once, and return the seconds that the request waits for it.
 
-        The time ends before every byte is checked and before the release of the lease is awaited.
+        The seconds do not include the check of the bytes and the wait for the release of the lease.
 
         Raises:
             TransferError: the load failed, or wrong bytes arrived.
@@ -162,7 +162,7 @@ class RawNixlMover:
 
 
 class MemcpyMover:
-    """A mover that copies as many bytes with one thread, from memory of this process to the KV cache."""
+    """A mover that copies the request's number of bytes to the KV cache with one thread of this process."""
 
     name = "(c) memcpy"
 

@@ -44,10 +44,10 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
     """Return a case for storing and one for loading, for each depth.
 
     Args:
-        stack: exit stack that gets the clean-up: it ends the threads and removes the objects.
+        stack: exit stack. Closing it ends the threads and removes the objects.
         group: format of the chunks.
-        url: URL of a bucket, with a path in it.
-        depths: numbers of chunks in flight.
+        url: URL of a path in a bucket, such as ``s3://bucket/path``.
+        depths: numbers of chunks in flight at a time.
 
     Raises:
         ConfigError: memory or the URL cannot be used.
@@ -105,7 +105,7 @@ def _case(
 
 @contextmanager
 def _fresh(url: str, bodies: ChunkBodies) -> Iterator[ObjectTier]:
-    """Yield an empty tier with a new namespace, and remove its objects when the block is left."""
+    """Yield an empty tier with a new namespace, and remove its objects when the ``with`` block ends."""
     own = bench_namespace(bodies.group, secrets.token_hex(8))
     with _removed(url, own.digest.hex()):
         yield ObjectTier(url, own, timeout_seconds=_PATIENCE_SECONDS)
@@ -113,7 +113,7 @@ def _fresh(url: str, bodies: ChunkBodies) -> Iterator[ObjectTier]:
 
 @contextmanager
 def _removed(url: str, prefix: str) -> Iterator[str]:
-    """Yield `prefix`, and remove all objects below it when the block is left.
+    """Yield `prefix`, and remove all objects below it when the ``with`` block ends.
 
     Raises:
         TransferError: the objects could not be removed.

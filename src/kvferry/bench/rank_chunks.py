@@ -24,10 +24,10 @@ CHUNK_TOKENS = 256
 
 
 def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalGroup:
-    """Return the format of a model's chunks of `tokens` tokens.
+    """Return the format in which chunks of a model's KV are stored, with `tokens` tokens per chunk.
 
     Raises:
-        ConfigError: the model has layers, and so chunks, of several kinds.
+        ConfigError: the model has layers of several kinds, which have different chunks.
     """
     held = simulate_engine("chunk", reading, EngineSide(), tokens)
     groups = canonical_form_of(lay_out(held.model, held.shape), tokens).groups
@@ -49,7 +49,7 @@ class RankPair:
         source: memory of the rank that holds the prompt.
         destination: memory of the rank that loads the prompt.
         arena: memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
-        span: load span of the whole prompt.
+        span: range of tokens to load: the whole prompt.
         store_tables, load_tables: block ids of the prompt for stores and for loads, the same on both ranks.
     """
 
@@ -90,7 +90,7 @@ class RankPair:
 
     @property
     def run_bytes(self) -> int:
-        """Return the number of bytes that are contiguous both in a block and in a chunk."""
+        """Return the length, in bytes, of the runs that are contiguous both in a block and in a chunk."""
         pool = chunk_pool(self._canonical, 0, 0, self.chunks)
         (template,) = build_templates([self.source.geometry], pool)
         return int(template.routes[0].nests[0].run)

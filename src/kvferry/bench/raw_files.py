@@ -155,7 +155,7 @@ def thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path]) -> PoolMover:
 
 
 def random_pages(size: int) -> memoryview:
-    """Return `size` random bytes in page-aligned memory. Storage cannot compress them."""
+    """Return `size` random bytes in page-aligned memory. Storage cannot compress random bytes."""
     pages = whole_pages(size)
     pages[:] = os.urandom(size)
     return pages

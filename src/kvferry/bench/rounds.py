@@ -1,8 +1,8 @@
 """Compare movers in interleaved rounds: every round runs every mover once, in a new random order.
 
 The speed of a shared machine changes over time. So speeds are compared within a round, and the report has the
-median over all rounds. The order is random, because a mover may profit from the CPU cache content that the
-one before it has left.
+median over all rounds. The order is random, because a mover may profit from what the mover before it
+left in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class TransferComparison:
     Attributes:
         ferry: rounds of kvferry.
         others: rounds of raw NIXL with large descriptors, of raw NIXL with the same descriptors as kvferry,
-            and of memcpy.
-        stages: median times of kvferry's planning, reading, lease check, and the rest, in seconds.
+            and of memcpy, in this order.
+        stages: median seconds of kvferry's planning, of reading, of the lease check, and of the rest.
     """
 
     ferry: MoverRounds
@@ -73,7 +73,7 @@ def compare(
     Args:
         reader: side that reads.
         source: engine to read from.
-        repeats: number of counted rounds. Another round before them is not counted.
+        repeats: number of counted rounds. One warm-up round before them is not counted.
         progress: function that is called with a line of text before each round.
 
     Raises:
@@ -102,7 +102,7 @@ def run_rounds(
 
     Args:
         moves: functions that move once and return the time in seconds.
-        repeats: number of counted rounds. Another round before them is not counted.
+        repeats: number of counted rounds. One warm-up round before them is not counted.
         progress: function that is called with a line of text before each round.
     """
     progress("moving, a round that does not count")

@@ -30,7 +30,7 @@ _LEAST_CHUNKS = 8
 
 
 def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
-    """Return a namespace for chunks that no engine uses. It is different for every name."""
+    """Return a chunk namespace that no engine uses. Each `name` gives a different namespace."""
     return Namespace.of(
         weights=f"none: kvferry bench {name}",
         model={},
@@ -85,7 +85,7 @@ def chunks_per_move(depth: int) -> int:
 
 @contextmanager
 def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
-    """Yield a queue for a tier with as many threads as in a connector. Close it when the block is left."""
+    """Yield a queue for a tier with as many threads as in a connector. Close it at the end."""
     queue = TierQueue(tier, name)
     try:
         yield queue
@@ -135,12 +135,12 @@ class StoreMover:
         bodies: ChunkBodies,
         depth: int,
     ) -> None:
-        """Store the chunks and the way to open a tier.
+        """Set the chunks to store and the function that opens a tier.
 
         Args:
             name: name of the tier.
-            fresh: function that returns a context manager, which opens an empty tier and removes it at the
-                end.
+            fresh: function that returns a context manager. The context manager opens an empty tier, and
+                removes it at the end.
             bodies: chunks to store.
             depth: number of chunks in flight.
         """
@@ -159,12 +159,12 @@ class LoadMover:
     name = "kvferry"
 
     def __init__(self, queue: TierQueue, bodies: ChunkBodies, into: ChunkBodies, depth: int) -> None:
-        """Store the queue and the chunks.
+        """Set the queue to load from and the memory of the chunks.
 
         Args:
             queue: queue for a tier that has the chunks.
             bodies: chunks as they were stored.
-            into: chunks to overwrite with the loaded bytes.
+            into: chunks that each move overwrites with the loaded bytes.
             depth: number of chunks in flight.
         """
         self._queue, self._bodies, self._into, self._depth = queue, bodies, into, depth

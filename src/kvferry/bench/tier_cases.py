@@ -20,7 +20,7 @@ class TierCase:
         depth: number of chunks in flight, or of threads for the host tier.
         target: share of the limit's speed that kvferry should reach.
         ours: mover that uses kvferry.
-        limits: movers without kvferry, of which the fastest is the limit.
+        limits: movers without kvferry. The fastest one is the limit.
         controls: movers that help to explain the result but are not limits.
     """
 
@@ -38,7 +38,7 @@ class TierSpeed:
     """The measured rounds of one `TierCase`.
 
     Attributes:
-        tier, direction, depth, target: same as in the case.
+        tier, direction, depth, target: same as in the measured `TierCase`.
         ours: rounds of kvferry.
         limits, controls: rounds of the case's other movers.
     """
@@ -74,7 +74,7 @@ def measure_cases(
 
     Args:
         cases: cases to measure.
-        repeats: number of counted rounds. Another round before them is not counted.
+        repeats: number of counted rounds. One warm-up round before them is not counted.
         progress: function that is called with a line of text before each round.
 
     Raises:

@@ -22,10 +22,10 @@ class TiersJob:
     Attributes:
         reading: description of the KV cache of a model whose layers are all alike.
         sides: layouts and block sizes of the engines for the host tier, each measured separately.
-        depths: numbers of chunks in flight.
-        repeats: number of counted rounds. Another round before them is not counted.
+        depths: numbers of chunks in flight, or of threads for the host tier.
+        repeats: number of counted rounds. One warm-up round before them is not counted.
         path: existing folder for the file tier. The files created there are removed.
-        url: URL of the object storage; None to leave it out.
+        url: URL of the object storage; None to measure no object storage.
     """
 
     reading: ModelReading

@@ -85,7 +85,7 @@ def _speed_row(speed: TierSpeed) -> list[str]:
 
 
 def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
-    """Print the gain from larger depths and the speeds of the controls, for each tier and direction."""
+    """Print how much larger depths gain and how fast the controls are, for each tier and direction."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tier", "direction"):
         table.add_column(title, no_wrap=True)

@@ -25,7 +25,7 @@ class TransferJob:
         tokens: length of the request, in tokens.
         order: order of block ids, "scattered" or "contiguous".
         repeats: number of counted rounds.
-        transports: value of UCX_TLS; None to leave it unchanged.
+        transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
     """
 
     reading: ModelReading

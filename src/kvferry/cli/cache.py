@@ -201,7 +201,7 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
 
 
 def _said(facts: Mapping[str, object]) -> list[str]:
-    """Return the facts of a namespace that have short values, and the first line of its chunk format."""
+    """Return a namespace's facts with short values, and the first line of its chunk format, as texts."""
     said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
     return [printable(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]

@@ -58,7 +58,7 @@ def explain(
 
 
 def _nothing(answers: AllAnswers, request_id: str | None) -> str:
-    """Return the error message if no request is found."""
+    """Return the error message for the case that no engine has the request."""
     engines = [answer.engine for answer in answers.answers]
     if not engines:
         return (

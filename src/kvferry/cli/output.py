@@ -17,7 +17,7 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush standard output at the end of the block. If output could not be written, exit with code 1.
+    """Flush standard output when the ``with`` block ends. Exit with code 1 if output cannot be written.
 
     The error is printed, except for a closed pipe (``kvferry cache ls DIR | head -1``).
 

@@ -66,7 +66,7 @@ def top(
 
 
 def as_plain(value: Any) -> Any:
-    """Return the value with infinite numbers and NaN replaced by None, which JSON can represent."""
+    """Return the value with None in place of infinite numbers and NaN, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: as_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
