@@ -72,7 +72,7 @@ class ChunkCache:
 
     @property
     def events(self) -> int:
-        """The number of operations so far. The counts change only when this number changes."""
+        """The number of operations so far. While it stays the same, the values in `counts` do too."""
         return self._events + self.reading.events
 
     @property
@@ -91,7 +91,8 @@ class ChunkCache:
     def why_missed(self, key: bytes) -> HostMissReason:
         """Return why a chunk is missing.
 
-        EVICTED means that a tier evicted it recently. ABSENT means that no tier remembers it.
+        FILLING means that the chunk is being copied to host memory. EVICTED means that host memory or a slow
+        tier had the chunk recently. ABSENT means that no tier had the chunk recently.
         """
         why = self._host.miss_reason(key)
         if why is HostMissReason.ABSENT and any(
@@ -139,10 +140,10 @@ class ChunkCache:
         return self._host.reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None) -> None:
-        """Commit a slot that the ranks have filled, or free it if they failed.
+        """Make a chunk readable after the ranks have filled its slot; if they failed, free the slot.
 
-        A committed chunk can be loaded, and is queued for every slow tier. Call this only when no rank uses
-        the slot any more.
+        A readable chunk can be loaded, and is queued for writing to every slow tier. Call this method only
+        when no rank uses the slot any more.
 
         Args:
             slot: slot that `reserve` returned.
@@ -159,7 +160,7 @@ class ChunkCache:
                 writing.owe(slot.key, self._file(slot.group, tokens))
 
     def close(self, slot: Slot) -> None:
-        """Release a slot that a load has held and no longer needs."""
+        """Release a slot of host memory that a load no longer needs, so that its chunk can be evicted."""
         self._host.close(slot)
 
     def used(self, keys: Sequence[bytes]) -> None:
@@ -220,7 +221,7 @@ class ChunkCache:
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
 
     def _file(self, group: int, tokens: int) -> ChunkGroup:
-        """Return the description of a chunk's content as its file has it.
+        """Return the description of a chunk's content for storage: group, number of tokens and layout.
 
         Args:
             group: index of the KV cache group.

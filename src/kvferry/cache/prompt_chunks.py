@@ -36,7 +36,10 @@ class PromptChunks:
 
     @property
     def has_tail(self) -> bool:
-        """Return whether a prefix may end with a tail. It may not if any group has a recurrent state."""
+        """Return whether a cached prefix may end with a tail (an incomplete chunk).
+
+        It may not if a group of the model keeps recurrent state.
+        """
         return all(group.kind is not GroupKind.STATE for group in self._groups)
 
     def key(self, group: int, number: int) -> bytes:
@@ -44,13 +47,17 @@ class PromptChunks:
         return _of_group(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
-        """Return the key, in a group, of the last chunk or tail of the request's first `tokens` tokens."""
+        """Return the key, in a group, of the chunk that ends the request's first `tokens` tokens.
+
+        This chunk is incomplete (a tail) unless `tokens` is a multiple of the tokens of a chunk.
+        """
         return _of_group(self.keys.at(tokens), group)
 
     def all_keys(self, prompt: int) -> list[bytes]:
         """Return the keys of all chunks of the request in all groups, the first chunk first.
 
-        They include the tail at the end of the prompt, if a prefix may end there.
+        They include the key of the incomplete chunk (tail) at the end of the prompt, if a prefix may end with
+        a tail.
 
         Args:
             prompt: number of tokens in the prompt.
@@ -62,7 +69,7 @@ class PromptChunks:
         return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
-        """Return the key of a whole chunk or of the tail of a prompt.
+        """Return the key of one chunk of a prompt, which may be the incomplete chunk (tail) at its end.
 
         Args:
             chunked: the prompt, as cut into chunks.
@@ -102,7 +109,7 @@ class PromptChunks:
         return coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
-        """Yield the chunks to load for a prefix or a part of it, in order of the prompt.
+        """Yield the chunks to load for a prefix or a part of it, the first chunk of the prompt first.
 
         Args:
             found: result of `look_up`.

@@ -44,13 +44,13 @@ class _Incoming:
 
 
 class Reading:
-    """Reads of chunks from storage to host memory. Only the engine's thread calls it.
+    """Reads of chunks from storage to host memory. Only the engine's thread may use it.
 
     Attributes:
         incoming: chunks that are being read, by key.
-        fetches: fetches that are in progress.
-        events: number of operations so far. The counts change only when this number changes, or when
-            `on_read_ended` is called.
+        fetches: fetches in progress. A *fetch* is the set of chunks that one load needs.
+        events: number of calls so far that may have changed the cache's counts, except calls of
+            `on_read_ended`, which change the counts too.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Reading:
             writing: write queues of the slow tiers, the fastest tier first. A chunk that was read from one
                 tier is queued for all faster ones.
             body: function that returns the writable memory of a slot.
-            file: function that maps the index of a group and a number of tokens to the description of such a
-                chunk's content, as its file has it.
+            file: function that takes the index of a KV cache group and the number of tokens in a chunk, and
+                returns the description of the chunk's content for storage.
             counts: counts of the cache; reads update them.
         """
         self.incoming: dict[bytes, _Incoming] = {}
@@ -83,11 +83,11 @@ class Reading:
     def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
         """Return the number of the tier that each chunk would come from now: int64 of shape (len(tags),).
 
-        0 stands for host memory, n for the n-th slow tier, `NO_TIER` for none. A chunk that is being read
-        comes from the tier that it is read from, or from none if that tier is stuck or excluded.
+        0 stands for host memory, n for the n-th slow tier, `NO_TIER` for none. If another load is already
+        reading a chunk, the chunk comes from the same tier, or from none if that tier hangs or is excluded.
 
         Args:
-            tags: tags of the chunks' keys, as `tags_of` returns them.
+            tags: tags (last 8 bytes) of the chunks' keys, uint64, as `tags_of` returns them.
             without: names of tiers to exclude.
         """
         names = frozenset(without)
@@ -127,11 +127,14 @@ class Reading:
         fetch.reading.clear()
 
     def awaited_tiers(self, fetch: Fetch) -> set[str]:
-        """Return the names of the tiers that a fetch still waits for."""
+        """Return the names of the slow tiers from which chunks of a fetch are still being read."""
         return {self._queues[self.incoming[key].source].name for key in fetch.reading}
 
     def origin(self, fetch: Fetch) -> str:
-        """Return the name of the slowest tier that a fetch has used or waits for; the host tier if none."""
+        """Return the name of the slowest tier that chunks of a fetch come from; the host tier if none does.
+
+        Reads in flight count too.
+        """
         asked = self.awaited_tiers(fetch) | fetch.tiers
         return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
 
@@ -164,14 +167,17 @@ class Reading:
         self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
 
     def advance(self) -> None:
-        """Continue all fetches as far as host memory has room, and drop those that are over."""
+        """Continue all fetches as far as host memory has room, and remove finished ones from `fetches`."""
         self.events += bool(self.fetches)
         for fetch in self.fetches:
             self._advance(fetch)
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
 
     def _first_of(self, asked: tuple[bool, ...]) -> TierNumbers:
-        """Return a table that maps the tier bits of a tag to the number of its fastest allowed tier.
+        """Return a table with the number of the fastest allowed tier for each set of tiers that have a chunk.
+
+        The table is int64 of shape (1 << MAX_TIERS,). Its index is the bits of the tiers that have the chunk.
+        It contains `NO_TIER` where none of these tiers is allowed.
 
         Args:
             asked: whether each tier is allowed, by tier number.
@@ -188,7 +194,7 @@ class Reading:
     def _coming(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
         """Return the number of the tier that each chunk is being read from, or 0 if it is not being read.
 
-        A tier that is stuck for reading or excluded gives `NO_TIER`.
+        The number is `NO_TIER` if that tier hangs or is excluded.
         """
         reads = [
             NO_TIER if queue.name in without or queue.stuck_for_reading else number

@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 STUCK_SECONDS = 5.0
 """Time without an ended operation after which a tier with operations in flight is stuck."""
 _MOST_USES = 1 << 12
-"""Maximum number of prompts whose use is not yet recorded. If the tier hangs, the latest ones are kept."""
+"""Maximum number of prompts whose use is still to be recorded. If the tier hangs, the oldest are dropped."""
 REFRESH_SECONDS = 2.0
 """Time between two refreshes of a tier, which record uses and look for chunks of other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """The result of a write that has ended. Its memory may be reused.
+    """The result of a write that has ended. The memory that held the chunk for it may be reused.
 
     Attributes:
         key: key of the chunk.
@@ -52,7 +52,7 @@ class WriteEnded:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """The result of a read that has ended. The read no longer writes to its memory.
+    """The result of a read that has ended. The memory that the read fills does not change any more.
 
     Attributes:
         key: key of the chunk.
@@ -88,7 +88,7 @@ class TierQueue:
         """Start the threads that read, write and refresh the tier.
 
         Args:
-            tier: storage tier, which the queue closes in `close`.
+            tier: storage tier to read from and write to. `close` closes it.
             name: name of the tier, unique within an engine.
             readers, writers: number of threads for reads and for writes.
             clock: function that returns monotonic seconds.
@@ -112,13 +112,13 @@ class TierQueue:
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the keys that can be read now: bool of shape (len(keys),).
 
-        It is all False while the tier is stuck for reading or paused.
+        The mask is all False while reads hang (the tier is stuck) or the tier pauses after failures.
         """
         return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.contains(keys)
 
     @property
     def refuses_reads(self) -> bool:
-        """Return whether the tier should get no reads now, because it is stuck for reading or paused."""
+        """Return whether to start no reads now: earlier reads hang, or the tier pauses after failures."""
         return self._reading.stuck or self.tier.paused
 
     @property
@@ -133,7 +133,7 @@ class TierQueue:
 
     @property
     def stuck(self) -> bool:
-        """Return whether the tier is stuck for reading or for writing."""
+        """Return whether the tier hangs: its reads, or its writes, have had no result for `STUCK_SECONDS`."""
         return self._reading.stuck or self._writing.stuck
 
     @property
@@ -148,7 +148,7 @@ class TierQueue:
 
     @property
     def can_write(self) -> bool:
-        """Return whether the queue has room for another write and is not stuck for writing."""
+        """Return whether another write may start now: not too many are in flight, and they do not hang."""
         return self.writing < self._most_writes and not self._writing.stuck
 
     def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
@@ -156,8 +156,8 @@ class TierQueue:
 
         Args:
             key: key of the chunk.
-            group: expected group, shape and tokens of the chunk.
-            into: writable memory, as long as the chunk's body.
+            group: description of the expected content: KV cache group, number of tokens and layout.
+            into: writable memory of the size of the chunk's content in host memory.
         """
         self._reading.begin()
         self._reads.put(partial(self._read, key, group, into))
@@ -167,14 +167,15 @@ class TierQueue:
 
         Args:
             key: key of the chunk.
-            group: group, shape and tokens of the chunk.
-            body: writable memory with the chunk's sections; the tier sets the padding between them to zero.
+            group: description of the content: KV cache group, number of tokens and layout.
+            body: writable memory with the chunk's sections, each at a multiple of 4096 bytes. The tier sets
+                the padding between the sections to zero.
         """
         self._writing.begin()
         self._writes.put(partial(self._write, key, group, body))
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Mark a prompt's chunks as used. The refresh thread records that in the tier later.
+        """Mark a prompt's chunks as used. The refresh thread records the use in the tier later.
 
         Args:
             keys: keys of the chunks, the first chunk first.
@@ -188,7 +189,7 @@ class TierQueue:
     def close(self, patience_seconds: float) -> None:
         """Finish all queued reads and writes, end the threads, and close the tier.
 
-        What has not ended after `patience_seconds` is abandoned with a warning, and the tier stays open.
+        If a read or write has not ended after `patience_seconds`, log a warning and leave the tier open.
         """
         self._closing.set()
         ends = time.monotonic() + patience_seconds
@@ -226,7 +227,7 @@ class TierQueue:
         self._writing.end(WriteEnded(key, what, seconds))
 
     def _look_around(self) -> None:
-        """Update `usage` from the storage."""
+        """Read the usage of the storage, and keep the result in `usage`."""
         try:
             with self._looking:  # so that an older result does not replace a newer one
                 self.usage = self.tier.usage()
@@ -247,9 +248,10 @@ class TierQueue:
                 logger.exception("%s tier: refresh", self.name)
 
     def _note_uses(self) -> None:
-        """Record the used chunks in the tier, each once, and clear them.
+        """Record in the tier which chunks the queued prompts have used, and clear the queue.
 
-        A prompt's later chunks precede its earlier ones, because the tier evicts in this order.
+        The tier evicts chunks in the order of this record. So the later chunks of a prompt come before its
+        earlier ones. Each chunk is recorded once, by its last use.
         """
         order: dict[bytes, None] = {}
         while self._uses:
