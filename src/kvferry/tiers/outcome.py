@@ -9,7 +9,7 @@ from threading import Lock
 
 
 class PutOutcome(StrEnum):
-    """The outcome of storing a chunk. With all but the first two, the chunk is not in the tier: dropped."""
+    """The outcome of storing a chunk. With all but the first two, the chunk is *dropped*: not stored."""
 
     STORED = "stored"
     PRESENT = "present"  # the tier had it already
@@ -58,7 +58,7 @@ class TierStats:
 
     @property
     def dropped(self) -> dict[PutOutcome, int]:
-        """Numbers of dropped stores, by reason."""
+        """Numbers of chunks that were not stored, by reason."""
         return {reason: count for reason, count in self.puts.items() if reason.dropped}
 
     @property
@@ -95,7 +95,7 @@ class OutcomeCounter:
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:
-        """Add to the counts that are given by their name in `TierStats`, such as ``add(evicted=1)``."""
+        """Add numbers to counts, given by their names in `TierStats`, for example ``add(evicted=1)``."""
         with self._lock:
             self._sums.update(counts)
 

@@ -95,20 +95,20 @@ def note_name(namespace: bytes) -> str:
 
 
 def key_of(name: str) -> bytes | None:
-    """Return the key in a file name without folders; None if it is not the name of a chunk."""
+    """Return the chunk key in a file name without folders; None if the name is not that of a chunk file."""
     found = _CHUNK.fullmatch(name)
     return bytes.fromhex(found[1]) if found else None
 
 
 def keys_of(names: Sequence[str]) -> list[bytes]:
-    """Return the keys in file names without folders. Names of other files than chunks are skipped."""
+    """Return the chunk keys in file names without folders. Names of other files are skipped."""
     # A file name has no slash. One search over all names takes a third of the time of one search per name.
     found = _CHUNKS.findall("/".join(names))
     return [bytes.fromhex(key) for key in found if len(key) % 2 == 0]
 
 
 def is_chunk_folder(name: str) -> bool:
-    """Return whether a folder in a namespace's folder, with this name, is for chunks."""
+    """Return whether `name` is the name of a folder for chunks, within the folder of a namespace."""
     return _BUCKET.fullmatch(name) is not None
 
 
@@ -141,9 +141,9 @@ def quarantine_name(namespace: bytes, key: bytes) -> str:
 
 
 def entry_kind(name: str) -> EntryKind | None:
-    """Return the kind of the file or object with a name; None if the name is not one of kvferry's.
+    """Return the kind of an object by its name; None if the name is not one of kvferry's.
 
-    It recognises the kinds that object storage has. A directory has more, which `walk` finds.
+    Only the kinds that occur in object storage are recognised. A directory has more kinds, see `walk`.
 
     >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
     (<EntryKind.CHUNK: 'chunk'>, None)
@@ -265,7 +265,14 @@ def _check_gone(path: str) -> None:
 def _stat(
     entry: os.DirEntry[str], kind: EntryKind, namespace: str = "", found: re.Match[str] | None = None
 ) -> Iterator[CacheEntry]:
-    """Yield one entry for a file, or none if the file is gone. `found` is the match of a temporary name."""
+    """Yield one entry for a file, or none if the file is gone.
+
+    Args:
+        entry: directory entry of the file.
+        kind: purpose of the file.
+        namespace: digest of the namespace, 64 hex digits; empty if the file belongs to none.
+        found: match of the file's name with a pattern; used only for a temporary file.
+    """
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:

@@ -35,7 +35,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of `StorageSettings.try_out`.
+    """The result of a trial write to a tier's storage (`StorageSettings.try_out`).
 
     Attributes:
         found: result of the trial, as a sentence without a full stop.

@@ -26,8 +26,8 @@ class StoreUsage:
 
     Attributes:
         used, capacity: bytes in use and maximum bytes, of all namespaces together; None if unknown.
-        same_name_namespace: digest, in hex, of another namespace whose model has the same name. Empty if
-            there is none, or while this namespace has chunks.
+        same_name_namespace: digest, in hex, of another namespace (scope of chunk keys) whose model has the
+            same name. Empty if there is none, or while this namespace has chunks.
     """
 
     used: int | None = None
@@ -67,9 +67,9 @@ class StorageTier(Protocol):
 
         Args:
             key: key of the chunk, 16 to 32 bytes.
-            group: group, shape and tokens of the chunk.
+            group: description of the content: KV cache group, number of tokens and sections.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. `put` sets
-                the padding between them to zero. The sections must not change during the call.
+                the padding between the sections to zero. The sections must not change during the call.
                 Page-aligned memory is not copied.
 
         Raises:
@@ -84,8 +84,9 @@ class StorageTier(Protocol):
 
         Args:
             key: key of the chunk, 16 to 32 bytes.
-            group: expected group, shape and tokens; a chunk of another shape is a miss.
-            into: writable memory, as long as the chunk's body. Its content is valid only after a hit.
+            group: description of the expected content: KV cache group, number of tokens and sections. A
+                stored chunk with another description is a miss.
+            into: writable memory of the size of the chunk's content. The bytes are valid only after a hit.
                 Storage is read directly into page-aligned memory.
 
         Raises:
@@ -97,7 +98,8 @@ class StorageTier(Protocol):
         """Record that chunks were used, in a tier that evicts by time of last use. The call blocks.
 
         Args:
-            keys: keys of the chunks, in the order in which to evict them. The tier need not have them all.
+            keys: keys of the chunks, in the order in which to evict them. Keys that the tier does not have
+                are skipped.
         """
         del keys
 
@@ -111,7 +113,7 @@ class StorageTier(Protocol):
         The call blocks. A background thread makes it every few seconds.
 
         Returns:
-            The number of folders, or of listings, that had changed since the last call.
+            The number of folders (or of listings, in object storage) that have changed since the last call.
         """
         ...
 

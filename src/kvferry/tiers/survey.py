@@ -30,7 +30,8 @@ class NamespaceUsage:
         name: name of the model, as the first writer of the note gave it; empty if there is no valid note.
         facts: facts that the namespace was made from; empty if there is no valid note.
         chunks: number of chunk files.
-        tokens: sum of the tokens of all chunks. A chunk of several groups counts its group with most tokens.
+        tokens: sum of the tokens of all chunks. For a chunk with several KV cache groups, the group with the
+            most tokens counts.
         total_bytes: bytes of all chunk files.
         oldest, newest: earliest and latest time at which a chunk was last used (or stored, if use is not
             recorded), seconds since 1970; None if there is no chunk.
@@ -54,7 +55,8 @@ class CacheTotals:
 
     Attributes:
         path: path of the directory, or the URL.
-        capacity, charged, free: bytes, same as in `SpaceUsage`.
+        capacity, charged, free: maximum bytes, bytes in use, and free bytes on the disk, same as in
+            `SpaceUsage`; None if unknown.
         total_bytes: bytes of all kvferry files.
         namespaces: number of namespaces with a file.
         chunks, chunk_bytes: number and bytes of chunk files.
@@ -93,7 +95,7 @@ class BadChunk:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The result of `verify_all`.
+    """The result of `verify_all`: the bad chunks of a cache, and the number of checked ones.
 
     Attributes:
         chunks: number of chunk files.
@@ -109,7 +111,7 @@ class VerifyResult:
 
 
 def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
-    """Return the usage of each namespace, sorted by digest. The header of every chunk is read."""
+    """Read the header of every chunk, and return the usage of each namespace, sorted by digest."""
     found: dict[str, list[CacheEntry]] = {}
     for entry in cache.entries():
         if entry.namespace:

@@ -131,10 +131,10 @@ class Arena:
             raise
 
     def slots(self, offset: int, stride: int) -> StagedImages:
-        """Return a description of packed cells in the arena, for the copies of `StagingCopies`.
+        """Return a description of packed memory in the arena, for copies to and from KV blocks.
 
-        A *cell* is the smallest unit that the block sizes of both sides of a copy divide into. Here it is a
-        slot or a part of one.
+        `StagingCopies` copies *cells*. A cell is the smallest unit that the block sizes of both sides of a
+        copy divide into. In the arena, a cell is a slot (memory of one chunk) or a part of a slot.
 
         Args:
             offset: offset of the first cell in the arena, in bytes.
@@ -162,7 +162,7 @@ class Arena:
             self._map.close()
 
     def _populate(self) -> None:
-        """Allocate all memory now. Kernels before Linux 5.14 only reserve it in the file, without mapping it.
+        """Allocate all memory now. Before Linux 5.14, allocate it in the file only, without mapping it.
 
         Raises:
             ConfigError: there is not enough memory.

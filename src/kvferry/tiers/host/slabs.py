@@ -31,7 +31,7 @@ _LARGEST_PER_SLAB = 16
 
 
 class Slabs:
-    """An allocator of slots of a few sizes. Not thread-safe.
+    """An allocator of slots (memory of one chunk each) of a few sizes. Not thread-safe.
 
     Attributes:
         slab_bytes: bytes of one slab.
@@ -100,10 +100,11 @@ class Slabs:
             self._retire(slab)
 
     def reclaimable(self, stride: int) -> list[int]:
-        """Return the slabs of other strides that could be emptied for this stride, the emptiest first.
+        """Return the indices of slabs that could be emptied to make room for slots of `stride` bytes.
 
-        Only strides whose free slots add up to a slab or more are considered. The time is proportional to the
-        number of slabs that have free slots.
+        The slab with the most free bytes is first. A slab is returned if its slots have another size, and all
+        free slots of that other size add up to a slab or more. The time is proportional to the number of
+        slabs that have free slots.
         """
         return sorted(
             (
@@ -122,10 +123,10 @@ class Slabs:
         return range(first, first + self.slab_bytes // stride * stride, stride) if stride else range(0)
 
     def check_integrity(self) -> None:
-        """Check that all counts and lists are consistent.
+        """Check that all counts and lists of slabs and slots are consistent.
 
         Raises:
-            AssertionError: they are not; the message names the contradiction.
+            AssertionError: a count or a list is inconsistent; the message describes it.
         """
         if sorted([*self._spare, *self._stride]) != list(range(self.count)):
             raise AssertionError("a slab is neither spare nor assigned, or both")
@@ -154,7 +155,7 @@ class Slabs:
         self._idle[stride] += len(free)
 
     def _retire(self, slab: int) -> None:
-        """Make a slab spare whose slots are all free."""
+        """Return a slab to the spare slabs. All its slots must be free."""
         stride = self._stride.pop(slab)
         self._idle[stride] -= len(self._free.pop(slab))
         del self._open[stride][slab]

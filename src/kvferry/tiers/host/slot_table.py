@@ -27,7 +27,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A hold on a slot. Its owner may read the slot, or fill it, until it releases the hold.
+    """A hold on a slot (memory of one chunk). Until it is released, its owner may read or fill the slot.
 
     Attributes:
         key: key of the chunk.
@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(slots=True)
 class ResidentChunk:
-    """The chunk in a slot that is not FREE. Its state is EVICTED if it is in neither `filling` nor `ready`.
+    """A chunk that occupies a slot of the arena: it is being filled, or readable, or evicted but still held.
 
     Attributes:
         key: key of the chunk.
@@ -93,7 +93,9 @@ class SlotTable:
         self._serials = count(1)
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Move a slot from FREE to FILLING, and return a hold on it; None if no slot is free.
+        """Allocate a slot for a chunk that will be filled (FREE to FILLING), and return a hold on the slot.
+
+        Return None if no slot of the group's size is free.
 
         Args:
             key: key of the chunk, which must not be FILLING or READY.
@@ -108,9 +110,10 @@ class SlotTable:
         return self._hold(chunk, self._fills)
 
     def commit(self, slot: Slot) -> bool:
-        """Move a slot from FILLING to READY, or from EVICTED to FREE, and release the hold.
+        """Make a filled chunk readable (FILLING to READY), and release the hold of the fill.
 
-        Return whether the slot is READY now. Raises KeyError if the hold was released before.
+        If `clear` has evicted the chunk meanwhile, free its slot instead (EVICTED to FREE). Return whether
+        the chunk is READY now. Raises KeyError if the hold was released before.
         """
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
@@ -119,9 +122,10 @@ class SlotTable:
         return wanted
 
     def abort(self, slot: Slot) -> bool:
-        """Move a slot from FILLING or EVICTED to FREE, and release the hold.
+        """Free the slot of a chunk that could not be filled, and release the hold of the fill.
 
-        Return whether the slot was FILLING. Raises KeyError if the hold was released before.
+        Return whether the slot was FILLING; False if `clear` has evicted the chunk meanwhile. Raises KeyError
+        if the hold was released before.
         """
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
@@ -130,7 +134,7 @@ class SlotTable:
         return wanted
 
     def open(self, key: bytes) -> Slot:
-        """Return a new hold for reading on a READY chunk. Raises KeyError if no READY chunk has this key."""
+        """Return a new hold on a READY chunk, for reading. Raises KeyError if no READY chunk has this key."""
         return self._hold(self.ready[key], self._reads)
 
     def close(self, slot: Slot) -> bool:
@@ -142,7 +146,7 @@ class SlotTable:
         return self._is_ready(chunk) and not chunk.holds
 
     def evict(self, key: bytes) -> ResidentChunk:
-        """Move a slot from READY to FREE, or to EVICTED while it is read. Return the evicted chunk.
+        """Evict a READY chunk and return it. Its slot becomes FREE, or EVICTED until the last read ends.
 
         Raises KeyError if no READY chunk has this key.
         """
@@ -151,7 +155,10 @@ class SlotTable:
         return chunk
 
     def clear(self) -> int:
-        """Move all slots to FREE, or to EVICTED if they have holds. Return the number of FILLING slots."""
+        """Evict all chunks, and return the number of chunks that were FILLING.
+
+        A slot becomes FREE, or EVICTED until its last hold is released.
+        """
         for key in list(self.ready):
             self.evict(key)
         unfilled = len(self.filling)
@@ -159,10 +166,11 @@ class SlotTable:
         return unfilled
 
     def keys_to_reclaim(self, group: int) -> list[bytes]:
-        """Return the keys of all chunks in one slab that can be emptied, to make room for a group.
+        """Return the keys of the chunks to evict so that one slab becomes free for a group.
 
-        The slab has slots of another size than the group's, the free slots of that size add up to a slab, and
-        no chunk in it has a hold. Return an empty list if there is no such slab.
+        A *slab* is a part of the arena that is cut into slots of one size. The chosen slab has slots of
+        another size than the group needs, and the free slots of that other size add up to a slab or more. No
+        chunk in the slab has a hold. Return an empty list if there is no such slab.
 
         Args:
             group: index of the KV cache group that needs a slot.
@@ -174,10 +182,10 @@ class SlotTable:
         return []
 
     def check_integrity(self) -> None:
-        """Check that all states are consistent. The time is proportional to the number of chunks.
+        """Check that all slot states are consistent. The time is proportional to the number of chunks.
 
         Raises:
-            AssertionError: they are not; the message names the contradiction.
+            AssertionError: a state is inconsistent; the message describes it.
         """
         self.slabs.check_integrity()
         for key, chunk in (*self.filling.items(), *self.ready.items()):

@@ -77,14 +77,14 @@ class HostTier:
         return self._slots.slabs.used_bytes
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the keys that can be opened now: bool of shape (len(keys),).
+        """Return a mask of the keys whose chunks can be read now: bool of shape (len(keys),).
 
-        It neither counts as a use nor changes the tier.
+        The call does not count as a use of the chunks.
         """
         return self.keys.contains(tags_of(keys))
 
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
-        """Reserve a slot for a chunk, and evict others to make room if needed.
+        """Reserve a slot (memory of one chunk) to fill, and evict other chunks to make room if needed.
 
         Return None if the chunk is present or being filled, or if there is no room.
 
@@ -103,7 +103,10 @@ class HostTier:
         return slot
 
     def commit(self, slot: Slot) -> bool:
-        """Make a filled chunk readable and release its slot; return False if `clear` was called meanwhile."""
+        """Make a chunk readable after its slot was filled, and release the slot; return whether this worked.
+
+        If `clear` was called meanwhile, the chunk is dropped.
+        """
         if not self._slots.commit(slot):
             return False
         size = self._slots.chunk_bytes[slot.group]
@@ -114,14 +117,15 @@ class HostTier:
         return True
 
     def abort(self, slot: Slot) -> None:
-        """Free the slot of a chunk that could not be filled. No copy or I/O may be in flight."""
+        """Free the slot of a chunk that could not be filled. No copy or I/O may still use the slot."""
         if self._slots.abort(slot):
             self.counters.dropped[HostDropReason.FAILED] += 1
 
     def open(self, key: bytes) -> Slot | None:
-        """Return a new hold on a chunk for reading, which counts as a use. The caller must `close` it.
+        """Hold a chunk for reading, and count a use. A held chunk stays in its memory until `close`.
 
-        If the tier does not have the chunk, count a miss and return None.
+        Return the hold, which the caller must pass to `close`. If the tier does not have the chunk, count a
+        miss and return None.
         """
         chunk = self._slots.ready.get(key)
         if chunk is None:
@@ -134,9 +138,9 @@ class HostTier:
         return self._slots.open(key)
 
     def hold(self, key: bytes) -> Slot | None:
-        """Return a new hold on a chunk as `open` does, but without counting a use or a miss.
+        """Hold a chunk for reading as `open` does, but count neither a use nor a miss.
 
-        It is for copies to another tier, and for loads for which `open` has already counted a miss.
+        Use it for copies to another tier, and for loads for which `open` has already counted a miss.
         """
         chunk = self._slots.ready.get(key)
         if chunk is None:
@@ -146,12 +150,12 @@ class HostTier:
         return self._slots.open(key)
 
     def close(self, slot: Slot) -> None:
-        """Release a hold that `open` or `hold` returned."""
+        """Release a hold that `open` or `hold` returned, so that the chunk can be evicted again."""
         if self._slots.close(slot):
             self._policy.unpin(slot.key)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Rank the chunks of a prompt as the latest used, in an order that evicts its end first.
+        """Rank the chunks of a prompt as the latest used, so that its last chunks are evicted first.
 
         Args:
             keys: keys of the chunks, the first chunk of the prompt first. Unknown keys are skipped.
@@ -170,7 +174,7 @@ class HostTier:
         """Check that slots, policy and keys are consistent. The time is proportional to the number of chunks.
 
         Raises:
-            AssertionError: they are not; the message names the contradiction.
+            AssertionError: two of them contradict each other; the message says how.
         """
         self._slots.check_integrity()
         self._policy.check_integrity()
@@ -204,7 +208,7 @@ class HostTier:
             evicted += sum(self._evict(key) for key in keys)
 
     def _evict(self, key: bytes) -> int:
-        """Remove a chunk that the policy no longer ranks; return its bytes."""
+        """Remove a chunk that the eviction policy has already removed; return the bytes of the chunk."""
         size = self._slots.evict(key).size
         self.keys.discard(key)
         self.counters.evicted += 1
