@@ -59,16 +59,16 @@ class GroupPattern(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
-    """A prompt, divided into chunks, whose chunks are looked up in the tiers.
+    """A prompt that is divided into chunks. The chunks are looked up in the tiers.
 
     Attributes:
         tokens: number of tokens to look up, from the start of the prompt; at most `prompt`. Tokens after the
             last whole chunk are the tail.
         chunk_tokens: number of tokens per chunk.
         prompt: length of the whole prompt in tokens.
-        local_tokens: length in tokens of the prefix that the engine itself holds, in every group. It need not
-            be a boundary. In a sliding-window group the engine may hold only the trailing window. That is
-            enough, because a longer prefix needs no older tokens.
+        local_tokens: length in tokens of the prefix that the engine itself holds, in every group. The prefix
+            need not end at a boundary. In a sliding-window group the engine may hold only the trailing
+            window. That is enough, because a longer prefix needs no older tokens.
         first: length in tokens of the prefix that another source loads for the groups that attend to all
             tokens; 0 if there is no such source.
     """
@@ -148,7 +148,7 @@ class Coverage:
 
     @property
     def per_group(self) -> tuple[int, ...]:
-        """Length in tokens of the longest usable prefix if only one group lacked chunks, for each group."""
+        """Length in tokens of the longest usable prefix for each group, as if other groups had all chunks."""
         return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property
@@ -167,7 +167,8 @@ class Coverage:
     def nearest_boundary(self) -> int | None:
         """Boundary after `tokens` at which the fewest groups lack chunks, in tokens.
 
-        It is the first such boundary if there are several, and None if there is no boundary after `tokens`.
+        If equally few groups lack chunks at several boundaries, it is the first of these. It is None if no
+        usable boundary is after `tokens`.
         """
         at = self._better()
         return None if at is None else int(self.ends[at])
@@ -176,7 +177,7 @@ class Coverage:
     def missing(self) -> tuple[MissingChunk, ...]:
         """First missing chunk of each group that cannot continue at `nearest_boundary`.
 
-        It is empty if `nearest_boundary` is None.
+        The tuple is empty if `nearest_boundary` is None.
         """
         at = self._better()
         if at is None:
@@ -207,7 +208,12 @@ class Coverage:
         return self._last(self.slowest_overall, before)
 
     def after(self, first: int) -> int:
-        """Return the length in tokens of the longest usable prefix for another `ChunkedPrompt.first`."""
+        """Return the length in tokens of the longest usable prefix if another source loads its beginning.
+
+        Args:
+            first: length in tokens of the prefix that the other source loads. It replaces
+                `ChunkedPrompt.first`.
+        """
         return _covered(self.groups, replace(self.chunked, first=first), self.tier_numbers, self).tokens
 
     def _last(self, slowest: TierNumbers, before: int) -> tuple[int, int]:
@@ -219,7 +225,7 @@ class Coverage:
         )
 
     def _better(self) -> int | None:
-        """Return the index of the chunk that ends at `nearest_boundary`; None if there is no boundary."""
+        """Return the index of the chunk that ends at `nearest_boundary`; None if that is None."""
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
@@ -238,15 +244,15 @@ def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
 
 
 def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers) -> Coverage:
-    """Compute the usable prefixes of a prompt.
+    """Compute the usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 
     Args:
         groups: attention patterns of all groups of the model.
         chunked: the prompt, divided into chunks.
         tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
-            `chunked.chunks`). In a state group, the tier that holds the snapshot at the end of the chunk.
-            Attention chunks inside `chunked.local_tokens` may be missing. The tail of an attention group may
-            also be the beginning of a longer cached chunk.
+            `chunked.chunks`). In a state group, the number is that of the fastest tier that holds the
+            snapshot at the end of the chunk. Attention chunks inside `chunked.local_tokens` may be missing.
+            The tail of an attention group may also be the beginning of a longer cached chunk.
 
     Raises:
         TransferError: `tier_numbers` has another shape or dtype, or there is no group.
@@ -272,12 +278,12 @@ def _covered(
     tier_numbers: TierNumbers,
     before: Coverage | None = None,
 ) -> Coverage:
-    """Compute `coverage`, if possible from an earlier result.
+    """Compute the usable prefixes of a prompt. Parts of an earlier result are reused.
 
     Args:
         groups, chunked, tier_numbers: same as in `coverage`.
-        before: result that differs only in `ChunkedPrompt.first`, or None. Its rows for groups that do not
-            depend on that value are reused.
+        before: earlier result whose inputs differ only in `ChunkedPrompt.first`; None to compute everything.
+            The rows of groups that do not depend on `ChunkedPrompt.first` are reused.
     """
     ends = chunked.boundaries if before is None else before.ends
     usable = ends > max(chunked.local_tokens, chunked.first)
@@ -308,8 +314,8 @@ def chunks_to_load(
     Args:
         groups: attention patterns of all groups of the model.
         chunked: the prompt, divided into chunks.
-        tokens: length of the prefix in tokens, which must be a boundary. No chunk is needed if it is at most
-            `chunked.local_tokens`.
+        tokens: length of the prefix in tokens, which must be a boundary. No chunks are returned for a length
+            of at most `chunked.local_tokens`.
         part: token range ``[first, last)`` to load if other sources load the rest; None for the whole prefix.
             If the range ends before `tokens`, `tokens` need not be a boundary.
 
@@ -338,7 +344,15 @@ def chunks_to_load(
 
 
 def _chunks(tokens: tuple[int, int], kind: GroupKind, chunked: ChunkedPrompt) -> Int64s:
-    """Return the indices of the chunks that hold tokens ``[low, high)``; in a state group, only the last."""
+    """Return the indices of the chunks that hold the tokens ``[low, high)``, int64, ascending.
+
+    In a state group, only the last of these chunks is returned, because the snapshot lies at its end.
+
+    Args:
+        tokens: (low, high).
+        kind: kind of the group.
+        chunked: the prompt, divided into chunks.
+    """
     low, high = tokens
     if low >= high:
         return np.zeros(0, np.int64)

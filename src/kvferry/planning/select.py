@@ -1,4 +1,4 @@
-"""Selection of the tokens that a request needs of a group, and thus of its blocks and cells.
+"""Selection of the tokens of a KV cache group that a request needs, and of their blocks and cells.
 
 A block table is a list of block ids by position: entry ``i`` holds the tokens ``[i·block, (i+1)·block)``. Id
 0 is the null block, which holds no tokens. The table of a state group has one entry: the block that holds the
@@ -33,7 +33,7 @@ class LoadSpan:
 
     Attributes:
         local_tokens: number of tokens that the destination has before the load, from the start of the prompt.
-        total: number of tokens that it has after the load, from the start of the prompt.
+        total: number of tokens that the destination has after the load, from the start of the prompt.
         prompt: length of the whole prompt in tokens.
         part: token range ``[first, last)`` that this load brings; None if it brings the whole prefix.
     """
@@ -54,12 +54,12 @@ class LoadSpan:
 
     @property
     def begins(self) -> int:
-        """First token that is transferred, in layers that attend to all tokens."""
+        """Position of the first transferred token in layers that attend to all tokens."""
         return self.local_tokens if self.part is None else max(self.local_tokens, self.part[0])
 
     @property
     def ends(self) -> int:
-        """End of the tokens that are transferred, in layers that attend to all tokens."""
+        """Position after the last transferred token in layers that attend to all tokens."""
         return self.total if self.part is None else self.part[1]
 
 
@@ -127,10 +127,10 @@ def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
 def partial_block(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, alignment_tokens: int
 ) -> int | None:
-    """Return the position of the destination block whose first tokens are not loaded; None if there is none.
+    """Return the position, in the block table, of the destination block whose first tokens are not loaded.
 
-    Only the first loaded block of a window can be such a block, because the source may have freed the tokens
-    before the window.
+    Return None if there is no such block. Only the first loaded block of a window can be one, because the
+    source may have freed the tokens before the window.
 
     >>> span = LoadSpan(0, 300, 300)   # the next token, 299, sees 200..299; content begins at 192
     >>> partial_block(GroupKind.SLIDING, 100, 128, span, 64)
@@ -141,8 +141,8 @@ def partial_block(
     Args:
         kind, attention_span, block_tokens: kind, attention span and block size of the destination's group.
         span: tokens that are loaded.
-        alignment_tokens: alignment of loaded content in tokens. Content begins at the largest multiple of it
-            that is not after the first needed token.
+        alignment_tokens: alignment of loaded content in tokens. Loaded content begins at the largest multiple
+            of `alignment_tokens` that is not after the first needed token.
     """
     if not attention_span:
         return None
@@ -223,9 +223,12 @@ def partly_written_blocks(
 ) -> Int64s:
     """Return the ids of destination blocks that a load fills only in part, int64 of shape (0,) to (2,).
 
-    They are the first and the last block of the load, except a first block that holds local tokens. The
-    caller must clear them: attention reads the rest of such a block with weight 0, but a NaN that its
-    previous owner left there would spread.
+    Only the first and the last block of the load can be such blocks. A block that also holds local tokens is
+    left out. The caller must clear the returned blocks before the load: attention reads the unfilled part
+    with weight 0, but a NaN that the block's previous owner left there would spread.
+
+    Args:
+        route, kind, attention_span, span, dst_table: same as in `select_cells`.
     """
     low, high = needed_tokens(kind, attention_span, span)
     if low >= high or route.dst_cells == 1 or not route.cell_tokens:
@@ -249,7 +252,8 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
         span: tokens to transfer.
 
     Raises:
-        TransferError: the part begins or ends inside a block. It would clear tokens of the adjacent part.
+        TransferError: the part begins or ends inside a block. The load of this part would clear tokens of the
+            adjacent part.
     """
     if span.part is None or not attends_to_all(kind):
         return
@@ -263,7 +267,18 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
 
 
 def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
-    """Check the block ids and return the cells. An id beyond the pool would address bytes of another row."""
+    """Check that every block id is valid, and return the cells.
+
+    An id beyond the pool would select the bytes of another row (run of a cell).
+
+    Args:
+        route: layers to transfer.
+        src, dst: id of the block that holds each cell on either side, int64 of shape (n,).
+        number: index of each cell in the sequence, int64 of shape (n,).
+
+    Raises:
+        TransferError: a block is null or not in the pool of its side.
+    """
     for ids, blocks, side in ((src, route.src_blocks, "source"), (dst, route.dst_blocks, "destination")):
         if (ids == NULL_BLOCK).any():
             raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
@@ -315,6 +330,10 @@ def unwritten_blocks_needed(
 def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
     """Return the positions, in a group's block table, of the blocks that a load may write.
 
+    Args:
+        kind, block_tokens: kind of the group, and number of tokens per block.
+        span: tokens to transfer.
+
     >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
     >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)
     (slice(1, 3, None), slice(1, 0, None))
@@ -329,6 +348,9 @@ def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice
 
 def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan) -> int:
     """Return the maximum number of blocks of a group that a load may write, null blocks excluded.
+
+    Args:
+        kind, attention_span, block_tokens, span: same as in `blocks_needed`.
 
     >>> span = LoadSpan(local_tokens=16, total=64, prompt=65)
     >>> max_writable_blocks(GroupKind.FULL, 0, 16, span), max_writable_blocks(GroupKind.SLIDING, 20, 16, span)

@@ -31,15 +31,15 @@ class Route:
     divisor of both block sizes.
 
     Attributes:
-        src_group, dst_group: index of the group on each side, whose block table applies.
+        src_group, dst_group: index of the layers' group on each side. The block table of that group applies.
         layers: names of the layers.
         cell_tokens: number of tokens per cell; 0 for a snapshot (recurrent state at one position).
         src_cells, dst_cells: number of cells per block on each side.
         src_stride, dst_stride: bytes from one block to the next on each side.
         src_blocks, dst_blocks: number of blocks in the pool of each side.
         cell_copies: strided copies of a cell, at the absolute addresses of block 0. For block ``b``, add
-            ``b * stride``. Layers at regular distances are one loop. So a cross-layer cache, which stores the
-            layers of a block side by side, needs one strided copy, often with a single run.
+            ``b * stride``. One loop describes all layers at regular distances. So a cross-layer cache, which
+            stores the layers of a block side by side, needs one strided copy, often with a single run.
     """
 
     src_group: int
@@ -61,17 +61,20 @@ class Route:
 
     @property
     def nests(self) -> tuple[StridedCopy, ...]:
-        """Strided copies that together copy one cell: those of every `CellCopy`, in one flat tuple."""
+        """Strided copies (nested loops over runs) that together copy one cell, from all of `cell_copies`."""
         return tuple(nest for cell_copy in self.cell_copies for nest in cell_copy.nests)
 
     @property
     def row_count(self) -> int:
-        """Upper bound of the number of `rows`, computed without expanding them."""
+        """Upper bound of the number of runs in `rows`. It is computed without listing the runs."""
         return sum(nest.rows for nest in self.nests)
 
     @cached_property
     def rows(self) -> Descriptors:
-        """Runs of one cell. Within a `CellCopy`, runs that are adjacent on both sides are merged."""
+        """Runs of one cell. Each run is contiguous on both sides.
+
+        Runs of the same `CellCopy` are merged if they are adjacent on both sides.
+        """
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
 
@@ -81,7 +84,7 @@ class Template:
 
     Attributes:
         src_rank: (pp_rank, tp_rank) of the peer's rank.
-        routes: routes from that rank; empty if nothing is read from it.
+        routes: routes from that rank; empty if this rank reads nothing from that rank.
     """
 
     src_rank: tuple[int, int]
@@ -90,7 +93,14 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RouteKey:
-    """The properties that all layers of one route share. Their page formats may differ."""
+    """The properties that all layers of one route share. The page formats of the layers may differ.
+
+    Attributes:
+        src_group, dst_group: index of the group on each side.
+        src_tokens, dst_tokens: number of tokens per block on each side; 0 for a snapshot.
+        src_stride, dst_stride: bytes from one block to the next on each side.
+        fields: names of the fields to copy.
+    """
 
     src_group: int
     dst_group: int
@@ -120,7 +130,8 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
         One template per source rank, in the order of `srcs`.
 
     Raises:
-        Incompatible: the peer cannot supply a layer of the model, or a part of it; lists all differences.
+        Incompatible: the peer cannot supply a layer of the model or a part of a layer. The error lists all
+            reasons.
     """
     found: dict[str, list[str]] = defaultdict(list)
     pages = _Pages()
@@ -167,8 +178,8 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
 def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeometry:
     """Return this rank's geometry, reduced to the draft model's layers that no rank of the peer supplies.
 
-    The caller must clear the blocks of these layers, because their former content may be NaN. A load without
-    them is still correct, because the model verifies every token that a draft model proposes.
+    The caller must clear the blocks of these layers, because the blocks' old content may be NaN. A load
+    without these layers is still correct, because the model verifies every token that a draft model proposes.
 
     Args:
         templates: result of `build_templates` for `dst`.
@@ -199,7 +210,8 @@ def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry
 class _Pages:
     """Assigns numbers to page formats, because numbers are faster to compare. Equal formats share a number.
 
-    `number` mutates the object. The formats must outlive it, because it recognises them by ``id()``.
+    The method `number` remembers every format that it is called with. The formats must live as long as this
+    object, because it recognises formats by ``id()``.
     """
 
     def __init__(self) -> None:
@@ -224,7 +236,8 @@ class _Holder:
         group: index of the group on that rank.
         kind: kind of the group.
         layer: geometry of the layer on that rank.
-        alike: (index, kind, number of the page format). Layers with equal values lead to the same choice.
+        alike: key (index, kind, number of the page format). For layers with equal keys, the same source ranks
+            are chosen.
     """
 
     index: int
@@ -242,8 +255,9 @@ class _Choice:
     """The source ranks that supply a layer.
 
     Attributes:
-        takes: (index in the list of holders, names of the fields that this holder supplies).
-        differences: reasons why the peer cannot supply the layer, one sentence each.
+        takes: for each chosen rank, its index in the list of holders and the names of the fields that it
+            supplies.
+        differences: reasons why the peer cannot supply the layer, one text each; empty if it can.
     """
 
     takes: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -251,7 +265,10 @@ class _Choice:
 
 
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
-    """Map each layer's identity to the source ranks that hold it. A missing key yields an empty list."""
+    """Return the source ranks that hold each layer, by the layer's identity.
+
+    The result is a ``defaultdict``. A layer that no rank holds yields an empty list.
+    """
     found: dict[str, list[_Holder]] = defaultdict(list)
     for index, src in enumerate(srcs):
         for number, group in enumerate(src.groups):
@@ -268,7 +285,8 @@ def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: i
         holders: source ranks that hold the layer.
         kind: kind of the destination's group.
         layer: geometry of the layer at the destination.
-        reader: tensor-parallel rank of the destination, which selects among copies.
+        reader: tensor-parallel rank of the destination. It decides between source ranks that hold the same
+            part of a field.
     """
     if not holders:
         return _Choice(differences=("not in the peer's cache",))
@@ -296,7 +314,8 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
     Args:
         holders: source ranks that hold the layer.
         field: field at the destination.
-        reader: tensor-parallel rank of the destination, which selects among ranks with equal parts.
+        reader: tensor-parallel rank of the destination. It decides between source ranks that hold the same
+            part.
 
     Raises:
         Incompatible: some part is missing, or the peer's ranks hold overlapping parts.
@@ -328,7 +347,7 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
 
 
 def _range(field: Field, along: str) -> tuple[int, int]:
-    """Return the range ``(start, stop)`` of an axis that a field holds; (0, 1) if it has no such axis."""
+    """Return the range ``(start, stop)`` that a field holds of an axis; (0, 1) if it has no such axis."""
     axis = field.axis(along)
     return (axis.start, axis.stop) if axis else (0, 1)
 
