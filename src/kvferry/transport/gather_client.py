@@ -42,8 +42,8 @@ class GatherClient:
     index.
 
     Attributes:
-        silent_until: time of the lane's clock until which the rank is not asked, because it timed out; any
-            reply sets it to 0.
+        silent_until: time of the lane's clock, in seconds, until which the rank is not asked, because it did
+            not reply in time. Any reply sets it to 0.
     """
 
     def __init__(
@@ -84,20 +84,24 @@ class GatherClient:
 
     @property
     def waiting(self) -> bool:
-        """True if a reply has neither been taken with `answer` nor dropped with `done`."""
+        """True if any request is still open: its reply was not taken with `answer` or dropped with `done`."""
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the rank timed out recently and has not replied since; `now` is the lane's clock."""
+        """Return whether the rank timed out recently and has not replied since.
+
+        Args:
+            now: current time of the lane's clock, in seconds.
+        """
         self._receive()
         return now < self.silent_until
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
-        """Ask the rank to gather a segment of cells; return the number of the segment.
+        """Ask the rank to pack cells into its staging memory. Return the number of this segment of cells.
 
         Args:
             route: index of the route among those announced.
-            lease: lease word that protects the blocks.
+            lease: word that shows whether the lease on the source blocks is valid.
             blocks: source block id of each cell, int64 of shape (n,).
             cell: index of the first cell within its block; the other cells follow it.
         """
@@ -117,7 +121,7 @@ class GatherClient:
         return segment
 
     def answer(self, segment: int) -> Gathered | NotGathered | None:
-        """Return and forget the reply to the request for a segment; None if it has not arrived."""
+        """Return the rank's reply about a segment, and forget it. Return None if it has not arrived."""
         self._receive()
         found = self._answers.pop(segment, None)
         if found is not None:
@@ -125,7 +129,7 @@ class GatherClient:
         return found
 
     def done(self, segment: int) -> None:
-        """Tell the rank that a segment has been read or is not needed, so its memory can be freed."""
+        """Tell the rank that this reader no longer needs a segment, so that its memory can be freed."""
         self._wanted.pop(segment, None)
         self._answers.pop(segment, None)
         self._send(Done(segment))

@@ -44,11 +44,13 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """The copies that pack the cells of one route (layers that are read alike) into images.
+    """The copies that pack the cells of one route (layers that are read with the same copies) into images.
+
+    A cell is the smallest unit that is transferred. An image is a cell packed into contiguous memory.
 
     Attributes:
-        src_stride: bytes from one block of the source pool to the next.
-        src_blocks: number of blocks in the source pool.
+        src_stride: bytes from one block of the source's KV cache to the next.
+        src_blocks: number of blocks in the source's KV cache.
         image_stride: bytes from one image to the next.
         parts: strided copies from the addresses of block 0 to offsets in an image. Each part has the byte
             offsets of the cells in a block, the same number in all parts.
@@ -61,12 +63,12 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def cells(self) -> int:
-        """Number of cells in a source block."""
+        """Number of cells (units of transfer) in a block of the source."""
         return len(self.parts[0].at)
 
 
 class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
-    """Announces the routes of later `Gather` messages, and replaces those announced before.
+    """Message without reply: announces the routes of later `Gather` messages. Replaces earlier routes.
 
     Attributes:
         protocol: protocol version of the reader.
@@ -78,13 +80,13 @@ class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Asks the source to gather cells that a lease protects.
+    """Request: asks the source to pack cells, whose blocks a lease protects, into its staging memory.
 
     Attributes:
-        segment: number of the segment, repeated in the reply.
+        segment: number of the segment (the cells of this request), repeated in the reply.
         route: index of the route among those sent in `AnnounceRoutes`.
-        slot: index of the word that shows whether the lease is valid.
-        generation: generation that this word must have (its low half).
+        slot: index of the lease word, which shows whether the lease is valid.
+        generation: generation (low half) that the lease word must have.
         blocks: source block id of each cell, as packed int32.
         cell: index of the first cell within its block; the other cells follow it.
     """
@@ -102,19 +104,24 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Frees the staging memory of a segment that the reader has read or no longer needs."""
+    """Message without reply: frees the staging memory of a segment, which the reader no longer needs.
+
+    Attributes:
+        segment: number of the segment.
+    """
 
     segment: _Count = msgspec.field(name="chunk")
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """Reply: a segment has been gathered.
+    """Reply: the cells of a segment have been packed into images (one contiguous piece per cell).
 
     Attributes:
         segment: number of the segment.
-        position: index of its first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
-        word: index of the allocation's word, which the reader reads after the images.
-        generation: generation that this word must still have then (its low half).
+        position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
+        word: index of the word that changes when the images are overwritten. The reader reads it after the
+            images.
+        generation: generation (low half) that the word must still have then.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -124,11 +131,11 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """Reply: a segment will not be gathered.
+    """Reply: the cells of a segment will not be packed.
 
     Attributes:
         segment: number of the segment.
-        reason: cause, for messages.
+        reason: cause, for log messages.
         unknown: True if the server does not know the routes; the reader must announce them again.
     """
 
@@ -217,7 +224,17 @@ def _check_route(route: GatherRoute) -> None:
 
 
 def _check_nest(nest: StridedCopy, stride: int) -> None:
-    """Check that a copy writes only inside its image: the memory after it may belong to another reader."""
+    """Check that a copy writes only inside its image (packed cell).
+
+    The memory after the image may belong to another reader.
+
+    Args:
+        nest: strided copy from a block to an image.
+        stride: bytes from one image to the next.
+
+    Raises:
+        ProtocolError: the copy is malformed, or writes outside the image.
+    """
     regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in nest.loops)
     if nest.run < 1 or len(nest.loops) > MAX_LOOPS or not regular:
         raise ProtocolError(

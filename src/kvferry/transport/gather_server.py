@@ -1,6 +1,7 @@
-"""The producer's end of the gather channel: pack cells into staging memory on request of readers.
+"""The producer's end of the gather channel: pack cells into staging memory when readers ask for it.
 
-Each worker has one such server: one thread, one ROUTER socket, one outgoing staging area.
+A cell is the smallest unit that is transferred. A segment is the run of cells of one request. Each worker has
+one such server: one thread, one ROUTER socket, one staging area that readers read from.
 
     asked ─room─▶ gathered ─Done─▶ free
       └─no room─▶ waiting ─room─▶ ...          gathered ─silent for too long─▶ word raised ─▶ free
@@ -48,10 +49,10 @@ from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 logger = logging.getLogger(__name__)
 
 ALLOCATION_SECONDS = 60.0
-"""Time after which gathered cells that no reader has released are freed."""
+"""Seconds after which packed cells are freed if the reader has not released them."""
 
 WAIT_SECONDS = 5.0
-"""Maximum time that a request waits for staging memory. The timeout of readers is about the same."""
+"""Maximum seconds that a request waits for staging memory. The timeout of readers is about the same."""
 
 MAX_READERS = 1024
 MAX_WAITING = 4096
@@ -60,7 +61,7 @@ MAX_WAITING_BYTES = 64 << 20
 """Maximum total size in bytes of the block ids of all waiting requests."""
 
 MAX_CELLS_OF_ALL_READERS = 1 << 22
-"""Maximum number of cells in the routes of all readers; beyond it the oldest reader is forgotten."""
+"""Maximum number of cell offsets in the routes of all readers. Beyond it, the oldest reader is forgotten."""
 
 _POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
@@ -72,8 +73,8 @@ class _Reader:
 
     Attributes:
         routes: announced routes, each with its prepared copies.
-        allocations: staging memory of the reader's gathered segments, by segment number.
-        cells: number of cells in a block, summed over all parts of the routes.
+        allocations: staging memory of the reader's packed segments, by segment number.
+        cells: number of cell offsets that the routes contain.
     """
 
     routes: list[tuple[GatherRoute, StagingCopies]]
@@ -83,7 +84,12 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _HeldAllocation:
-    """Staging memory of a gathered segment, and the time of gathering in seconds of the clock."""
+    """Staging memory of a packed segment.
+
+    Attributes:
+        allocation: memory in the staging area.
+        since: time at which the segment was packed, in seconds of the clock.
+    """
 
     allocation: Allocation
     since: float
@@ -91,7 +97,13 @@ class _HeldAllocation:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that waits for staging memory, and the time of its arrival in seconds of the clock."""
+    """A request that waits for staging memory.
+
+    Attributes:
+        sender: id of the reader.
+        message: request of the reader.
+        since: time at which the request arrived, in seconds of the clock.
+    """
 
     sender: bytes
     message: Gather
@@ -99,11 +111,11 @@ class _Waiting:
 
 
 class GatherServer:
-    """A thread that gathers cells for readers until closed.
+    """A thread that packs cells into staging memory for readers, until closed.
 
     Attributes:
         port: port that the server listens on.
-        area: outgoing staging area. Each unit has one word, counted from `first_word`.
+        area: staging area that readers read from. It is allocated in units; each unit has one lease word.
     """
 
     def __init__(
@@ -121,10 +133,11 @@ class GatherServer:
 
         Args:
             host: address to bind.
-            geometry: addresses and layout of this worker's KV cache, from which cells are gathered.
-            area: outgoing staging area.
-            words: lease words of the worker. Those from `first_word` on belong to the area, one per unit.
-            first_word: index of the area's first word.
+            geometry: addresses and layout of this worker's KV cache, which contains the cells.
+            area: staging area that readers read from.
+            words: lease words of the worker. Those from `first_word` on belong to the staging area: one for
+                each unit of the area.
+            first_word: index of the first word that belongs to the staging area.
             keys: CURVE keys.
             peers: machines that may connect.
             clock: function that returns the time in seconds.
@@ -226,7 +239,14 @@ class GatherServer:
                 return
 
     def _gather(self, sender: bytes, message: Gather) -> bool:
-        """Gather a segment, or refuse it, and reply. Return False if no staging memory is free for it now."""
+        """Pack the cells of a request into staging memory, and reply where they are, or why it is refused.
+
+        Return False, and do not reply, if not enough staging memory is free now.
+
+        Args:
+            sender: id of the reader.
+            message: request of the reader.
+        """
         reader = self._readers.get(sender)
         if reader is None:
             return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)
@@ -252,7 +272,17 @@ class GatherServer:
     def _copy(
         self, message: Gather, route: GatherRoute, loops: StagingCopies, allocation: Allocation
     ) -> str | None:
-        """Pack the cells of a request into an allocation. Return None, or the reason if the copy fails."""
+        """Pack the cells of a request into staging memory.
+
+        Args:
+            message: request, which names the cells.
+            route: route of the cells.
+            loops: prepared copies of the route.
+            allocation: staging memory to write to.
+
+        Returns:
+            None; the reason if the copy fails.
+        """
         slots = self.area.images(route.image_stride)
         try:
             blocks = message.ids()
@@ -292,7 +322,7 @@ class GatherServer:
         self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.segment != segment)
 
     def _expire(self) -> None:
-        """Free allocations that were not released in time, and refuse requests that waited too long."""
+        """Free staging memory that readers did not release in time. Refuse requests that waited too long."""
         now = self._clock()
         if now - self._swept < _SWEEP_SECONDS:
             return
@@ -312,6 +342,6 @@ class GatherServer:
         reader.allocations.clear()
 
     def _free(self, held: _HeldAllocation) -> None:
-        """Free an allocation. Raise its word first, so that late READs are detected."""
+        """Free the staging memory of a segment. Raise its word first, so that late READs are detected."""
         self._words.end([self._first_word + held.allocation.unit])
         self.area.free(held.allocation)

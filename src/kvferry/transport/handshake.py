@@ -38,10 +38,10 @@ from kvferry.transport.messages import (
 logger = logging.getLogger(__name__)
 
 REFUSAL_SECONDS = 10.0
-"""Time for which a refused peer is not contacted again."""
+"""Seconds for which a refused peer is not contacted again."""
 
 REFRESH_SECONDS = 2.0
-"""Minimum time between handshakes with a known peer whose tickets name another run of the engine."""
+"""Minimum seconds between handshakes with a known peer whose tickets name another run of its engine."""
 
 MAX_HANDSHAKES = 64
 """Maximum number of concurrent handshakes."""
@@ -50,7 +50,7 @@ HURRY_HANDSHAKES = 32
 """Number of concurrent handshakes above which silent peers time out early."""
 
 HURRY_SECONDS = 0.5
-"""Timeout of a silent peer while there are more than `HURRY_HANDSHAKES`."""
+"""Timeout of a silent peer in seconds, while more than `HURRY_HANDSHAKES` handshakes are under way."""
 
 MAX_REMEMBERED = 1024
 """Maximum number of remembered refusals, and maximum number of known peers; the oldest are forgotten."""
@@ -62,7 +62,7 @@ Address: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Status: the handshake is under way."""
+    """Status: the handshake with the peer is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class _Handshake:
     """A handshake under way.
 
     Attributes:
-        began: time of the first message, in seconds of the clock.
-        facts: facts about the peer; None until it has accepted this engine.
+        began: time of the first message to the peer, in seconds of the clock.
+        facts: facts about the peer; None until the peer has accepted this engine.
     """
 
     began: float
@@ -139,10 +139,10 @@ class Handshakes:
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
         """Return the status of a peer; None if a new handshake is needed.
 
-        If the known peer has another incarnation than `incarnation`, it may have been restarted. Then a new
-        handshake is needed, unless one was requested for this reason in the last `REFRESH_SECONDS`. If the
-        peer reports its old incarnation again, the grant with `incarnation` is stale. The caller detects that
-        by comparing with the facts.
+        The incarnation is the random number of a run of the peer. If the known peer has another incarnation
+        than `incarnation`, it may have been restarted. Then a new handshake is needed, unless one was
+        requested for this reason in the last `REFRESH_SECONDS`. If the new handshake finds the same
+        incarnation as before, `incarnation` is outdated. The caller compares it with `PeerInfo.facts`.
 
         Args:
             address: (host, port) of the peer's control channel.
@@ -182,12 +182,15 @@ class Handshakes:
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address) -> Hello:
-        """Start the timeout of a handshake, and return the first message to send."""
+        """Start the timeout of the handshake with a peer, and return the first message to send to it."""
         self._running[address] = _Handshake(self._clock())
         return Hello(PROTOCOL, self._facts)
 
     def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
-        """Process a peer's encoded reply. Return the next message to send; None if there is none."""
+        """Process a peer's encoded reply to a handshake message.
+
+        Return the next message to send to the peer; None if the handshake needs no further message.
+        """
         handshake = self._running.get(address)
         if handshake is None:
             return None  # no handshake is under way, or the reply is too late
@@ -236,7 +239,10 @@ class Handshakes:
         return isinstance(self._answers.get(address), Unusable)
 
     def _patience(self, handshake: _Handshake) -> float:
-        """Return a handshake's timeout: shorter if the peer is silent and many handshakes are under way."""
+        """Return a handshake's timeout in seconds.
+
+        It is shorter if the peer has not replied at all and many handshakes are under way.
+        """
         if handshake.facts is None and len(self._running) > HURRY_HANDSHAKES:
             return min(HURRY_SECONDS, self._patience_seconds)
         return self._patience_seconds
@@ -291,9 +297,9 @@ class Handshakes:
 
 
 def _put(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Record the time `now` for an address. If there are too many, remove the oldest and return its address.
+    """Record the time `now` for an address, in `times`.
 
-    Return None if none is removed.
+    If there are too many addresses, remove the one with the oldest time and return it. Otherwise return None.
     """
     times.pop(address, None)
     times[address] = now

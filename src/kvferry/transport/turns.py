@@ -41,7 +41,7 @@ class TurnContent:
         chunk_tokens: number of tokens in a chunk.
         keys: key (digest of the content) of each whole chunk.
         tokens: token ids; only the known prefix if the rest is unknown.
-        items: positions of the multi-modal items, ascending.
+        items: token positions at which multi-modal items (such as images) start, ascending.
     """
 
     chunk_tokens: int
@@ -60,14 +60,17 @@ class TurnContent:
         )
 
     def tokens_after(self, chunks: int) -> Sequence[int]:
-        """Return the tokens after `chunks` chunks, up to the next item and at most one chunk of them."""
+        """Return the token ids that follow the first `chunks` chunks.
+
+        They end before the next multi-modal item. At most as many are returned as a chunk has tokens.
+        """
         first = chunks * self.chunk_tokens
         last = next((at for at in self.items if at >= first), len(self.tokens))
         return self.tokens[first : min(first + self.chunk_tokens, last)]
 
 
 def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
-    """Return the number of tokens that a prompt and a turn share from the start.
+    """Return the number of tokens at the start of a prompt whose KV an earlier turn has.
 
     >>> from kvferry.transport.redeem import Grant
     >>> prompt = TurnContent(4, (b"a", b"b"), range(10))
@@ -82,7 +85,10 @@ def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
 
 
 class TurnIndex:
-    """An index of kept turns by chunk keys. One thread may change it while another looks up turns."""
+    """An index of earlier turns of conversations whose KV this engine keeps. Looks them up by chunk keys.
+
+    One thread may change the index while another looks up turns.
+    """
 
     def __init__(self) -> None:
         self._turns: dict[bytes, tuple[TurnContent, KeptTurn, str]] = {}
@@ -93,11 +99,12 @@ class TurnIndex:
         return len(self._turns)
 
     def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
-        """Add a turn, so that queries find it.
+        """Add a turn of a conversation, so that queries find it.
 
         Args:
             content: content of the turn's blocks.
-            kept: entry for replies to queries; `KeptTurn.found` fills in what depends on the query.
+            kept: description of the turn for replies. `KeptTurn.found` sets the attributes that depend on
+                the query.
             lease: name of the turn's lease in this engine.
         """
         self._turns[kept.ticket] = content, kept, lease
@@ -105,7 +112,7 @@ class TurnIndex:
             self._by_key.setdefault((number, key), {})[kept.ticket] = None
 
     def withdraw(self, ticket: bytes) -> None:
-        """Remove the turn with this ticket; do nothing if there is none."""
+        """Remove the turn whose lease this ticket names. Do nothing if there is none."""
         content, _, _ = self._turns.pop(ticket, (None, None, None))
         for number, key in enumerate(content.keys if content is not None else ()):
             tickets = self._by_key.get((number, key), {})
@@ -114,14 +121,18 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names of the leases of these tickets. Ignore tickets that belong to no turn."""
+        """Return the names of the leases that these tickets name. Ignore tickets that belong to no turn."""
         known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
         return [found[2] for found in known if found is not None]
 
     def find(self, question: AskTurn) -> Turns:
         """Return the turns that share the most chunks with the start of a prompt, latest turn first.
 
-        At most `MAX_TURNS` turns are returned.
+        Args:
+            question: query with the chunk keys of the prompt.
+
+        Returns:
+            Reply with at most `MAX_TURNS` turns; without turns if none shares a chunk.
         """
         for last in range(len(question.keys) - 1, -1, -1):
             tickets = list(self._by_key.get((last, question.keys[last]), ()))
@@ -141,8 +152,8 @@ class _TurnQuery:
     """A query to several peers for earlier turns.
 
     Attributes:
-        waiting: addresses of the peers that have not replied yet, with their incarnations.
-        began: time of the query, in seconds of the clock.
+        waiting: incarnation (random number of the run) of each peer that has not replied yet, by address.
+        began: time at which the query began, in seconds of the clock.
         answers: (address of the peer, turn) for all turns in the replies so far.
     """
 
@@ -153,12 +164,12 @@ class _TurnQuery:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """The time for which a peer is not asked, because it did not reply to a query in time.
+    """A pause in which a peer is not asked, because it did not reply to a query in time.
 
     Attributes:
-        run: incarnation of the peer that did not reply.
-        until: end of this time, in seconds of the clock.
-        seconds: length of this time.
+        run: incarnation (random number of the run) of the peer.
+        until: end of the pause, in seconds of the clock.
+        seconds: length of the pause.
     """
 
     run: int
@@ -184,13 +195,14 @@ class TurnQueries:
         self._numbers = count()
 
     def begin(self, peers: Mapping[Address, int]) -> tuple[int, list[Address]]:
-        """Begin a query.
+        """Begin a query for earlier turns. The caller sends it to the peers that this method returns.
 
         Args:
-            peers: addresses of the peers that may be asked, with their incarnations.
+            peers: incarnation (random number of the run) of each peer that may be asked, by address.
 
         Returns:
-            Number of the query, and the addresses of the peers to ask: those that are not in a pause.
+            Number of the query, and addresses of the peers to ask. A peer that did not reply in time lately
+            is not among them.
         """
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
@@ -200,14 +212,14 @@ class TurnQueries:
         return number, list(asked)
 
     def note_ticket(self, address: Address) -> None:
-        """End the pause of a peer, because one of its tickets has arrived."""
+        """Allow queries to a peer again, because one of its tickets has arrived, so the peer is alive."""
         if (silence := self._silent.get(address)) is not None:
             self._silent[address] = replace(silence, until=self._clock())
 
     def handle_reply(self, address: Address, turns: Turns) -> None:
-        """Add the reply of a peer to its query. Ignore it if the query does not wait for it.
+        """Add the turns in a peer's reply to the query. Ignore a reply that no query waits for.
 
-        A late reply restarts the peer's pause at its shortest length.
+        If the reply is too late, the peer is not asked for `SILENT_SECONDS` from now: the shortest pause.
         """
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:
@@ -218,9 +230,9 @@ class TurnQueries:
             self._silent[address] = _Silence(silence.run, self._clock() + SILENT_SECONDS)
 
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return all turns found and end the query; None while a peer may still reply in time.
+        """Return all turns that a query found, and end it. Return None while a peer may still reply in time.
 
-        Peers that have not replied in time get a pause.
+        Peers that have not replied in time are not asked for a while.
 
         Returns:
             (address of the peer, turn) for each turn found.
@@ -242,7 +254,7 @@ class TurnQueries:
         return silence is not None and silence.run == run and now < silence.until
 
     def _silence(self, address: Address, run: int, asked: float, now: float) -> _Silence:
-        """Return the new pause of a peer that has not replied: twice as long as its last one.
+        """Return the new pause of a peer that has not replied. It is twice as long as the peer's last pause.
 
         Args:
             address: address of the peer.
