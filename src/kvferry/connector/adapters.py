@@ -32,7 +32,7 @@ _Seen: TypeAlias = tuple[tuple[str, int, int], ...]
 """(name, size in bytes, time of modification in ns) of each file of an adapter."""
 
 _GRACE_SECONDS = 0.005
-"""Seconds that the first call waits. That suffices if the digests of the files are cached."""
+"""Seconds that a call which starts to read files waits for the digest. Enough if the digest is cached."""
 
 AGAIN_SECONDS = 10.0
 """Seconds after which the files of an adapter are read again if they could not be read."""
@@ -59,7 +59,7 @@ class _Adapter:
     def may_be_read_again(self, seen: _Seen, now: float) -> bool:
         """Return whether reading its files has failed and may be tried again.
 
-        It may after a while, if the files are unchanged or there were no weights at first.
+        They may be read again from time `again` on, if they are unchanged or there were no weights at first.
         """
         failed = self.done.is_set() and self.digest is None
         return failed and now >= self.again and (self.absent or seen == self.seen)

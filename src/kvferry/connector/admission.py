@@ -1,11 +1,12 @@
 """Admission: choose the source that loads a request's KV, follow its loads, and try again after a failure.
 
 Each request that a source may be able to serve goes through the phases drawn in `request_phases`. No request
-is admitted forever, because loads that cannot help are not begun and attempts are capped (`bids`).
+is admitted again forever, because loads that cannot help are not begun and attempts are capped (`bids`).
 
 Two sources may load one prefix together, one its start and the other its rest (`load_plans`). The request
 then waits for two loads. If one of them fails on any worker, admission drops the other and does not exclude
-its source. The request goes on. Bytes still in flight arrive in blocks that no longer belong to the request.
+its source. The request goes on at once. Bytes that are still in flight arrive in blocks that no longer belong
+to the request.
 
 Blocks that a load writes stay pinned in the engine's pool until every worker reports that nothing of the load
 is in flight, even if the request ends before.
@@ -150,7 +151,14 @@ class Admission:
             self._known[request.request_id] = _RequestState(bidding=bidding, sources=sources)
 
     def matched(self, request: Request, local_tokens: int) -> int | None:
-        """Return the number of tokens to load beyond `local_tokens`; None means ask again later."""
+        """Return the number of tokens to load for a request that the engine wants to admit; 0 for no load.
+
+        Return None if the engine must ask again in a later step.
+
+        Args:
+            request: the request.
+            local_tokens: number of its tokens in the engine's own prefix cache.
+        """
         if self._parts.evict():
             return None  # the prefix that the engine has just found for this request may contain these blocks
         known = self._known.get(request.request_id)
@@ -190,7 +198,10 @@ class Admission:
         self._begin(known, request, blocks, plan.parts(local_tokens, external, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
-        """Return the number of tokens that a request waits for, by origin: ``peer`` or a tier's name."""
+        """Return the number of tokens that a request waits for, by origin of their load.
+
+        The origin is ``peer``, or the name of the slowest tier that the load uses.
+        """
         found = Counter[str]()
         for one in self._known[request_id].loads:
             found[one.source.origin(one.load)] += one.load.span.ends - one.load.span.begins
@@ -213,7 +224,7 @@ class Admission:
         self._events.late(self.pins.all_late_blocks)
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record which requests the coming step computes tokens for."""
+        """Record that the coming step computes tokens of these requests."""
         self._phases.scheduled(requests)
         self._events.scheduled(requests)
 
@@ -301,12 +312,15 @@ class Admission:
         )
 
     def _plans(self, known: _RequestState, request: Request, local_tokens: int) -> list[LoadPlan]:
-        """Return all sources' plans, without those that would fill a block only in part where not allowed."""
+        """Return all sources' plans that do not fill a block only in part, or all plans if that is allowed."""
         found = load_plans(known.sources, request, local_tokens, self._alignment_tokens)
         return [plan for plan in found if not self._in_part(plan, request, local_tokens)]
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan's loads leave enough blocks to other requests, even if the loads are late."""
+        """Return whether a plan's loads leave enough blocks to other requests.
+
+        They must do so even if they write to their blocks beyond their deadline.
+        """
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
             source.room(bid, self._most_written(span))
@@ -344,7 +358,7 @@ class Admission:
         self._parts.begin(request, load.tables, span, source.alignments(request.request_id))
 
     def _in_part(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan would fill a block only in part where that is not allowed.
+        """Return whether a plan would fill a block only in part although the settings forbid this.
 
         Return False while a source of the plan is still looking, because the answer is not known yet.
         """

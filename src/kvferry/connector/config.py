@@ -39,16 +39,17 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             to them and accepts connections only from them. None for this machine if `host` is loopback, else
             for all machines. Only names in this list are resolved; if it is None, only `advertise_host`.
         lease_seconds: seconds for which blocks are kept for a consumer that sends no heartbeat. While other
-            requests wait for blocks, a lease that no consumer has claimed ends after a quarter of it.
+            requests wait for blocks, a lease that no consumer has claimed ends after a quarter of this time.
         load_timeout_seconds: seconds after which a load has failed.
         handshake_seconds: seconds to wait for a peer's answer in the handshake.
         attempts: maximum number of attempts to load one request's KV before this engine computes it.
-        late_blocks: maximum share of the block pool that loads from peers hold, in flight and late. One peer
-            holds at most half of what the others leave. A load that is alone may exceed both limits.
+        late_blocks: maximum share of the block pool that loads from peers hold, including loads past their
+            deadline. One peer holds at most half of what the others leave. A single load without others may
+            exceed both limits.
         transfer_log: path of a file that gets one JSON line per finished load; None for no log.
         layout: memory layout to request from the engine. ``auto`` requests a layout with blocks outermost if
-            the attention backend declares one. ``engine`` leaves the choice to vLLM. One of `Layout` requires
-            that layout.
+            the attention backend declares one. ``engine`` leaves the choice to vLLM. Any other
+            value requires exactly that layout.
         strategy: transfer strategy: ``auto`` for the fastest, or ``direct``, ``over-read`` or ``staged`` to
             use that one wherever it is possible.
         staging_mib: memory for packing short runs of bytes, in MiB per direction and worker; 0 for none.
@@ -59,8 +60,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if the engine is configured for it (``kv_buffer_device``).
         tiers: list of the tiers that keep chunks, see `tier_config`; ``default`` for host memory and a
             directory in the user's cache directory; None for no tiers.
-        transfer: True to exchange KV with other engines. None for True if there are no tiers, or if vLLM's
-            ``kv_role`` is one side of an exchange (``kv_producer``, ``kv_consumer``).
+        transfer: True to exchange KV with other engines. None means True if there are no tiers, or if vLLM's
+            ``kv_role`` is one side of an exchange (``kv_producer``, ``kv_consumer``), else False.
         chunk_tokens: number of tokens per chunk; None for 256, or the nearest number that suits the engine's
             blocks and snapshots of recurrent state.
         snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
@@ -70,8 +71,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             `tiers`.
         turn_seconds: seconds for which a finished request's blocks are kept for the next turn of its
             conversation; 0 to keep none.
-        turn_share: maximum share of the block pool for blocks kept that way.
-        patience_seconds: seconds that a request waits for a source that is still looking, or for free blocks.
+        turn_share: maximum share of the block pool that these kept blocks may take.
+        patience_seconds: maximum seconds that a request waits for a source that is still looking, or for free
+            blocks.
         whole_blocks: True to refuse loads that fill a block only in part. Required beside another connector,
             which cannot recognize such a block and would store it.
         name: name of this connector in ``kvferry explain``, if an engine has several.

@@ -81,8 +81,8 @@ class BlockPool(Protocol):
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. A block without references is free. Mutates the pool.
 
-        The first free block in the order is reused first. The connector drops only references that it has
-        added.
+        Blocks that become free are reused in this order, first block first. The connector drops only
+        references that it has added.
         """
 
     def get_num_free_blocks(self) -> int:
@@ -154,8 +154,8 @@ class Request(Protocol):
         arrives_in_parts: True if later parts of the prompt are still to arrive.
         kv_transfer_params: parameters from the client or router, unchecked.
         trace_headers: W3C trace context of the client, unchecked.
-        own_hit: number of tokens in the engine's prefix cache at its first admission; None after a
-            preemption.
+        own_hit: number of the request's tokens that the engine's prefix cache had when the request was first
+            admitted; None after a preemption.
         is_complete: True if the request ended normally, so that all its tokens have been computed. Valid once
             it has ended.
         needs_blocks: True if the request waits and has no blocks.
@@ -264,7 +264,8 @@ class CacheGroup:
     def table(self, block_ids: Sequence[int], tokens: int) -> list[int]:
         """Return the block ids to transfer for a request of `tokens` tokens.
 
-        For a group of recurrent state that is only the block with the snapshot after `tokens` tokens.
+        For attention these are all of `block_ids`, the request's block table. For recurrent state it is only
+        the block with the state after `tokens` tokens.
 
         >>> state = CacheGroup(kind=GroupKind.STATE, attention_span=0, block_tokens=16, state_block_tokens=16)
         >>> state.table([7, 8, 9], 32), state.table([7, 8, 9], 33)
@@ -323,5 +324,8 @@ class EngineFacts:
         return any(group.kind is GroupKind.STATE for group in self.groups)
 
     def tables(self, block_ids: BlockIds, tokens: int) -> BlockIds:
-        """Return the result of `CacheGroup.table` for each group of a request with `tokens` tokens."""
+        """Return the block ids to transfer for a request of `tokens` tokens, for each KV cache group.
+
+        `block_ids` is the block table of the request for each group (`CacheGroup.table`).
+        """
         return tuple(group.table(ids, tokens) for group, ids in zip(self.groups, block_ids, strict=True))

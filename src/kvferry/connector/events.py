@@ -1,6 +1,6 @@
 """Events of requests and tiers, emitted where the decision is made, in the order in which they happen.
 
-The events of one request, of which those in brackets may be missing or repeated:
+These are the events of one request. Those in brackets may be missing or repeated:
 
     Arrived ─▶ [SourcesAsked …] ─▶ [LoadBegan ─▶ LoadEnded [─▶ SourceRefused ─▶ SourcesAsked …]] ─▶ Scheduled
     ─▶ … ─▶ Finished
@@ -10,8 +10,9 @@ after Scheduled. A preempted request has SourcesAsked, LoadBegan, … and Schedu
 requests then have LeaseGranted ─▶ [LeaseExtended …] ─▶ LeaseEnded. Loads and stores may end after their
 request.
 
-A *source* bids for requests: ``peer`` or ``tiers``. A *tier* holds tokens: ``peer``, ``host``, ``file``,
-``object``. ``at`` is the time of an event in seconds of the monotonic clock.
+A *source* bids for requests: ``peer`` or ``tiers``. A *place* holds tokens: ``peer``, or a tier, for
+example ``host``, ``file`` or ``object``. In all events, ``request_id`` is the engine's id of the request, and
+``at`` is the time of the event in seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Arrived:
     Attributes:
         tokens: number of tokens of its prompt.
         sources: names of the sources that may be able to serve it.
-        declined: reasons of the sources that cannot serve it.
+        declined: reasons why the other sources cannot serve it.
         trace_headers: (name, value) of the W3C headers of the trace that the request belongs to; empty
             without a trace.
     """
@@ -53,8 +54,9 @@ class SourcesAsked:
         local_tokens: number of tokens in the engine's own prefix cache.
         bids: all bids with their values, in the order of their sources.
         compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
-        misses: reasons of the sources that have no bid.
-        chosen: the best bid; None to compute. If its source is still looking, the request waits for it.
+        misses: reasons why sources have no bid.
+        chosen: the best bid; None if the engine computes the tokens. If the bid's source is still looking,
+            the request waits for that source.
         why: reason for the choice.
     """
 
@@ -77,7 +79,7 @@ class LoadBegan:
         load: unique name of the load.
         source: name of the source: ``peer`` or ``tiers``.
         peer: name of the peer; the source's name for tiers.
-        parts: number of tokens by place, as in the bid.
+        parts: number of tokens by place (``peer`` or the name of a tier), as in the bid.
         begin, end: range of the loaded tokens, half-open.
         attempt: name of the attempt. If two sources load one prefix together, both loads share it.
     """

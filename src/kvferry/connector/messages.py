@@ -47,8 +47,8 @@ class StepOrders:
         disconnects: names of the peers to disconnect, because nothing has been read from them for a while.
         loads: loads to begin, from any source.
         reads: reads from peers that carry out `loads`, with the same keys.
-        given_up: reason for each load that its request no longer waits for, by load key. Workers report
-            these loads as failed at once.
+        given_up: reason why a request no longer waits for a load, by load key. Workers report these loads as
+            failed at once.
         ended: lease slot of each ended lease, by request id. Workers raise its lease word, then report the
             request as sent.
         turns_ended: lease slot of each ended lease of a kept turn, by lease name. A turn is a finished

@@ -79,7 +79,9 @@ class PartBlocks:
     def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
         """Return whether a load must be refused because it would fill a block only in part.
 
-        Takes `span` and `alignments` as `begin` does.
+        Args:
+            span: range of prompt tokens to load.
+            alignments: same as in `begin`.
         """
         return self._refused and any(
             partial_block(group.kind, group.attention_span, group.block_tokens, span, alignment_tokens)
@@ -94,9 +96,10 @@ class PartBlocks:
 
         Args:
             request: the request.
-            tables: destination block table of each group, int64, indexed by block position.
+            tables: destination block table of each KV cache group, int64, indexed by block position.
             span: range of prompt tokens to load.
-            alignments: alignment of the loaded content in tokens, for each group (`Source.alignments`).
+            alignments: alignment of the loaded content in tokens, for each KV cache group. The content begins
+                at a multiple of this number (`Source.alignments`).
         """
         self.forget(request.request_id)
         found = []
@@ -141,7 +144,10 @@ class PartBlocks:
                 self._going_on[request_id] = watch
 
     def without(self, request_id: str, tables: BlockIds) -> BlockIds:
-        """Return a request's block tables with null blocks in place of its partly loaded blocks."""
+        """Return a request's block tables with null blocks in place of its partly loaded blocks.
+
+        If `doubt` was called for the request, all blocks are replaced.
+        """
         if request_id in self._doubted:
             return tuple([NULL_BLOCK] * len(ids) for ids in tables)
         parts = self._parts.get(request_id)

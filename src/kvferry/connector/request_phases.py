@@ -6,7 +6,8 @@
 
 At each admission the caller asks for the request's `standing`. On ASK it collects plans, chooses the `best`
 one and gives the engine the result of `propose`. Once the engine has allocated blocks, `admit` accepts the
-proposed plan, `wait` records that the request waits for its loads, and `ended` that these have ended.
+proposed plan, `wait` records that the request waits for its loads, and `ended` records that these have
+ended.
 
 vLLM queues a request whose load has failed before requests whose loads hold blocks, and keeps blocks reserved
 for the failed load. If the request needed more blocks than are left, neither it nor the others would ever go
@@ -95,7 +96,7 @@ class RequestPhases:
 
         Args:
             choice: policy that chooses between bids.
-            headroom: same as the attribute.
+            headroom: check that a load leaves enough free blocks for requests that wait.
             clock: function that returns monotonic seconds.
         """
         self.headroom = headroom
@@ -117,7 +118,7 @@ class RequestPhases:
     def best(
         self, state: RequestState[PlanT], plans: Sequence[PlanT], request: Request, local_tokens: int
     ) -> PlanT | None:
-        """Return the plan to take, or the one to wait for; None to compute.
+        """Return the plan to take, or the plan to wait for; None if the engine computes the prompt.
 
         Args:
             state: state of the request.
@@ -197,7 +198,7 @@ class RequestPhases:
         self._brought[request_id] = state.bidding
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record which requests the coming step computes tokens for."""
+        """Record that the coming step computes tokens of these requests."""
         self.headroom.go_on(requests)
         for name in [name for name in self._brought if name in requests]:
             self._brought.pop(name).computed()

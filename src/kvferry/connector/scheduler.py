@@ -105,7 +105,8 @@ class SchedulerHalf:
             workers: descriptions of all workers, sorted by rank.
             pool: the engine's block pool.
             facts: facts about the engine, which peers compare at the handshake.
-            namespace: function that returns the namespace of chunk keys for a storage format of chunks.
+            namespace: function that takes the format in which chunks are stored, and returns the namespace of
+                their keys.
 
         Raises:
             ConfigError: the control channel cannot listen at its address, no chunk could ever be stored in
@@ -183,7 +184,7 @@ class SchedulerHalf:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks will become free without preempting a request."""
+        """Whether stores or ended leases hold blocks that become free soon, without preempting a request."""
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:
@@ -199,7 +200,7 @@ class SchedulerHalf:
 
         Args:
             request: the request.
-            block_ids: its block table of each group, up to the last computed token.
+            block_ids: block table of the request for each KV cache group, up to the last computed token.
 
         Returns:
             Whether the engine must keep the blocks, and the ``kv_transfer_params`` of the response.
@@ -238,11 +239,11 @@ class SchedulerHalf:
         self._producer.raised(reports.raised)
 
     def sent(self, request_ids: set[str]) -> None:
-        """Record the requests whose lease words all workers have raised. Their leases are over."""
+        """Record that all workers have invalidated the lease words of these requests. Their leases are over."""
         self._producer.sent(request_ids)
 
     def step_done(self) -> None:
-        """Record that a step is done: the engine has taken its output. Called once per step, in order."""
+        """Record that a step is done: the engine has taken the step's output. Called once per step, in order."""
         self._steps.done()
         if self._tiering is not None:
             self._tiering.step_done()
@@ -251,7 +252,8 @@ class SchedulerHalf:
         """Stop exchanging KV with peers for good, and stop using tiers until the next cache reset.
 
         Args:
-            stale: last epoch in which the weights changed. If the cache was reset since, tiers stay in use.
+            stale: number of the last epoch (time between two cache resets) in which the weights changed. If the
+                cache was reset since, tiers stay in use.
         """
         if not self._changed:
             self._changed = True

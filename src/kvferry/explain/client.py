@@ -70,7 +70,10 @@ class AllAnswers:
     problems: tuple[str, ...]
 
     def traces(self) -> list[EngineTrace]:
-        """Return all traces by time of arrival. So a prefill engine's trace precedes the decode engine's."""
+        """Return all traces, sorted by the arrival of their request.
+
+        So the prefill engine's trace of a request precedes the decode engine's trace.
+        """
         found = [EngineTrace(answer, trace) for answer in self.answers for trace in answer.traces]
         return sorted(found, key=lambda one: one.arrived)
 
@@ -145,7 +148,7 @@ def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
 
 
 def _lines(asked: socket.socket, until: float) -> Iterator[bytes]:
-    """Receive until the engine closes the connection, then yield all lines, at least one.
+    """Receive an engine's answer until the engine closes the connection. Yield its lines, at least one.
 
     Raises:
         ProtocolError: the answer is too large, takes too long, or ends within a line.

@@ -26,7 +26,7 @@ class Summary:
         tokens_by_origin: number of tokens by origin: a tier, ``peer``, ``prefix cache``, ``another
             connector`` or ``computed``; empty until the request is scheduled.
         failed: number of failed loads.
-        seconds: seconds from its arrival until it was scheduled; None until then.
+        seconds: seconds from the arrival of the request until it was scheduled; None before that.
         loading: seconds of that time in which a load was under way.
         looking: seconds of that time in which a source was still looking.
     """
@@ -40,12 +40,12 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """Seconds until it was scheduled in which it neither loaded nor waited for a source."""
+        """Seconds from arrival to scheduling in which the request neither loaded nor waited for a source."""
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 
 def summary(trace: RequestTrace) -> Summary:
-    """Return the key figures of a request from its trace, which begins with its arrival."""
+    """Return the key figures of a request, computed from its trace. The first event must be its arrival."""
     came = trace.events[0]
     assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
     found, looks_since, begun = Summary(came.tokens), None, dict[str, events.LoadBegan]()

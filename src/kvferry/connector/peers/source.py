@@ -41,10 +41,10 @@ from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.redeem import Redeemed
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
-"""The bid while peers have not answered yet whether they keep a matching turn."""
+"""Placeholder for a bid while peers have not answered yet whether they keep a matching turn."""
 
 UNUSED_SECONDS = 600.0
-"""Seconds after which workers disconnect an unused peer, which may be gone. Connecting again is cheap."""
+"""Seconds without a read after which workers disconnect a peer, because it may be gone. To connect again is cheap."""
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
@@ -53,7 +53,10 @@ def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
 
 
 class PeerSource:
-    """Bids the KV that peers offer, and orders the workers to read it. Only the engine's thread calls it."""
+    """Makes bids for the KV that peers offer, and orders the workers to read it.
+
+    Only the engine's thread calls it.
+    """
 
     name = PEER
 
@@ -74,7 +77,7 @@ class PeerSource:
         Args:
             client: control channel to the peers that offer KV.
             ranks: geometry of this engine's ranks.
-            pins: record of the KV blocks that loads hold.
+            pins: record of the KV blocks that loads keep allocated.
             refusals: log of the requests that a peer cannot serve.
             timeout_seconds: seconds after which a load has failed; also the time to wait for the digest of
                 a LoRA adapter.
@@ -100,7 +103,7 @@ class PeerSource:
         self._connected: dict[str, float] = {}  # peers connected to workers, and the time of their last use
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended and have KV to read from a peer."""
+        """Return the number of unfinished requests that came with a ticket or for which a peer keeps a turn."""
         return len(self._pulls)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
@@ -146,7 +149,10 @@ class PeerSource:
         return SourceMiss(PEER, MissReason.REFUSED, detail=self._stopped) if self._stopped else None
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return a bid for the offered tokens, if any. It is marked as looking until the peer answers."""
+        """Return a bid for the tokens that a peer offers beyond `local_tokens`; empty if it offers none.
+
+        The bid is marked as looking until the peer has answered.
+        """
         if looking := self._ask(request, local_tokens):
             return (looking,)
         pull = self._pulls.get(request.request_id)
@@ -156,7 +162,9 @@ class PeerSource:
         return (pull.bid,) if pull.bid is not None else ()
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return the last bid, shortened to end at a multiple of `alignment_tokens`; None if nothing remains.
+        """Return the last result of `bids`, shortened to end at a multiple of `alignment_tokens`.
+
+        Return None if no token remains.
 
         Used when this source loads the start of a prompt and another source the rest.
         """
@@ -164,7 +172,7 @@ class PeerSource:
         return _shorter(bid, tokens // alignment_tokens * alignment_tokens - local_tokens)
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return the last bid without the tokens before `first`; None if nothing remains.
+        """Return the last result of `bids` without the tokens before `first`; None if no token remains.
 
         Used when another source loads the start of a prompt and this source the rest.
         """
@@ -210,7 +218,8 @@ class PeerSource:
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of loaded content in tokens, for each KV cache group.
 
-        It is the greatest common divisor of both engines' block sizes, and 1 while the peer is unknown.
+        In each group, loaded content begins at a multiple of the greatest common divisor of both engines'
+        block sizes. While the peer is unknown, the alignment is 1.
         """
         pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
@@ -239,7 +248,10 @@ class PeerSource:
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
-        """Exclude the peer of a failed load from this request; forget its handshake if it may be gone."""
+        """Exclude the peer of a failed load for this request.
+
+        If the peer may be gone, also forget the handshake with it.
+        """
         if report.failure is not None:
             if report.peer_lost or report.late:
                 self._client.forget(self._pulls[load.request_id].address)
@@ -272,7 +284,7 @@ class PeerSource:
     def start_anew(self) -> None:
         """Reject all KV that peers have offered so far, and end the requests' claims on it.
 
-        It was computed before the cache was reset, so it must not be loaded.
+        This KV was computed before the cache was reset, so it must not be loaded.
         """
         for name in self._asking:
             self._turns.drop(name)
@@ -285,7 +297,7 @@ class PeerSource:
         self._stopped = why
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add reads, and peers to connect and disconnect, to the workers' orders. Mutates `orders`."""
+        """Order the workers to connect to peers, to read from them, and to disconnect. Mutates `orders`."""
         self._claims.step()
         orders.connects = {name: known.ranks for name, known in self._connects.items()}
         self._connects.clear()
@@ -342,7 +354,7 @@ class PeerSource:
         return peer
 
     def _ask(self, request: Request, local_tokens: int) -> Bid | None:
-        """Take the peers' answers about turns, and set up the read of the turn that they have found, if any.
+        """Look at the peers' answers about kept turns. If a turn was found, prepare to read it.
 
         Return a bid that is marked as looking while peers have not answered, else None.
         """
@@ -368,7 +380,7 @@ class PeerSource:
         return None
 
     def _last_bid(self, request: Request) -> tuple[Bid | None, int]:
-        """Return the last bid and the number of prompt tokens up to its end; (None, 0) without a bid."""
+        """Return the last result of `bids` and the number of prompt tokens up to its end, or (None, 0)."""
         pull = self._pulls.get(request.request_id)
         if pull is not None:
             return pull.bid, pull.tokens

@@ -35,7 +35,7 @@ from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_
 from kvferry.planning.select import NULL_BLOCK, first_attended
 
 _TOGETHER = 16
-"""Maximum number of chunks per order."""
+"""Maximum number of chunks per store order."""
 
 Resolve = Callable[[str], BlockIds]
 
@@ -61,7 +61,7 @@ class Storing:
             canonical: format in which chunks are stored.
             groups: the KV cache groups in the geometry of one rank.
             parts: record of the blocks that loads fill only in part, which are not stored.
-            orders: stores under way, which receive the orders.
+            orders: record of the stores under way, which passes new orders to the ranks.
             snapshot_tokens: distance in tokens between positions at which windows and snapshots are kept, a
                 multiple of the number of tokens per chunk.
         """
@@ -101,7 +101,7 @@ class Storing:
 
         Args:
             request: the request.
-            block_ids: its block table of each group, up to the last computed token.
+            block_ids: block table of the request for each KV cache group, up to the last computed token.
         """
         progress = self._progress.pop(request.request_id, None)
         if progress is None:
@@ -179,9 +179,9 @@ class Storing:
             )
 
     def _together(self, group: int) -> int:
-        """Return the maximum number of chunks per order of a group.
+        """Return the maximum number of chunks of a group per store order.
 
-        If room is short, small orders let at least a part of a long prompt be stored.
+        If few blocks may be pinned, small orders let at least a part of a long prompt be stored.
         """
         blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
         return max(1, min(_TOGETHER, self._orders.most_pinned // blocks))
@@ -195,7 +195,13 @@ class Storing:
         tables: BlockIds,
         available: range,
     ) -> None:
-        """Order a store of the chunks with these indices. The blocks hold the prompt tokens `available`."""
+        """Order one store of the chunks `numbers` of a group. Takes the arguments of `_store`, and two more.
+
+        Args:
+            progress, group, keys, tables: same as in `_store`.
+            numbers: indices of the chunks in the prompt, ascending.
+            available: range of prompt tokens that the blocks hold.
+        """
         low, high = available.start, min((numbers[-1] + 1) * self._chunk, available.stop)
         stretches = [
             slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
@@ -208,8 +214,8 @@ class Storing:
         """Return the first token of a chunk that the engine's blocks still hold; None if too few are left.
 
         A chunk may lack the tokens that the window has left behind, because a request that continues from its
-        end or later does not attend to them. Tokens that were not computed but found or loaded are trusted
-        only from the block in which the window at their end begins, because a load brings no more.
+        end or later does not attend to them. Tokens from a prefix cache or a load are trusted
+        only from the block in which the window at their end begins, because a load brings no earlier ones.
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = max(

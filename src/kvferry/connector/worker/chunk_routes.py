@@ -1,8 +1,8 @@
 """One rank's part in storing and loading chunks: the copies between its KV blocks and the arena.
 
 The arena is the host memory that holds chunks, shared by all processes of the engine. A *route* describes how
-the bytes of one KV cache group map between a rank's blocks and the chunk format. A *cell* is the smallest
-unit of tokens into which both sizes divide. Copies move whole cells.
+the bytes of one KV cache group map between a rank's blocks and the chunk format. A *cell* is the unit
+of the copies: a number of tokens that divides both the size of a block and the size of a chunk.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvferry.planning.select import LoadSpan, partly_written_blocks
 from kvferry.planning.template import Route, build_templates
 
 _SLOTS = 1 << 20
-"""Number of chunks in the pools passed to the planner; any number larger than the chunks of an order."""
+"""Number of chunks in the pools passed to the planner. Any number that no order exceeds will do."""
 
 
 def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
-    """Check that the ranks of an engine together can fill whole chunks, and can be filled from chunks.
+    """Check that all ranks of an engine together can store whole chunks, and can load their KV from chunks.
 
     Args:
         canonical: format in which chunks are stored.
         ranks: geometry of every rank of the engine.
 
     Raises:
-        Incompatible: they cannot. The message names the layers and the reasons.
+        Incompatible: some layers cannot be stored or loaded. The message names them and the reasons.
     """
     pools = _pools(canonical)
     for pool in pools:
@@ -89,6 +89,9 @@ class ChunkRoutes:
 
     def store(self, order: StoreOrder) -> tuple[int, ...]:
         """Copy this rank's part of chunks from its blocks to the arena.
+
+        Args:
+            order: chunks to store, their offsets in the arena, and the blocks that hold their tokens.
 
         Returns:
             Number of bytes copied, per stored KV cache group.

@@ -71,7 +71,7 @@ class WorkerHalf:
         mirror: CacheMirror | None = None,
         reads: bool = True,
     ) -> WorkerInfo:
-        """Register the cache and start the transfers.
+        """Register the KV cache for transfers between engines, and start the threads that read and copy.
 
         Args:
             engine_id: name of the engine.
@@ -120,7 +120,7 @@ class WorkerHalf:
             self._transfers.words.invalidate_all()
 
     def begin(self, orders: StepOrders) -> None:
-        """Begin a step: start to carry out all its orders, except stores and saves, which `save` starts."""
+        """Begin a step: start to carry out its orders. Stores and saves wait for `save`."""
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
         for load in orders.loads:
@@ -153,7 +153,7 @@ class WorkerHalf:
                 self._loads.landed(read.key, CHANGED)
 
     def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
-        """Copy what the step has computed: prompts to the host buffer, and chunks to host memory.
+        """Copy prompts that the step has computed to the host buffer, and start to store its chunks.
 
         Args:
             orders: orders of the step.
@@ -171,7 +171,10 @@ class WorkerHalf:
                 self._mover.store(orders.chunks, mark())
 
     def ended(self) -> EndedRequests:
-        """Return the requests whose transfers have ended since the last call, and record their reports."""
+        """Return the requests whose transfers have ended since the last call.
+
+        Also record the reports of these transfers, which `take_reports` returns.
+        """
         self._take_results()
         if not (self._orders or self._sent):
             return EndedRequests()
