@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def scheduler_keys(config: ConnectorConfig) -> Keys | None:
-    """Return the keys of the engine, and log which key other engines need; None if it exchanges no KV.
+    """Return the secret keys of the engine's channels; None if the engine exchanges no KV.
+
+    Also log which key other engines need.
 
     Raises:
         ConfigError: there is no key file, and none can be created.

@@ -312,7 +312,7 @@ class Admission:
         )
 
     def _plans(self, known: _RequestState, request: Request, local_tokens: int) -> list[LoadPlan]:
-        """Return all sources' plans that do not fill a block only in part, or all plans if that is allowed."""
+        """Return all sources' plans, except those that fill a block only in part against the settings."""
         found = load_plans(known.sources, request, local_tokens, self._alignment_tokens)
         return [plan for plan in found if not self._in_part(plan, request, local_tokens)]
 

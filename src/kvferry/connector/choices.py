@@ -17,7 +17,7 @@ _NO_CHOICE = re.compile(r"Invalid enum value (.*) - at `\$\.(\w+)`")
 def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.Struct]) -> ConfigError:
     """Return the error to raise for settings that msgspec refused.
 
-    If a setting allows only certain texts, the message lists them.
+    If a setting allows only certain strings, the message lists them.
 
     Args:
         where: name of the refused object, for the message.

@@ -34,7 +34,7 @@ class Composition:
 
     Attributes:
         pins: the KV blocks kept allocated because a load may still write to them.
-        parts: the KV blocks that loads fill only in part.
+        parts: record of the KV blocks that loads fill only in part.
         speeds: measured speeds of loads and of prompt computation.
     """
 

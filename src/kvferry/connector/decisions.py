@@ -9,7 +9,10 @@ from kvferry.connector.bids import Bid
 
 
 class MissReason(StrEnum):
-    """The reason why a request got nothing from a source. Indistinguishable causes are NOT_STORED."""
+    """The reason why a request got nothing from a source.
+
+    Causes that cannot be distinguished are reported as NOT_STORED.
+    """
 
     NOT_STORED = "not_stored"  # never stored, or evicted so long ago that no record is left
     EVICTED = "evicted"  # stored before, and evicted recently
@@ -21,7 +24,7 @@ class MissReason(StrEnum):
     REFUSED = "refused"  # the offer or the peer is not usable
     SKIPPED = "skipped"  # the request must not read a cache, for example with prompt logprobs
     LOOKING = "looking"  # the look-up did not end in time
-    LOST_BID = "lost_bid"  # another source, or computing, was cheaper
+    LOST_BID = "lost_bid"  # another source, or computing the prompt, was better
     BUSY = "busy"  # too many loads under way
     NO_ROOM = "no_room"  # too few free blocks for the load and the tokens after it
     ATTEMPTS = "attempts"  # the request had no load attempts left
@@ -66,7 +69,7 @@ class ValuedBid:
 
     Attributes:
         source: name of the source: ``peer`` or ``tiers``. The bid itself names the peer.
-        bid: number of tokens by place, and whether the source is still looking.
+        bid: the bid: number of tokens by place, and whether the source is still looking.
         value: value of the bid under the policy; 0 for an excluded bid.
         excluded: reason why the bid may not be taken; empty if it may.
     """

@@ -38,7 +38,10 @@ class Headroom:
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], step_tokens: int, pool: BlockPool) -> Headroom:
-        """Create the check for an engine; without windows it accepts every load. See the attributes."""
+        """Create the check for an engine. If no group has a window, it accepts every load.
+
+        Takes the attributes as arguments.
+        """
         if not any(group.attention_span for group in groups):
             return cls()
         return cls(groups, step_tokens, pool)
@@ -48,7 +51,7 @@ class Headroom:
         return len(self._needs)
 
     def fits(self, request_id: str, total: int, tokens: int) -> bool:
-        """Return whether a load can begin and still leave enough free blocks.
+        """Return whether a load leaves enough free blocks for the requests that wait with blocks allocated.
 
         Args:
             request_id: id of the load's request.
@@ -76,7 +79,7 @@ class Headroom:
             del self._needs[name]
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended or whose load has failed: it holds no blocks."""
+        """Forget a request that has ended, or whose load has failed. It holds no blocks any more."""
         self._needs.pop(request_id, None)
 
     def _takes(self, total: int) -> int:

@@ -24,7 +24,7 @@ class LoadPlan:
 
     Attributes:
         bid: bid for the whole prefix.
-        legs: (source, bid) of each part, in the order of the prompt.
+        legs: (source, bid) of each part of the prefix, the start of the prompt first.
     """
 
     bid: Bid
@@ -36,7 +36,9 @@ class LoadPlan:
         return self.legs[-1][0]
 
     def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
-        """Return (source, bid, span) of every part that the engine still lacks tokens of.
+        """Return (source, bid, span) of every part of which the engine still lacks tokens.
+
+        The span is the range of prompt tokens to load from this source.
 
         Args:
             local_tokens: number of tokens that the engine had when the plan was made.
@@ -59,7 +61,7 @@ class LoadPlan:
 def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
     """Return the alignment, in tokens, of the position where two parts of a prefix meet.
 
-    Two parts may meet at each of its multiples. Return 0 if no layer attends to all tokens.
+    Two parts may meet at every multiple of the alignment. Return 0 if no layer attends to all tokens.
 
     Args:
         blocks: (kind, block size in tokens) of every KV cache group of the engine.

@@ -40,7 +40,7 @@ class LoadFigures:
             bytes.
         pages: number of transfer descriptors before merging adjacent ones.
         descriptors: number of transfer descriptors after merging.
-        run_bytes: size of the largest contiguous piece in bytes.
+        run_bytes: size in bytes of the largest contiguous piece that is transferred as one.
         plan_seconds, transfer_seconds, check_seconds: seconds that the slowest worker took to plan the read,
             to transfer the bytes, and to check the lease words afterwards.
     """

@@ -25,7 +25,7 @@ PolicyName: TypeAlias = Literal["weight", "cost", "first"]
 """The values of ``source_policy``."""
 
 MARGIN = 1.1
-"""Factor by which another bid must be better than the bid chosen before."""
+"""Factor by which the value of another bid must exceed the value of the bid chosen before."""
 
 
 class Policy(Protocol):
@@ -50,10 +50,14 @@ class First:
 
 
 class Weight:
-    """Values a bid by its tokens, each times the weight of its place."""
+    """Values a bid by its number of tokens, weighted by the place that they come from."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Create the policy from the weight of each place, by name; a place without one has weight 1."""
+        """Create the policy.
+
+        Args:
+            weights: weight of a token by name of its place; a place that is not in the mapping has weight 1.
+        """
         self._weights = dict(weights)
 
     def value(self, bid: Bid | None, rest: int) -> float:
@@ -86,7 +90,7 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
 
     Args:
         name: value of the setting ``source_policy``.
-        weights: weight of each place by name, for `Weight`; a place without one has weight 1.
+        weights: weight of a token by name of its place, for `Weight`; 1 for a place that is not in it.
         speeds: measured speeds, for `Cost`.
     """
     policies: dict[str, Policy] = {"weight": Weight(weights), "cost": Cost(speeds), "first": First()}
@@ -99,7 +103,7 @@ class Choice:
 
     Attributes:
         policy: policy that values bids.
-        speeds: record of measured speeds, to which the caller adds the times of loads.
+        speeds: record of measured speeds. Admission adds the time of each load to it.
         patience_seconds: maximum seconds that a request waits for a source that is still looking, or for
             free blocks.
     """
@@ -109,7 +113,9 @@ class Choice:
     patience_seconds: float
 
     def of(self, bids: Sequence[Bid], rest: int, *, waited: float, before: Bid | None) -> Bid | None:
-        """Return the bid to take, or the bid to wait for; None to compute. Same as `choose` with this policy.
+        """Return the bid to take, or the bid to wait for; None if the engine computes the prompt.
+
+        This is the result of `choose` for this policy.
 
         Args:
             bids, rest, before: same as in `choose`.
@@ -121,7 +127,9 @@ class Choice:
 def choose(
     policy: Policy, bids: Sequence[Bid], rest: int, *, waits: bool, before: Bid | None = None
 ) -> Bid | None:
-    """Return the bid to take, or the bid of a looking source to wait for; None to compute the prompt.
+    """Return the bid to take, or the bid of a source that is still looking, to wait for it.
+
+    Return None if the engine computes the prompt.
 
     >>> from kvferry.connector.bids import Part
     >>> disk, host = Bid("a", (Part("file", 300),)), Bid("b", (Part("host", 256),))

@@ -47,7 +47,7 @@ def keys_of(
 
     Args:
         request: the request.
-        tokens: its token ids, from the first token on.
+        tokens: token ids of the request, from the first token on.
         chunk_tokens: number of tokens per chunk.
         adapters: the engine's LoRA adapters.
         epoch: random text that makes these keys differ from all others, after a reset of the cache; empty

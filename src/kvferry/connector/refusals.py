@@ -23,7 +23,10 @@ class Refusals:
         self._log = LimitedLog(logger)
 
     def say(self, request_id: str, source: str, reason: str) -> None:
-        """Emit an event, and perhaps a log line, that `source` does not serve a request."""
+        """Report that `source` does not serve a request, for the given reason.
+
+        Emit a `SourceRefused` event, and write a log line if the limit allows it.
+        """
         source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
         self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))
         text = f"request {shown(request_id)} is not served by {source}: {reason}"

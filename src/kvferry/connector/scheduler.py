@@ -239,11 +239,11 @@ class SchedulerHalf:
         self._producer.raised(reports.raised)
 
     def sent(self, request_ids: set[str]) -> None:
-        """Record that all workers have invalidated the lease words of these requests. Their leases are over."""
+        """Record that all workers have ended the leases of these requests and invalidated the lease words."""
         self._producer.sent(request_ids)
 
     def step_done(self) -> None:
-        """Record that a step is done: the engine has taken the step's output. Called once per step, in order."""
+        """Record that a step is done and the engine has taken its output. Called once per step, in order."""
         self._steps.done()
         if self._tiering is not None:
             self._tiering.step_done()
@@ -252,8 +252,8 @@ class SchedulerHalf:
         """Stop exchanging KV with peers for good, and stop using tiers until the next cache reset.
 
         Args:
-            stale: number of the last epoch (time between two cache resets) in which the weights changed. If the
-                cache was reset since, tiers stay in use.
+            stale: number of the last epoch (time between two cache resets) in which the weights changed. If
+                the cache was reset since, tiers stay in use.
         """
         if not self._changed:
             self._changed = True

@@ -29,7 +29,10 @@ class Source(Protocol):
         """Handle a new request; return whether this source may be able to load KV for it."""
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why this source cannot serve the request; None if the request did not ask for it."""
+        """Return why this source cannot serve the request.
+
+        Return None if the request did not ask for this source.
+        """
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Return bids to load tokens beyond the `local_tokens` that the engine has.
@@ -48,17 +51,23 @@ class Source(Protocol):
         Args:
             request: the request.
             local_tokens: number of tokens that the engine has, as in `bids`.
-            alignment_tokens: alignment of the end of the bid, in tokens from the start of the prompt.
+            alignment_tokens: number of tokens. The bid ends at a multiple of this number, counted from the
+                start of the prompt.
         """
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
         """Return a bid for the rest of a prefix, from token `first` on; None if there is none.
 
-        Called after `bids`, for the same request.
+        Called after `bids`, for the same request. `local_tokens` is the number of tokens that the engine has.
         """
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether a load can begin now, even if it holds its `blocks` blocks beyond its deadline."""
+        """Return whether this source may begin the load of a bid now.
+
+        Args:
+            bid: the bid.
+            blocks: maximum number of blocks that the load may write. It may hold them beyond its deadline.
+        """
 
     def begin(self, load: Load, request: Request) -> None:
         """Begin the load of a chosen bid. The workers receive `load` with their next orders."""
@@ -66,11 +75,11 @@ class Source(Protocol):
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of loaded content in tokens, for each KV cache group.
 
-        The content that a load of the request writes begins at a multiple of it.
+        In each group, the content that a load of the request writes begins at a multiple of the alignment.
         """
 
     def origin(self, load: Load) -> str:
-        """Return where a load comes from: ``peer``, or the name of the slowest tier that it uses."""
+        """Return the origin of a load's KV: ``peer``, or the name of the slowest tier that the load uses."""
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
         """Return the number of bytes that a load has copied, per KV cache group. Called before `forget`."""

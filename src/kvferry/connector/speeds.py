@@ -17,10 +17,10 @@ NEWEST = 0.3
 """Weight of the newest measurement. All earlier ones share the rest."""
 
 LATELY_SECONDS = 120.0
-"""Seconds after which the measurements of a place expire. It counts as unknown then, and is tried again."""
+"""Seconds after which the measurements of a place expire. Its speed is then unknown, so it is tried again."""
 
 _ALIKE = 0.1
-"""Relative standard deviation of the measured sizes up to which the slope of the line is unknown."""
+"""If the relative standard deviation of the measured sizes is at most this, the slope is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Line:
 
     @staticmethod
     def through(tokens: int, seconds: float) -> Line:
-        """Return the line for a single measurement of at least one token."""
+        """Return the line for a single measurement: `tokens` (at least 1) took `seconds`."""
         return Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
     def then(self, tokens: int, seconds: float) -> Line:
-        """Return the line updated with a new measurement."""
+        """Return the line updated with a new measurement: `tokens` (at least 1) took `seconds`."""
         new = Line.through(tokens, seconds)
         return Line(
             *(NEWEST * n + (1 - NEWEST) * b for n, b in zip(_moments(new), _moments(self), strict=True))
@@ -75,7 +75,10 @@ def _moments(line: Line) -> tuple[float, float, float, float]:
 
 
 class Speeds:
-    """The measured speeds of all places and of computing. An unknown place costs 0, so that it is tried."""
+    """The measured speeds of all places and of computing.
+
+    A place of unknown speed is expected to take 0 seconds, so that it is tried.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,7 +88,12 @@ class Speeds:
     def loaded(self, parts: Sequence[Part], seconds: float) -> None:
         """Record the seconds of a load.
 
-        They count for one of its places: one of unknown speed, else the one expected to take longest.
+        They are recorded for only one of the places that the load used: a place of unknown speed if there is
+        one, else the place that was expected to take longest.
+
+        Args:
+            parts: number of loaded tokens by place.
+            seconds: seconds from the start of the load to its end.
         """
         if not parts or seconds <= 0:
             return

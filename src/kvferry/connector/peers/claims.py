@@ -83,14 +83,17 @@ class Claims:
         return Claim(address, ticket, content, number)
 
     def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
-        """Return the producer's answer. Waits for it for at most the rest of this step's waiting time."""
+        """Return the producer's answer; Pending if it does not arrive in this step's remaining waiting time.
+
+        Return Unusable with the reason if the producer refuses.
+        """
         began = time.monotonic()
         answer = self._client.redemption(claim.number, self._wait_seconds)
         self._wait_seconds -= time.monotonic() - began
         return answer
 
     def step(self) -> None:
-        """Begin a step: reset the time for which it may wait."""
+        """Begin a step: `answer` may again wait for up to `STEP_WAIT_SECONDS` in total."""
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def end(self, claim: Claim) -> None:

@@ -4,8 +4,8 @@ The keys are those of vLLM's NixlConnector, so routers made for it work unchange
 the prefill engine's response to the request to the decode engine. ``remote_request_id`` carries a ticket, a
 random 128-bit id. ``remote_num_tokens`` is the number of offered tokens. Block tables and leases never pass
 through clients. The reading engine sends the ticket and the digest of its prompt over the control channel,
-and the offering engine replies with them (`transport.redeem`). An offer comes from a client, so it is checked
-against a schema before it is used.
+and the offering engine replies with the block tables and the lease (`transport.redeem`). An offer comes from
+a client, so it is checked against a schema before it is used.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def read_offer(params: Any) -> Offer | None:
 
 
 def write_offer(offer: Offer) -> dict[str, Any]:
-    """Return ``kv_transfer_params`` for a response that carries an offer."""
+    """Return the ``kv_transfer_params`` of a response that carries `offer`."""
     params: dict[str, Any] = msgspec.to_builtins(offer)
     return {"do_remote_prefill": True, "do_remote_decode": False, **params}
 
 
 def write_nothing() -> dict[str, Any]:
-    """Return ``kv_transfer_params`` for a response without an offer.
+    """Return the ``kv_transfer_params`` of a response without an offer.
 
     The decode engine then computes the prompt itself.
     """

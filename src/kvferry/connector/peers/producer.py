@@ -42,6 +42,7 @@ from kvferry.transport.tickets import TicketBook
 logger = logging.getLogger(__name__)
 
 LEASE_SLOTS = 8192
+"""Maximum number of leases at a time. Each has a lease word in the registered memory of every worker."""
 
 
 class Producer:
@@ -64,7 +65,7 @@ class Producer:
             config: the connector's settings.
             incarnation: random number of this run of the engine.
             events: stream that receives the events of each lease.
-            names: names of prompt content, under which finished requests are kept for their next turn.
+            names: computes the names of prompt content, under which peers find finished requests.
             adapters: the engine's LoRA adapters.
         """
         self._engine, self._adapters = engine, adapters
@@ -110,12 +111,12 @@ class Producer:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps even without requests."""
+        """Whether the engine must run steps even without requests, to publish or release kept turns."""
         return self._turns is not None and self._turns.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks will become free without preempting a request."""
+        """Whether blocks of kept turns become free soon, without preempting a request."""
         return self._turns is not None and self._turns.holds_blocks
 
     @property
@@ -152,7 +153,7 @@ class Producer:
 
         Args:
             request: the request.
-            block_ids: its block table of each group, up to the last computed token.
+            block_ids: block table of the request for each KV cache group, up to the last computed token.
 
         Returns:
             Whether the engine must keep the blocks until `sent`, and the ``kv_transfer_params`` of the
@@ -191,9 +192,13 @@ class Producer:
         return True, params
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
-        """Process the messages of consumers, and add the leases that end now to the workers' orders.
+        """Process the messages of consumers, and order the workers to end the leases that are over.
 
         Mutates `events` and `orders`.
+
+        Args:
+            events: messages of consumers, which are taken from the queue.
+            orders: orders of the coming step, to which the ended leases are added.
         """
         while events:
             event = events.popleft()
@@ -253,13 +258,19 @@ class Producer:
         self._stopped = True
 
     def sent(self, request_ids: set[str]) -> None:
-        """Record the requests whose lease words all workers have raised. Their leases are over."""
+        """Record that all workers have ended the leases of these requests and invalidated the lease words."""
         for name in request_ids:
             self._book.ended(name)
             self._unclaimed.on_blocks_freed(name)
 
     def raised(self, turns: Mapping[str, int]) -> None:
-        """Record the number of further workers that have raised each turn's lease word, by lease name."""
+        """Count the workers that have invalidated the lease words of kept turns.
+
+        When all have, the blocks of the turn are freed.
+
+        Args:
+            turns: number of workers that did so since the last call, by lease name.
+        """
         for name, workers in turns.items():
             if self._turns is not None and self._turns.raised(name, workers):
                 self._book.ended(name)

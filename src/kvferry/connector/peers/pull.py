@@ -14,7 +14,7 @@ from kvferry.transport.redeem import Grant
 
 @dataclass(slots=True)
 class Pull:
-    """The KV at one peer that one request may read, and how far the exchange with the peer is.
+    """The KV at one peer that one request may read, and the state of the exchange with this peer.
 
     Attributes:
         address: address of the producer's control channel.
@@ -28,7 +28,7 @@ class Pull:
         grant: the producer's block tables and lease word; None until they are known.
         incarnation: number of the producer's run that gave the grant; None until it is known.
         settled: True once the request no longer reads from this peer.
-        bid: the last bid; None without one.
+        bid: last bid made for the request; None if there was none.
     """
 
     address: Address
@@ -45,13 +45,13 @@ class Pull:
 
     @property
     def peer(self) -> str:
-        """The name of the peer for workers. It contains the producer's incarnation once that is known."""
+        """Name of the peer. It contains the number of the peer's run (incarnation) once this is known."""
         host, port = self.address
         run = "" if self.incarnation is None else f"#{self.incarnation:x}"
         return f"{self.engine_id}@{host}:{port}{run}"
 
     def mismatch(self, peer: PeerInfo) -> str | None:
-        """Return why the peer at the address cannot be read from; None if it can."""
+        """Return why `peer`, the engine at the address, cannot be read from; None if it can."""
         if peer.facts.engine_id != self.engine_id:
             return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
         if peer.facts.incarnation != self.incarnation:

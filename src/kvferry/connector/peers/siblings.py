@@ -25,7 +25,7 @@ class Siblings:
         self._offers: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def __len__(self) -> int:
-        """Return the number of parent requests of which a sample has a lease."""
+        """Return the number of prompts whose samples share a lease."""
         return len(self._offers)
 
     def offered(self, request_id: str, offer: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """Placeholder for a bid while peers have not answered yet whether they keep a matching turn."""
 
 UNUSED_SECONDS = 600.0
-"""Seconds without a read after which workers disconnect a peer, because it may be gone. To connect again is cheap."""
+"""Seconds without a read after which workers disconnect a peer, which may be gone. Reconnecting is cheap."""
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
@@ -103,7 +103,7 @@ class PeerSource:
         self._connected: dict[str, float] = {}  # peers connected to workers, and the time of their last use
 
     def __len__(self) -> int:
-        """Return the number of unfinished requests that came with a ticket or for which a peer keeps a turn."""
+        """Return the number of unfinished requests that came with a ticket or have a kept turn at a peer."""
         return len(self._pulls)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:

@@ -43,7 +43,7 @@ class _Turn:
 
     Attributes:
         content: content of its tokens, by which peers find it.
-        kept: answer to a peer that finds it.
+        kept: reply to a peer that asks for this content.
         blocks: number of blocks that it holds.
         steps: number of steps that must still begin before it is published.
     """
@@ -73,7 +73,7 @@ class TurnKeeper:
         Args:
             engine: facts about the engine.
             book: record that grants leases.
-            names: names of the content of blocks.
+            names: computes the names of content, by which peers find turns.
             wanted: counter of the blocks that requests wait for.
             events: stream that receives an event for each granted lease.
             seconds: seconds for which a turn is kept.
@@ -118,7 +118,7 @@ class TurnKeeper:
 
         Args:
             request: the request.
-            block_ids: its block table of each group, up to the last computed token.
+            block_ids: block table of the request for each KV cache group, up to the last computed token.
         """
         tokens = self._tokens(request)
         content = self._names.content(request, tokens) if tokens else None
@@ -151,7 +151,7 @@ class TurnKeeper:
         self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
-        """Begin a step: publish the turns that can be read now, and return the leases that must end."""
+        """Begin a step: publish the turns that peers can read now. Return the leases that must end."""
         for lease, turn in self._turns.items():
             turn.steps -= 1
             if turn.steps == 0:
@@ -173,9 +173,9 @@ class TurnKeeper:
             self._leaving[lease] = turn.blocks
 
     def raised(self, lease: str, workers: int) -> bool:
-        """Count the workers that have raised a lease's word.
+        """Record that `workers` more workers have invalidated the lease word of an ended lease.
 
-        When all have raised it, free the blocks of the turn and return True.
+        If all workers have, free the blocks of the turn and return True, else return False.
         """
         blocks = self._pins.landed(lease, workers)
         if not blocks:
@@ -186,8 +186,10 @@ class TurnKeeper:
         return True
 
     def _in_the_way(self, over: Sequence[str]) -> list[str]:
-        """Return the oldest leases that must end because the share is exceeded or their blocks are needed.
+        """Return the oldest leases that must end now, the oldest first.
 
+        Leases must end if kept turns hold more than their share of the block pool, or if requests need
+        blocks.
         Leases in `over` end anyway and are left out.
         """
         assert self._pool is not None

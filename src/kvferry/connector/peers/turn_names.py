@@ -15,7 +15,7 @@ from kvferry.errors import Unnameable
 from kvferry.transport.turns import TurnContent
 
 CHUNK_TOKENS = 256
-"""Number of tokens per chunk key here. It is the same for all engines, whatever their tiers use."""
+"""Number of tokens per key of a turn: the same for all engines, whatever chunk length their tiers use."""
 
 
 class TurnNames:
@@ -26,7 +26,8 @@ class TurnNames:
 
         Args:
             adapters: the engine's LoRA adapters.
-            prompts_only: True to name no generated tokens, because their KV differs from that of a prompt.
+            prompts_only: True to name no generated tokens, because their KV differs from the KV of the same
+                tokens in a prompt.
         """
         self._prompts_only = prompts_only
         self._adapters, self._epoch = adapters, ""
@@ -46,7 +47,7 @@ class TurnNames:
     def start_anew(self) -> None:
         """Change all names from now on, so that turns from before the reset are not found.
 
-        The names are random, so that no other engine finds new turns either. Their blocks may still contain
-        KV from before.
+        The new names are random, so that no other engine finds later turns either. The blocks of these turns
+        may still contain KV from before the reset.
         """
         self._epoch = f"{secrets.token_hex(16)} "

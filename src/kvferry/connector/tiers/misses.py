@@ -17,9 +17,9 @@ _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLIN
 def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
     """Return why a look-up found no usable prefix beyond the tokens that the engine has.
 
-    It names the chunks that are missing at the prefix end that comes closest to being usable. The reason is
-    EVICTED if every missing chunk was cached recently, so that a larger cache would have hit. It is LOCAL if
-    the engine has the start of the prompt itself and no group has any chunk beyond.
+    The result names the chunks that are missing for the prefix that comes closest to being usable. The reason
+    is EVICTED if every missing chunk was cached recently, so that a larger cache would have hit. It is LOCAL
+    if the engine has the start of the prompt itself and no group has a chunk after this start.
 
     Args:
         chunks: chunk keys of the request.

@@ -15,11 +15,11 @@ class Progress:
         request: the request.
         computed: number of tokens that are computed, or will be after the steps scheduled so far.
         preemptions: number of its preemptions when it was last admitted; -1 before its first step.
-        found: number of tokens that it had at that time without computing them, from the engine's prefix
-            cache or from a load.
+        found: number of its tokens that came from the engine's prefix cache or from a load when it was last
+            admitted.
         chunks: number of its complete chunks that `take` has returned.
         tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
-        due: number of computed tokens from which on `take` may return something.
+        due: number of computed tokens at which the next chunk is complete.
     """
 
     request: Request
@@ -31,7 +31,7 @@ class Progress:
     due: int = 0
 
     def step(self, tokens: int) -> bool:
-        """Add the `tokens` tokens of the coming step. Return whether it may complete a chunk."""
+        """Add the `tokens` tokens of the coming step. Return whether this step may complete a chunk."""
         request = self.request
         if self.preemptions != request.num_preemptions:
             self.preemptions, self.found = request.num_preemptions, request.num_computed_tokens

@@ -31,7 +31,8 @@ class Prompts:
         Args:
             canonical: format in which chunks are stored.
             adapters: the engine's LoRA adapters.
-            prompts_only: True to name no generated tokens, because their KV differs from that of a prompt.
+            prompts_only: True to give generated tokens no keys, because their KV differs from the KV of the
+                same tokens in a prompt.
         """
         self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
         self._known: dict[str, PromptChunks] = {}
@@ -42,7 +43,8 @@ class Prompts:
     def widest(self) -> int:
         """Number of the stored KV cache group that needs most chunks of a prefix.
 
-        It is a group that attends to all tokens, else the group with the longest window, else one of state.
+        It is a group that attends to all tokens, else the group with the longest window, else a group of
+        recurrent state.
         """
         groups = self._canonical.groups
         kinds = [
@@ -63,7 +65,7 @@ class Prompts:
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
-        """Return the chunks of a request, including generated tokens; None if they have no keys."""
+        """Return the chunks of a request's prompt and generated tokens; None if they have no keys."""
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(request.request_id)
         if self.are_pending(request.request_id):

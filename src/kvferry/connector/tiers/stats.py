@@ -19,7 +19,7 @@ from kvferry.tiers.names import HOST
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """The counts of one tier since the start. `TierChanged` documents the attributes."""
+    """The counts of one tier since the start of the engine. `TierChanged` documents the attributes."""
 
     fetched: int
     stored: int
@@ -34,7 +34,7 @@ _NOTHING = _Totals(fetched=0, stored=0, stored_bytes=0, evicted=0, missed={}, dr
 
 @dataclass(slots=True)
 class TierEvents:
-    """Emits the events about all tiers, once per step in which any of them has changed.
+    """Emits the events about all tiers, one per tier in each step in which any tier has changed.
 
     Attributes:
         cache: the chunks in host memory and in the slower tiers.
@@ -53,8 +53,8 @@ class TierEvents:
         """Emit an event for every tier if any tier has changed since the last call.
 
         Args:
-            times: seconds of each read and write of a chunk in storage since the last call.
-            copies: seconds of each copy from host memory to blocks since the last call.
+            times: seconds that each read and write of a chunk in storage took, since the last call.
+            copies: seconds that each copy from host memory to KV blocks took, since the last call.
         """
         looked = self._signs()  # before counting, so that the next call sees concurrent changes
         if looked == self._looked and not copies:
@@ -64,7 +64,7 @@ class TierEvents:
             self.events.emit(event)
 
     def _signs(self) -> tuple[object, ...]:
-        """Return a value that changes whenever a tier has changed. The call takes a microsecond."""
+        """Return a value that changes whenever a tier changes. The call takes about a microsecond."""
         around = [one.slow_tier.queue.usage for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
 

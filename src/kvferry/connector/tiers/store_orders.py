@@ -71,7 +71,7 @@ class StoreOrders:
 
     @property
     def busy(self) -> bool:
-        """Whether stores are under way, which pin blocks."""
+        """Whether any store is under way and pins blocks."""
         return bool(self._stores)
 
     def order(
@@ -121,7 +121,11 @@ class StoreOrders:
         return orders
 
     def moved(self, moved: MovedByAll) -> bool:
-        """Complete a store that all ranks have carried out. Return whether the order was a store."""
+        """Complete a store that all ranks have reported.
+
+        Release the store's blocks, and make its chunks available if it succeeded.
+        Return False if the reported order is not a store.
+        """
         store = self._stores.pop(moved.key, None)
         if store is None:
             return False
@@ -154,10 +158,10 @@ class StoreOrders:
         self._rank(request_id)
 
     def start_anew(self) -> None:
-        """Forget the chunk keys of ended requests."""
+        """Forget the chunk keys of ended requests, so that they are not marked as used any more."""
         self._ended.clear()
 
     def _rank(self, request_id: str) -> None:
-        """Mark the chunks of an ended request as used, if none of its stores is under way."""
+        """Mark the chunks of a request as used if it has ended and none of its stores is under way."""
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
             self._cache.used(self._ended.pop(request_id))

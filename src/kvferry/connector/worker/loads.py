@@ -32,7 +32,7 @@ class Settled:
 
 
 class Joined:
-    """Combines the loads of an attempt, each of which loads a part of a prefix. The last one ends it."""
+    """Combines the reports of the loads of an attempt, each of which loads a part of a prefix."""
 
     def __init__(self) -> None:
         self._heard: dict[str, list[str | None]] = {}
@@ -46,7 +46,8 @@ class Joined:
             failure: reason for the failure of this load; None if it succeeded.
 
         Returns:
-            None while other loads are missing. With the last one, whether all loads have succeeded.
+            None while other loads of the attempt have not been reported. With the report of the last load,
+            whether all loads have succeeded.
         """
         heard = self._heard.setdefault(attempt, [])
         heard.append(failure)
@@ -57,7 +58,7 @@ class Joined:
 
 
 class Loads:
-    """The loads of one worker that are not released yet. Not thread-safe: the engine's thread calls it."""
+    """The loads of one worker that may still write to their blocks. Only the engine's thread calls it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

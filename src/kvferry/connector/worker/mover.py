@@ -25,7 +25,7 @@ from kvferry.tiers.host.arena import Arena
 logger = logging.getLogger(__name__)
 
 _FIRST, _LOAD, _STORE, _LAST = range(4)
-"""Priorities of jobs, the most urgent first."""
+"""Priorities of the thread's jobs, the most urgent first: attach the arena, load, store, end the thread."""
 
 _Job: TypeAlias = Callable[[], None]
 _Item = TypeVar("_Item")
@@ -53,7 +53,7 @@ class ChunkMover:
         self._thread.start()
 
     def load(self, orders: ChunkOrders) -> None:
-        """Queue the copies of a step's loads, and attach the arena if the orders name it."""
+        """Queue the copies of a step's loads. Attach the arena first if the orders describe it."""
         if orders.arena is not None:
             self._put(_FIRST, partial(self._attach, orders.arena))
         for part in orders.parts:
@@ -76,11 +76,11 @@ class ChunkMover:
         self._moved.extend(Moved(order.key, why, (), 0.0) for order in orders.stores)
 
     def moved(self) -> list[Moved]:
-        """Return the reports of the orders carried out since the last call."""
+        """Return the reports recorded since the last call, and clear them. There is one per order."""
         return _taken(self._moved)
 
     def ended(self) -> list[LoadEnd]:
-        """Return the ends of the loads whose last part has been copied since the last call."""
+        """Return the ends of the loads of which nothing is left to copy, and clear them."""
         return _taken(self._ended)
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class LoadPart:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """The message that a load ends: no more parts follow.
+    """The message that no more parts of a load follow.
 
     Attributes:
         key: key of the load.
@@ -99,9 +99,9 @@ class ChunkOrders:
 
     Attributes:
         arena: description of the arena, sent with the first orders; None afterwards.
-        stores: stores to carry out, in this order, after the loads.
-        parts: parts of loads to carry out, in this order.
-        ends: ends of loads.
+        stores: chunks to copy from KV blocks to the arena, in this order, after all parts of loads.
+        parts: chunks to copy from the arena to KV blocks, in this order.
+        ends: loads of which no more parts follow.
     """
 
     arena: ArenaCard | None = None

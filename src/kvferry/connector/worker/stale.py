@@ -20,7 +20,7 @@ CHANGED = "the weights of this engine have changed since it was started"
 
 @dataclass(slots=True)
 class StaleEpochs:
-    """The set of stale epochs. The worker's thread calls it.
+    """The set of stale epochs. Only the engine's thread calls it.
 
     Attributes:
         last: number of the last stale epoch; None while the weights are those of the start.
