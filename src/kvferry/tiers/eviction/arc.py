@@ -20,7 +20,7 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class ARC(EvictionPolicy):
-    """The ARC policy. Keys that are used only once pass through `recent`, and evict none of `frequent`."""
+    """The ARC policy. Keys used only once pass through the queue `recent`, and evict no key of `frequent`."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._target = 0.0

@@ -36,8 +36,9 @@ from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 class EvictionPolicy(ABC):
     """A ranking of the keys of chunks, which decides the order of their eviction.
 
-    Every admitted key is in one of the policy's resident queues, and `evict` chooses among these. Its other
-    queues hold ghosts. A subclass decides where a key enters, where it moves on a use, and which key leaves.
+    Every admitted key is in one of the policy's *resident* queues, and `evict` chooses among these keys. The
+    other queues hold *ghosts*, which are remembered keys of evicted chunks. A subclass decides which queue a
+    key enters, where the key moves on a use, and which key is evicted.
 
     Attributes:
         capacity_bytes: maximum sum of admitted bytes.
@@ -51,7 +52,7 @@ class EvictionPolicy(ABC):
         Args:
             capacity_bytes: maximum sum of admitted bytes.
             resident: empty queues of the subclass for admitted keys.
-            ghosts: empty queues of the subclass for ghosts.
+            ghosts: empty queues of the subclass for remembered keys of evicted chunks.
         """
         self.capacity_bytes = capacity_bytes
         self._resident = resident
@@ -67,7 +68,7 @@ class EvictionPolicy(ABC):
         return sum(map(len, self._resident))
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the key is admitted; a ghost is not."""
+        """Return whether the key is admitted. The remembered key of an evicted chunk is not."""
         return any(key in queue for queue in self._resident)
 
     def admit(self, key: bytes, size: int) -> None:
@@ -109,7 +110,7 @@ class EvictionPolicy(ABC):
         self._queue_of(key).unpin(key)
 
     def remove(self, key: bytes) -> None:
-        """Remove a key, pinned or not, and keep no ghost of it. Raises KeyError if it is not admitted."""
+        """Remove a key, pinned or not, and do not remember it. Raises KeyError if it is not admitted."""
         self._queue_of(key).remove(key)
 
     @abstractmethod
@@ -120,7 +121,7 @@ class EvictionPolicy(ABC):
         """Check that all queues are consistent. The time is proportional to the number of keys.
 
         Raises:
-            AssertionError: they are not; the message names the contradiction.
+            AssertionError: a queue is inconsistent; the message describes how.
         """
         check_disjoint(self._queues)
         if self.used_bytes > self.capacity_bytes:
@@ -128,7 +129,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key into a resident queue, and drop its ghost. `admit` has checked that it fits."""
+        """Put a new key into a resident queue, and drop its ghost. The caller has checked that it fits."""
 
     def _queue_of(self, key: bytes) -> ByteQueue:
         """Return the resident queue that has a key. Raises KeyError if none has."""

@@ -40,13 +40,13 @@ class ByteQueue:
         self.total += size
 
     def pop(self) -> tuple[bytes, int]:
-        """Remove the oldest unpinned key; return it with its bytes."""
+        """Remove the oldest unpinned key; return the key and its chunk's size in bytes."""
         key, size = self._unpinned.popitem(last=False)
         self.total -= size
         return key, size
 
     def remove(self, key: bytes) -> int:
-        """Remove a key, pinned or not; return its bytes."""
+        """Remove a key, pinned or not; return its chunk's size in bytes."""
         size = self._unpinned.pop(key) if key in self._unpinned else self._pinned.pop(key)
         self.total -= size
         return size

@@ -28,7 +28,7 @@ _MOST_USES, _PROMOTED_FROM = 3, 2
 
 
 class S3FIFO(EvictionPolicy):
-    """The S3-FIFO policy. Keys used only once pass through the small queue, and do not disturb main."""
+    """The S3-FIFO policy. Keys used only once pass through a small queue, and do not enter the main queue."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._small_bytes = capacity_bytes // _SMALL_SHARE
@@ -74,7 +74,10 @@ class S3FIFO(EvictionPolicy):
         self._uses[key] = 0
 
     def _evict_small(self) -> bytes | None:
-        """Move the oldest key of the small queue to main and return None, or evict it and return it."""
+        """Remove the oldest key of the small queue and return it; if it was used twice, move it to main.
+
+        Return None if the key was moved.
+        """
         key, size = self._small.pop()
         if self._uses[key] >= _PROMOTED_FROM:
             self._uses[key] = 0
@@ -86,7 +89,10 @@ class S3FIFO(EvictionPolicy):
         return key
 
     def _evict_main(self) -> bytes | None:
-        """Reinsert the oldest key of main as its newest and return None, or evict it and return it."""
+        """Remove the oldest key of main and return it; if it was used, make it the newest of main instead.
+
+        Return None if the key was reinserted.
+        """
         key, size = self._main.pop()
         if self._uses[key]:
             self._uses[key] -= 1

@@ -21,7 +21,7 @@ PIECE_BYTES = 2 << 20
 
 
 def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
-    """Return the description of a chunk of a canonical group, as its file contains it.
+    """Return the description of a chunk's content that its file contains: group name, tokens and sections.
 
     Args:
         group: canonical KV cache group of the chunk.
@@ -73,7 +73,7 @@ def is_chunk(
         chunk: identity and layout of the expected chunk.
         header: header of the file. It is read only after the whole body has arrived.
         body: body of the file, as long as the expected chunk's body.
-        wait: function that takes a number of bytes, and blocks until so many bytes of the body have arrived.
+        wait: function that takes a number of bytes, and blocks until that many bytes of the body are there.
     """
     written = _header(chunk, body, wait)
     wait(len(body))
@@ -111,7 +111,7 @@ def _is_zero(padding: memoryview) -> bool:
 
 
 def _header(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> bytes:
-    """Return the header of a chunk, computed from its body as that arrives."""
+    """Return the header of a chunk, computed from its body while the bytes of the body arrive."""
     return encode_header(chunk, b"".join(_digests(chunk, body, wait)))
 
 

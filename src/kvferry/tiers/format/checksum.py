@@ -43,7 +43,11 @@ def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
 
 
 def digest_of(pieces: Iterable[Buffer]) -> bytes:
-    """Return the digest of one unit, given in pieces. Each piece is digested before the next is requested."""
+    """Return the digest of one unit, 16 bytes. Each piece is digested before the next is requested.
+
+    Args:
+        pieces: consecutive parts of the unit.
+    """
     digest = xxh3_128()
     for piece in pieces:
         digest.update(piece)

@@ -112,7 +112,7 @@ class ChunkLayout:
     @staticmethod
     @lru_cache(maxsize=16)
     def of(groups: tuple[ChunkGroup, ...]) -> ChunkLayout:
-        """Return the layout of a chunk that has these groups.
+        """Compute the offsets and sizes in the file of a chunk that has these groups.
 
         Raises:
             ChunkError: the groups do not form a chunk.
@@ -189,7 +189,7 @@ class Chunk:
 
 
 def aligned(size: int) -> int:
-    """Round `size` up to a multiple of 4096, where a section may begin."""
+    """Round a number of bytes up to a multiple of 4096, because sections begin at such offsets."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -54,7 +54,7 @@ class ChunkHeader:
     digests: bytes
 
     def digests_of(self, section: int, first: int, units: int) -> bytes:
-        """Return the concatenated digests of consecutive units.
+        """Return the digests of consecutive units, 16 bytes each, concatenated.
 
         Args:
             section: index of the section.
@@ -66,7 +66,7 @@ class ChunkHeader:
 
 
 def header_span(start: Buffer) -> int:
-    """Return the length of a header with its padding, in bytes.
+    """Read the length of a header from the first bytes of a file; return it in bytes, with padding.
 
     Args:
         start: first 128 bytes of the file, or more.

@@ -42,11 +42,13 @@ def tags_of(keys: Sequence[bytes]) -> Tags:
 
 
 class KeyTable:
-    """A table of tags, with one bit for each tier that has the key. It has up to `MAX_TIERS` tiers.
+    """A table that records which tiers have which chunks, for up to `MAX_TIERS` tiers.
 
-    Any thread may use it. Look-ups take no lock. A look-up during a change sees the state before or after the
-    change. If a slot of the table gets another tag meanwhile, the look-up may return the tiers of that tag,
-    and a fetch then misses.
+    It stores the *tag* of each chunk's key (the last 8 bytes), with one bit for each tier that has the chunk.
+
+    Any thread may use the table. Look-ups take no lock. A look-up during a change sees the state before or
+    after the change. If a slot of the table gets another tag meanwhile, the look-up may return the tiers of
+    that tag, and a fetch then misses.
     """
 
     def __init__(self) -> None:
@@ -56,11 +58,15 @@ class KeyTable:
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """Return the number of tags that at least one tier has."""
+        """Return the number of chunks that at least one tier has."""
         return self._count
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Return the bits of the tiers that have each tag: int64 of shape (len(tags),), 0 if none has it."""
+        """Return the tiers that have each chunk, as bits: int64 of shape (len(tags),), 0 if no tier has it.
+
+        Args:
+            tags: tags (last 8 bytes) of the chunks' keys, as `tags_of` returns them.
+        """
         return self._rows.tier_bits(tags)
 
     def add_tier(self) -> int:
@@ -75,7 +81,16 @@ class KeyTable:
         return 1 << self._tiers - 1
 
     def update(self, tag: int, *, keep: int = ALL_TIERS, add: int = 0) -> int:
-        """Set the tier bits of a tag to ``(bits & keep) | add``; return the bits before the change."""
+        """Change which tiers have a chunk: set its tier bits to ``(bits & keep) | add``.
+
+        Args:
+            tag: tag (last 8 bytes) of the chunk's key, as `tag_of` returns it.
+            keep: bits of the tiers that keep the chunk, if they have it.
+            add: bits of the tiers that have the chunk now.
+
+        Returns:
+            The tier bits before the change.
+        """
         with self._lock:
             before, after = self._rows.update(tag, keep=keep, add=add)
             self._count += (after > 0) - (before > 0)
@@ -93,7 +108,7 @@ class KeyTable:
             self._count = self._rows.count(ALL_TIERS)
 
     def count(self, bit: int) -> int:
-        """Return the number of keys of the tier with this bit. The time is as for `clear`."""
+        """Return the number of keys of the tier with this bit. Takes time for every row."""
         with self._lock:
             return self._rows.count(bit)
 

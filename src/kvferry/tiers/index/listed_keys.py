@@ -19,10 +19,11 @@ _ALL_PARTS = range(PARTS)
 
 
 class ListedKeys:
-    """The known keys of a tier, in 256 *parts* by their first byte. Every change also goes to a `TierKeys`.
+    """The keys of the chunks that a tier is known to have. Listings of the storage add and remove keys.
 
-    Any thread may use it, but each part must be in only one listing at a time. The lock is held for one part,
-    or for one page of a listing, so that an engine's thread does not wait long.
+    The keys are in 256 *parts* by their first byte. Every change is also made in a `TierKeys`, where the
+    engine looks keys up. Any thread may use the object, but each part must be in only one listing at a time.
+    The lock is held for one part, or for one page of a listing, so that no engine waits long.
 
     Attributes:
         changes: number of keys that listings have added or removed.
@@ -66,10 +67,10 @@ class ListedKeys:
 
     @contextmanager
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
-        """Open a listing of some parts, as a context manager.
+        """Return a context manager for a listing of the storage, which removes keys that the listing lacks.
 
-        In the ``with`` block, call `show` with every page. At the end of the block, keys that no page showed
-        are removed. A block that ends with an exception removes no keys.
+        In the ``with`` statement, call `show` with every page of the listing. At its end, keys that no page
+        showed are removed. If it ends with an exception, no keys are removed.
 
         Args:
             parts: first bytes of the keys that the listing covers.

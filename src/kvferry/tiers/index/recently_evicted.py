@@ -13,9 +13,9 @@ _SLOTS = 1 << 17
 
 
 class RecentlyEvicted:
-    """A set of at most 131072 keys, in 1 MiB of memory. Thread-safe.
+    """A set of at most 131072 recently evicted keys, in 1 MiB of memory. Thread-safe.
 
-    It forgets a key when another one takes its slot.
+    Each key has one slot in the set. The set forgets a key when a later key takes the same slot.
 
     >>> evicted = RecentlyEvicted()
     >>> evicted.add(bytes(range(32)))

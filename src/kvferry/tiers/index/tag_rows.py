@@ -24,7 +24,9 @@ _SUM = np.uint64(_EVERY << 8)  # a word times this has the sum of its other byte
 
 
 class TagRows:
-    """A fixed number of rows with 7 slots for tags. Not thread-safe, but `tier_bits` may run during a change.
+    """A hash table of fixed size for tags (the last 8 bytes of chunk keys), in rows with 7 slots.
+
+    Not thread-safe, but `tier_bits` may run during a change.
 
     A row has 8 words of 8 bytes::
 
@@ -51,7 +53,7 @@ class TagRows:
         return len(self._table)
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Return the tier bits of each tag: int64 of shape (len(tags),), 0 if no tier has it."""
+        """Return which tiers have each tag, as bits: int64 of shape (len(tags),), 0 if no tier has it."""
         # All row indices are in range. With ``mode="clip"`` numpy saves the check.
         rows = self._table.take((_rows_of(tags) & self._mask).view(np.int64), axis=0, mode="clip")
         bits = rows[:, _SLOTS]
@@ -63,7 +65,7 @@ class TagRows:
         return found
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
-        """Set the tier bits of a tag to ``(bits & keep) | add``; return the old and the new bits."""
+        """Change which tiers have a tag: set its bits to ``(bits & keep) | add``; return old and new bits."""
         first = (row_of(tag) & len(self) - 1) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
@@ -92,7 +94,12 @@ class TagRows:
         return 0, add
 
     def copy_rows(self, smaller: TagRows, first: int, last: int) -> None:
-        """Copy the rows ``[first, last)`` of a table with half as many rows, but not its `overflow`."""
+        """Copy the tags of some rows from a table with half as many rows, but not those in its `overflow`.
+
+        Args:
+            smaller: table to copy from.
+            first, last: half-open range of rows in `smaller`.
+        """
         half = len(smaller)
         old = smaller._table[first:last]
         higher = np.zeros(old.shape, np.uint8)

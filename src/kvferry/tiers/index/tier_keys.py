@@ -11,7 +11,7 @@ from kvferry.tiers.index.tag_rows import ALL_TIERS
 
 
 class TierKeys:
-    """The keys of one tier, in a table that it may share with other tiers. Any thread may use it.
+    """The keys of one tier's chunks, in a table that several tiers may share. Any thread may use it.
 
     All kinds of tiers use this class to record which chunks they have and which left them recently.
 
@@ -41,12 +41,16 @@ class TierKeys:
         return self.table.count(self.bit)
 
     def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tags that the tier has: bool of shape (len(tags),)."""
+        """Return a mask of the chunks that the tier has: bool of shape (len(tags),).
+
+        Args:
+            tags: tags (last 8 bytes) of the chunks' keys, as `tags_of` returns them.
+        """
         found: npt.NDArray[np.bool_] = (self.table.tier_bits(tags) & self.bit) != 0
         return found
 
     def recently_evicted(self, key: bytes) -> bool:
-        """Return whether a key left the tier recently. Call it only for keys that the tier does not have."""
+        """Return whether a chunk left the tier recently. The tier must not have the chunk now."""
         return key in self._evicted
 
     def add(self, key: bytes) -> None:
