@@ -11,5 +11,5 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent's thread ends. Call this in the child process."""
+    """Make the kernel kill this process when the thread that started it ends. Call this in the child."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

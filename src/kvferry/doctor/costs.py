@@ -14,7 +14,7 @@ from kvferry.transport.costs_file import CostsFile, find_default_costs, load_cos
 from kvferry.user_cache import expanded
 
 _FAR_OFF = 3.0
-"""Largest tolerated factor between measured and expected READ times. Other load changes them by less."""
+"""Largest tolerated factor between measured and expected READ times. It allows for other load."""
 _STALE_DAYS = 180
 _CALIBRATE = "kvferry bench calibrate, while nothing else runs"
 
@@ -56,7 +56,7 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
 
 
 def _off(used: Costs, found: ReadTimings) -> float:
-    """Return the ratio of measured to expected READ time that is farthest from 1."""
+    """Return measured divided by expected READ time, for the READ size where it differs most from 1."""
     times = [
         seconds / (count * used.read_descriptor_seconds + moved * used.read_byte_seconds)
         for count, moved, seconds in found.timed

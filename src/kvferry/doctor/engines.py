@@ -1,4 +1,4 @@
-"""Connect to running engines at given addresses, check them, and describe them."""
+"""Connect to engines at given addresses, and return findings that check and describe each engine."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def examine_engines(
 
     Args:
         targets: engines and routers to examine.
-        keys: keys of the control channels; None if there are none on this machine.
+        keys: CURVE keys of the control channels; None if this machine has none.
 
     Returns:
         A section of the report per target, and the examined engines.
@@ -149,7 +149,7 @@ def _section(one: Target, findings: Sequence[Finding]) -> ReportSection:
 
 
 def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[str, Role], ...]]:
-    """Examine a target. Return its findings and, if it is a router, the URLs and roles of its engines."""
+    """Examine a target. Return the result and, if it is a router, the URLs and roles of its engines."""
     seen = ExaminedEngine(one.name, one.role)
     control, offered = one.control, None
     other_ranks: tuple[OfferedKv | None, ...] = ()
@@ -173,12 +173,12 @@ def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[s
 
 
 def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
-    """Connect to an engine's control channel, and release the blocks that the engine offered.
+    """Ask an engine's control channel for a description of the engine, and release the offered blocks.
 
     Args:
         control: host and port of the control channel.
-        keys: keys of the control channel; None if there are none.
-        offered: KV that the engine offered; None if it was not asked for any.
+        keys: CURVE keys of the control channel; None if this machine has none.
+        offered: KV that the engine offered; None if it offered none.
 
     Raises:
         IdentifyError: no engine, or a different engine, answers at the address.
@@ -208,7 +208,7 @@ def _ranks(
         first: KV that the first rank offered.
         other_ranks: KV that each other rank offered; None for a rank that offered none.
         identity: description of the first rank; None if its control channel could not be reached.
-        keys: keys of the control channels.
+        keys: CURVE keys of the control channels; None if this machine has none.
     """
     found, known = list[Finding](), {first.engine_id}
     for number, offered in enumerate(other_ranks, 1):
@@ -239,7 +239,7 @@ def _ranks(
 
 
 def _different(one: EngineIdentity, other: EngineIdentity) -> str:
-    """Return a text with the differences between two data-parallel ranks; empty if they are alike."""
+    """Return the differences between two data-parallel ranks as text; empty if they are alike."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
         [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in identity.ranks]

@@ -31,8 +31,8 @@ class Examination:
 
     Attributes:
         targets: engines and routers to check.
-        config: path of a configuration file to check; None for none.
-        secret_file: path of the engines' secret; None for that of the configuration, or this machine's key.
+        config: path of a configuration file to check; None to check no configuration.
+        secret_file: path of the engines' secret; None for the configuration's secret, or else this machine's.
         machine: True to check this machine too.
     """
 
@@ -120,9 +120,9 @@ def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> l
 
 
 def _keys_of(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
-    """Return the first existing key of the configurations, else this machine's key; None if there is none.
+    """Return the first existing key of the configurations, or else this machine's key; None without a key.
 
-    Errors are ignored here, because another check reports them.
+    A key that cannot be read is skipped, because another check reports the error.
     """
     for path in (*(config.secret_file for config in configs if config.secret_file), None):
         with suppress(ConfigError):

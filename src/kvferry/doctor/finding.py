@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """The state of a finding: OK is fine, NOTE is worth knowing, and BAD must be fixed."""
+    """The state of a finding: OK (nothing is wrong), NOTE (worth knowing) or BAD (must be fixed)."""
 
     OK = "ok"
     NOTE = "note"
@@ -23,7 +23,7 @@ class Finding:
         subject: name of the checked thing, in a few words.
         state: state of the checked thing.
         found: description of the result, without a full stop.
-        advice: advice to the user; empty for none. BAD findings always have one.
+        advice: advice to the user; empty if there is none. A BAD finding always has advice.
     """
 
     subject: str

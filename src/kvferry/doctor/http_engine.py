@@ -31,20 +31,20 @@ class _Ask(Protocol):
         Args:
             path: path of the URL.
             post: JSON body of a POST request; None for a GET request.
-            chosen: headers to add; None for none.
+            chosen: headers to add to the request; None to add none.
         """
 
 
 _PROMPT = [11, 12, 13, 14]
 """Prompt of the test request: token ids that exist in any vocabulary."""
 PROBE_TOKENS = _PROMPT[:-1]
-"""Token ids whose KV an engine offers for the test request. The reading engine computes the last one."""
+"""Token ids whose KV an engine offers for the test request: all but the last, which the reader computes."""
 _RANK = "X-data-parallel-rank"
 """Name of vLLM's header that chooses a data-parallel rank."""
 _TICKET = re.compile(r"[0-9a-f]{32}")
 """Pattern of a ticket, the random id that claims the lease on offered blocks.
 
-kvferry sends it in the key where vLLM's NixlConnector has a request id.
+kvferry sends the ticket under the key that vLLM's NixlConnector uses for a request id.
 """
 _ENGINE = re.compile(r'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
@@ -153,7 +153,7 @@ def _behind(said: dict[str, Any]) -> UrlFindings:
 
 
 def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
-    """Return whether the answer to `/version` is from vLLM, and add a finding about the version to `seen`."""
+    """Return whether `answer` is vLLM's answer to `/version`. Add a finding about the version to `seen`."""
     said = answer.json
     version = said.get("version") if isinstance(said, dict) else None
     if not isinstance(version, str):
@@ -172,9 +172,9 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
 
 
 def _connector(answer: HttpReply, seen: UrlFindings) -> int:
-    """Add a finding to `seen` about the connectors whose metrics are in the answer.
+    """Add a finding to `seen` that tells whether the answer to `/metrics` has kvferry's metrics.
 
-    If an engine has several API servers, `/metrics` lacks counters that were never incremented.
+    A counter that was never incremented is missing on `/metrics` if the engine has several API servers.
 
     Returns:
         Number of data-parallel ranks with metrics; 1 if it is unknown.

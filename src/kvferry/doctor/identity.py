@@ -51,8 +51,8 @@ _GIVE_KEY = (
 _MECHANISM = slice(12, 32)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 """First bytes of a ZMTP 3.0 greeting (rfc.zeromq.org/spec/23): signature and version, without a mechanism.
-A server answers with its own security mechanism. If the greeting had a different mechanism, the server would
-close the connection."""
+A server answers with the name of its security mechanism. If this greeting named a different mechanism, the
+server would close the connection."""
 
 
 class IdentifyError(KVFerryError):
@@ -122,8 +122,8 @@ def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens:
     Args:
         address: host and port of the engine's control channel.
         keys: CURVE keys.
-        ticket: random id that claims the lease. The prompt must have no images, LoRA adapter or cache salt.
-        tokens: token ids whose KV the blocks hold.
+        ticket: random id that claims the lease.
+        tokens: token ids whose KV the blocks hold, from a prompt without images, LoRA adapter and cache salt.
     """
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
     with _connected(address, keys, _LINGER_MILLISECONDS) as channel:
@@ -135,12 +135,12 @@ def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens:
 def _connected(
     address: Address, keys: security.Keys, linger_milliseconds: int = 0
 ) -> Iterator[ControlSocket]:
-    """Yield a connection to the control channel at `address`, and close it when the block is left.
+    """Yield a connection to the control channel at `address`, and close it when the ``with`` block ends.
 
     Args:
         address: host and port of the control channel.
         keys: CURVE keys.
-        linger_milliseconds: time to wait at the end for messages that are not sent yet.
+        linger_milliseconds: longest time to wait at the end until all messages are sent.
 
     Raises:
         IdentifyError: the address is malformed, or the socket fails.

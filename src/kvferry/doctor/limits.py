@@ -48,7 +48,7 @@ def run_within(seconds: float, call: Callable[[], T]) -> T:
 def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
     """Run all calls concurrently in threads, and return their results in the order of the calls.
 
-    The result of a call that raises is the exception. That of a call that does not end in time is a
+    The result of a call that raises is the exception. The result of a call that does not end in time is a
     CheckTimeout.
     """
     answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
@@ -77,7 +77,7 @@ def run_check(subject: str, seconds: float, check: Callable[[], Iterable[Finding
     """Run a check in a thread and return its findings. A timeout or an exception becomes a finding.
 
     Args:
-        subject: subject of that finding.
+        subject: subject of the finding about a timeout or an exception.
         seconds: longest time for the check.
         check: function that returns the findings.
     """
@@ -111,7 +111,7 @@ class ProcessResult:
 
     @property
     def last_words(self) -> str:
-        """Return the last line of standard error; if there is none or the process was killed, `how`."""
+        """Return the last line of standard error, or `how` if it is empty or the process was killed."""
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         return lines[-1][:_MOST_SAID] if lines and self.code is not None else self.how
 

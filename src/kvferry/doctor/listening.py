@@ -18,7 +18,7 @@ _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
 
 
 def node_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address for the setting ``host: node``: ``VLLM_HOST_IP``, or that of the default route."""
+    """Return the address for the setting ``host: node``: ``VLLM_HOST_IP``, or the default route's address."""
     if given := environment.get("VLLM_HOST_IP"):
         return given
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -79,7 +79,7 @@ def access(config: ConnectorConfig, host: str) -> Finding:
 
 
 def advertised(advertised_host: str | None) -> list[Finding]:
-    """Return a note if the advertised address is a host name: peers resolve only names that they list.
+    """Return a note if the advertised address is a host name: peers only resolve names in their settings.
 
     Args:
         advertised_host: value of the setting ``advertise_host``; None if it is not set.

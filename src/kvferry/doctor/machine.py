@@ -18,7 +18,7 @@ from kvferry.transport.nixl_requirements import LEAST_BYTES
 from kvferry.units import format_bytes
 
 _ENOUGH_FILES = 65_535
-"""Number of open files to which vLLM raises its own limit, if that is allowed."""
+"""Limit of open files that vLLM sets for itself, if the hard limit allows it."""
 _FEW_FILES = 1024
 _ENGINES_THREADS = 256
 """Number of threads to allow for an engine. An engine with one rank had 115 threads on two cores."""
@@ -88,7 +88,7 @@ def threads(limit: int | None = None, used: int | None = None, user: int | None 
     Args:
         limit: maximum number of threads, negative for unlimited; None for this process's limit.
         used: number of threads that the user has; None to count them.
-        user: user id; None for that of this process. Root (0) has no limit.
+        user: user id; None for this process's user. Root (0) has no limit.
     """
     subject = "threads"
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
@@ -167,7 +167,7 @@ def file_size(limit: int | None = None) -> Finding:
 
 
 def memory_files() -> Finding:
-    """Check whether memory files can be created and sealed, through which ranks share the host tier."""
+    """Check whether memory files, through which ranks share the host tier, can be created and sealed."""
     subject = "memory files"
     try:
         os.close(sealed_file("kvferry-doctor", 4096))

@@ -41,7 +41,7 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """Return whether the files are in memory, so they are lost when the machine restarts."""
+        """Return whether the files are in memory. They are then lost when the machine restarts."""
         return self.kind in _MEMORY
 
     @property
@@ -63,8 +63,8 @@ def list_mounts() -> list[Mount]:
 def mount_of(path: str, among: Iterable[Mount]) -> Mount | None:
     """Return the mounted file system that holds an absolute path; None if there is none.
 
-    This is the one with the longest mount point. Of several at the same mount point, it is the last in
-    `among`.
+    The file system with the longest matching mount point is returned. If several have the same mount point,
+    the last of them in `among` is returned.
 
     >>> among = [Mount("/", "ext4", ""), Mount("/mnt", "nfs", ""), Mount("/mn", "xfs", "")]
     >>> mount_of("/mnt/kv/x", among).kind

@@ -21,7 +21,7 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
 
     Args:
         version: installed version of NIXL; None if it is not installed.
-        probe: function that starts the plugins one after the other in another process.
+        probe: function that starts the plugins one by one in another process, and returns its result.
     """
     if version is None:
         absent = "is not installed here: engines of this machine can keep KV in tiers, but exchange none"

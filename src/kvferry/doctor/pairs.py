@@ -147,7 +147,7 @@ def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
 
 
 def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
-    """Return a text about transfers from `there` to `here`: ranks, strategies, sizes of contiguous runs."""
+    """Describe transfers from `there` to `here` as text: ranks, strategies and sizes of contiguous runs."""
     ranks = f"{len(there.ranks)} rank(s) there, {len(here.ranks)} here"
     peer = [card.geometry for card in there.ranks]
     templates = [t for card in here.ranks for t in build_templates(peer, card.geometry)]
@@ -176,7 +176,7 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 
 
 def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Return a note if `there` lacks layers of `here`'s draft model. They are cleared instead of loaded."""
+    """Return a note if `there` lacks layers of `here`'s draft model. A load then clears these layers."""
     peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
     if not (names := absent_layer_names(peer, ours)):
         return []

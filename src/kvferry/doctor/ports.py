@@ -74,7 +74,7 @@ def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
 
 
 def engine_of(port: int) -> dict[int, str]:
-    """Return the command lines, by process id, of the engine that listens on a port; empty without one."""
+    """Return the command lines of the engine that listens on a port, by process id; empty without one."""
     having = (
         process
         for process in psutil.process_iter()
@@ -102,7 +102,7 @@ def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Fin
 
     Args:
         processes: command lines of the engine's processes, by process id.
-        known: purposes of the ports that only accept holders of the key, by port number.
+        known: purposes of the ports that accept only clients with the engine's key, by port number.
     """
     seen: dict[tuple[str, int], Port] = {}
     for process in processes:

@@ -89,7 +89,7 @@ def reads() -> None:
 
 
 def connector() -> None:
-    """Import the connector as an engine would, and print whether vLLM supports it here."""
+    """Import the connector in the way that an engine does, and print whether vLLM supports it here."""
     import vllm  # noqa: PLC0415 - slow, and its import is checked here
 
     _say(version=vllm.__version__)

@@ -27,7 +27,8 @@ class ReadTimings:
 
     Attributes:
         transports: UCX's names of the transports, for example ``cma/memory``.
-        timed: (descriptors, bytes, seconds) per size of descriptor, the smallest size first.
+        timed: (number of descriptors, number of bytes, median seconds) of the READs with each size of
+            descriptor, smallest size first.
         machine: description of the machine, as in `kvferry bench`.
     """
 
@@ -83,7 +84,7 @@ def time_reads(ended: ProcessResult) -> ReadTimings | str:
     """Return the times that a check has printed, or the reason why there are none.
 
     Args:
-        ended: result of the check's process.
+        ended: result of the process that ran the check.
     """
     lines = parse_output(ended.out)
     timed = tuple((n["descriptors"], n["bytes"], n["seconds"]) for n in lines if "descriptors" in n)

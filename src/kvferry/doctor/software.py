@@ -72,7 +72,7 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Report how chunks are named, and that ``PYTHONHASHSEED`` has no influence on that."""
+    """Report how keys of chunks are computed, and that ``PYTHONHASHSEED`` does not affect them."""
     seed = environment.get("PYTHONHASHSEED")
     return ok(
         "keys",
@@ -82,7 +82,7 @@ def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
 
 
 def weights_cache(path: Path | None, digests: int) -> Finding:
-    """Check whether digests of model weights can be kept between starts of engines.
+    """Check whether engines can store digests of model weights, so that later starts need not compute them.
 
     Args:
         path: file for the digests; None for a user without a home directory.

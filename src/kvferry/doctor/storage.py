@@ -141,7 +141,7 @@ def file(
 
 
 def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
-    """Report paths of several file tiers that are the same directory, by link or mount."""
+    """Report file tiers whose paths lead to the same directory through links or mounts."""
     try:
         paths = {
             number: one.path or default_directory()
@@ -164,7 +164,7 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
 
 
 def _made(default: str) -> str:
-    """Return the default directory, or its nearest existing parent, in which the engine creates it."""
+    """Return the default directory; if it does not exist, its nearest existing parent directory."""
     path = Path(default)
     return default if path.exists() else str(next(above for above in path.parents if above.exists()))
 

@@ -79,7 +79,7 @@ def _first_head(layer: Layer) -> int:
 
 @cache
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
-    """Return the part of a page's values that does not depend on block and layer.
+    """Return the part of a page's test values that is the same for every block and layer.
 
     Args:
         first_head: number of the page's first head in the model.

@@ -2,8 +2,8 @@
 
 Every rank of every engine has a KV cache with test values, registered for reading. Every engine has a control
 server and a lease book, which tracks its leases. A ticket is a random id that claims a lease. In a real
-system request parameters carry the tickets; here the reader gets them through a pipe. It redeems them over
-the control channels.
+system, request parameters carry the tickets. Here the reader gets them through a pipe, and claims the leases
+over the control channels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TICK_SECONDS = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Message of the producer: it is ready.
+    """Message that the producer sends when it is ready.
 
     Attributes:
         addresses: host and port of each engine's control channel, in the order of the engines.
@@ -62,7 +62,7 @@ class AskTicket:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Answer of the producer: the lease was granted.
+    """Answer of the producer to `AskTicket`, after it granted the lease.
 
     Attributes:
         ticket: random id that claims the lease.
@@ -78,12 +78,12 @@ class AskEnded:
 
 @dataclass(frozen=True, slots=True)
 class AllEnded:
-    """Answer of the producer: all leases have ended."""
+    """Answer of the producer to `AskEnded`, once all leases have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerFailed:
-    """Answer of the producer: it failed for this reason."""
+    """Answer of the producer if it failed, with the reason."""
 
     reason: str
 
@@ -166,7 +166,7 @@ class _ServedEngine:
             thread.close()
 
     def grant(self, lease: str) -> Granted | ProducerFailed:
-        """Grant a lease called `lease`, and return the ticket that claims it."""
+        """Grant a lease called `lease`. Return the ticket that claims it, or the reason of the failure."""
         try:
             word = self._book.grant(lease)
         except KVFerryError as error:

@@ -94,7 +94,7 @@ class ProducerProcess:
         return self.listening.addresses[engine]
 
     def grant(self, engine: int, lease: str) -> bytes:
-        """Let an engine grant a lease called `lease`, and return the ticket that claims it."""
+        """Make an engine grant a lease called `lease`, and return the ticket (random id) that claims it."""
         self._say(AskTicket(engine, lease))
         return self._answer(Granted, ANSWER_SECONDS).ticket
 

@@ -34,7 +34,7 @@ class PreparedLists:
 
     Attributes:
         local, remote: NIXL's handles of the lists.
-        indices: pairs of indices in both lists.
+        indices: index in each of the two lists, for every descriptor to read.
         bytes: number of bytes to read.
     """
 
@@ -70,7 +70,7 @@ class RawReads:
         self._extra: list[Any] = []
 
     def same_descriptors(self, source: SimulatedEngine) -> PreparedLists:
-        """Prepare the same descriptors that kvferry reads for the request of `source`, which has one rank."""
+        """Prepare the descriptors that kvferry reads for the request of `source`, an engine with one rank."""
         ours = self._reader.engine
         lease = self._reader.claim_lease("same descriptors", self._number)
         plan = self._peer.plan(
@@ -134,7 +134,7 @@ class RawReads:
         return seconds
 
     def make_only(self, lists: PreparedLists) -> float:
-        """Return the seconds that NIXL needs to create a transfer, without posting it."""
+        """Create a transfer of the lists without posting it, and return the seconds that this takes."""
         started = time.perf_counter()
         handle = self._agent.read(lists.local, lists.indices.dst, lists.remote, lists.indices.src)
         seconds = time.perf_counter() - started

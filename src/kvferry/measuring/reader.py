@@ -40,9 +40,9 @@ class Reader:
         producer: process to read from.
         bytes: number of useful bytes of the engine's request on this rank.
         cache: memory to read into.
-        cards: descriptions of the ranks of every engine to read from, by the engine's number. The handshake
-            returned them.
-        steps: loads of the rank.
+        cards: descriptions of the ranks of every engine to read from, by the engine's number, as received in
+            the handshake.
+        steps: object that begins and ends the loads of the rank, step by step.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Reader:
             producer: process to read from.
             peers: numbers of the producer's engines to read from.
             rank: number of this rank in `engine`.
-            settings: transfer settings; None for the defaults. The keys are replaced by the producer's.
+            settings: transfer settings; None for the defaults. The producer's keys replace the keys in them.
 
         Raises:
             ConfigError: memory cannot be allocated, or NIXL cannot be used.
@@ -129,7 +129,7 @@ class Reader:
         )
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
-        """Let an engine of the producer grant a lease called `key`, claim it, and return its lease word.
+        """Make an engine of the producer grant a lease called `key`, claim the lease, and return its word.
 
         A lease word is an integer in the producer's registered memory that changes when the lease ends.
 

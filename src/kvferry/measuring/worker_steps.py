@@ -27,7 +27,7 @@ LOAD_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A load that a scheduler orders.
+    """A load that the scheduler requests from the worker.
 
     Attributes:
         key: name of the load and of its lease.
@@ -53,7 +53,8 @@ class StepOutcome:
     """The loads that ended in one step.
 
     Attributes:
-        failures: reason of the failure of each load reported to the scheduler, by key; None if it succeeded.
+        failures: loads that the worker reports to the scheduler, by key. The value is the reason of the
+            failure, or None if the load succeeded.
         results: results of the loads that the reading threads have ended, by key.
     """
 
