@@ -36,7 +36,7 @@ _OUTCOMES = {"ready": LoadOutcome.READY, "failed": LoadOutcome.FAILED, "expired"
 
 
 class AdmissionEvents:
-    """Emits the events about admission's decisions, and leaves out repetitions. Makes no decision itself."""
+    """Emits an event for each decision of admission, except repeated ones. Makes no decision itself."""
 
     def __init__(self, events: EventStream, policy: Policy) -> None:
         """Create the emitter.
@@ -52,7 +52,13 @@ class AdmissionEvents:
 
     @log_errors
     def arrived(self, request: Request, sources: Sequence[Source], others: Sequence[Source]) -> None:
-        """Emit that a request has arrived. `sources` may be able to serve it, `others` are not."""
+        """Emit an `Arrived` event for a new request.
+
+        Args:
+            request: the request.
+            sources: sources that may be able to serve it.
+            others: sources that cannot serve it.
+        """
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
         names = tuple(source.name for source in sources)
         now, tokens = time.monotonic(), int(request.num_tokens)
@@ -81,7 +87,7 @@ class AdmissionEvents:
         offers: Sequence[tuple[Source, Bid]],
         best: Bid | None,
     ) -> None:
-        """Emit what the sources have bid, unless nothing has changed since the last event of the request.
+        """Emit a `SourcesAsked` event with the bids of the sources, unless it would repeat the last one.
 
         Args:
             request: the request.
@@ -89,7 +95,7 @@ class AdmissionEvents:
             bidding: its excluded sources and remaining attempts.
             local_tokens: number of tokens that the engine has.
             offers: (source, bid) of every bid.
-            best: chosen bid; None to compute.
+            best: chosen bid; None if the engine computes the tokens.
         """
         now = (local_tokens, [bid for _, bid in offers], best, bidding.spent)
         last = self._asked.get(request.request_id)
@@ -115,7 +121,15 @@ class AdmissionEvents:
     def not_asked(
         self, request: Request, sources: Sequence[Source], local_tokens: int, miss: MissReason, detail: str
     ) -> None:
-        """Emit why no source was asked, unless nothing has changed since the last event of the request."""
+        """Emit a `SourcesAsked` event that says why no source was asked, unless it would repeat the last one.
+
+        Args:
+            request: the request.
+            sources: sources that may be able to serve it.
+            local_tokens: number of tokens that the engine has.
+            miss: reason why no source was asked.
+            detail: the same reason as text for people.
+        """
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == (local_tokens, miss):
             return
@@ -134,7 +148,12 @@ class AdmissionEvents:
 
     @log_errors
     def no_room(self, request_id: str, local_tokens: int) -> None:
-        """Emit that too few blocks were free for the chosen load, and that the request no longer waits."""
+        """Emit a `SourcesAsked` event: too few blocks were free for the load, so the prompt is computed.
+
+        Args:
+            request_id: id of the request.
+            local_tokens: number of tokens that the engine has.
+        """
         _, last = self._asked[request_id]
         now = time.monotonic()
         event = replace(last, at=now, local_tokens=local_tokens, chosen=None, why=DecisionReason.NO_ROOM)
@@ -143,7 +162,7 @@ class AdmissionEvents:
 
     @log_errors
     def began(self, source: Source, load: Load) -> None:
-        """Emit that a load has begun."""
+        """Emit a `LoadBegan` event for a load of `source`."""
         bid, span = load.bid, load.span
         self._unserved.pop(load.request_id, None)
         self._events.emit(
@@ -162,13 +181,14 @@ class AdmissionEvents:
 
     @log_errors
     def ended(self, source: Source, load: Load, whole: Report, *, unwanted: str | None) -> None:
-        """Emit the end of a load that all workers have reported.
+        """Emit a `LoadEnded` event for a load that all workers have reported.
 
         Args:
             source: source of the load.
             load: the load.
             whole: merged report of all workers.
-            unwanted: reason why its request no longer waits for it, empty if unknown; None if it waits.
+            unwanted: reason why the request no longer waits for the load, empty if the reason is not known;
+                None if the request waits for the load.
         """
         now, failed = time.monotonic(), whole.failure is not None
         blame = source.failure_reason(load, whole) if failed and unwanted is None else None
@@ -190,7 +210,13 @@ class AdmissionEvents:
 
     @log_errors
     def settled(self, request_id: str, available: int, tokens: int) -> None:
-        """Emit that the engine goes on with a request after its loads have succeeded."""
+        """Emit a `Scheduled` event for a request whose loads have succeeded.
+
+        Args:
+            request_id: id of the request.
+            available: number of tokens that need no computation.
+            tokens: number of all tokens of the request.
+        """
         self._events.emit(Scheduled(request_id, time.monotonic(), available, tokens))
 
     @log_errors
@@ -220,14 +246,14 @@ class AdmissionEvents:
 
     @log_errors
     def finished(self, request_id: str) -> None:
-        """Emit that a request has ended, and forget it."""
+        """Emit a `Finished` event for a request that has ended, and forget the request."""
         self._asked.pop(request_id, None)
         self._unserved.pop(request_id, None)
         self._events.emit(Finished(request_id, time.monotonic()))
 
     @log_errors
     def late(self, blocks: int) -> None:
-        """Emit the number of blocks that late loads hold, if it has changed."""
+        """Emit a `LateBlocks` event if the number of blocks that late loads hold has changed to `blocks`."""
         if blocks != self._late:
             self._late = blocks
             self._events.emit(LateBlocks(time.monotonic(), blocks))

@@ -2,7 +2,7 @@
 
 A bid is a source's offer to load some of the request's tokens. After a failed load, the failed source is
 excluded for this request, and the engine admits the request again. The best remaining bid is then taken
-(`policies`). Without any, the engine computes the prompt.
+(`policies`). If no bid remains, the engine computes the prompt.
 
     (new) ─take─▶ LOADING ─succeeded─▶ SERVED ─computed─▶ (─preempted─▶ take)
                      └─failed─▶ (source excluded) ─take─▶ … until no bid or no attempt is left: recompute
@@ -64,12 +64,12 @@ class Bid:
 
     @property
     def places(self) -> frozenset[str]:
-        """Names of the places of all parts."""
+        """Names of the places that all parts come from: ``peer``, or tiers."""
         return frozenset(part.place for part in self.parts)
 
     @property
     def legs(self) -> tuple[tuple[Part, ...], ...]:
-        """The parts grouped by source, in the order of the prompt."""
+        """The parts of each source, starting with the source that loads the start of the prompt."""
         return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
 
     @property
@@ -83,7 +83,9 @@ class Bid:
 
 
 def leads_on(rest: int) -> bool:
-    """Return whether a load could save the computation of any token. The last token is always computed.
+    """Return whether a load could save the engine from computing any token.
+
+    It could not if only the last token is missing, because the engine always computes that one.
 
     Args:
         rest: number of tokens of the request that the engine does not have.
@@ -95,12 +97,15 @@ class Bidding:
     """The excluded sources and the remaining attempts of one request."""
 
     def __init__(self, attempts: int) -> None:
+        """Create the record without excluded sources. `attempts` is the maximum number of attempts."""
         self._left = attempts
         self._struck: dict[str, str] = {}
         self._brought = 0
 
     def open(self, bids: Iterable[Bid], rest: int) -> list[Bid]:
-        """Return the bids that may be taken: none if no attempt is left, and none of an excluded source.
+        """Return the bids that may be taken.
+
+        Leave out the bids of excluded sources. If no attempt is left, return no bid.
 
         Args:
             bids: bids of all sources.
@@ -140,5 +145,5 @@ class Bidding:
         return True
 
     def why(self, source: str) -> str | None:
-        """Return why a source was excluded; None if it was not."""
+        """Return why a source was excluded for this request; None if it was not excluded."""
         return self._struck.get(source)

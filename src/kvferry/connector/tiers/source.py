@@ -64,7 +64,7 @@ class _Asked:
         bidding: the request's excluded sources and remaining attempts.
         without: names of the tiers that are no longer asked for its chunks.
         looked: result of the last look-up; None if there was none.
-        declined: True if the last call of `bids` returned none because too many loads were under way.
+        declined: True if the last call of `bids` returned no bid because too many loads were under way.
     """
 
     bidding: Bidding
@@ -75,7 +75,13 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Loading:
-    """A load whose end has not been ordered yet, its fetch, and the number of parts ordered so far."""
+    """A load whose end has not been ordered yet.
+
+    Attributes:
+        load: the load.
+        fetch: the reads of its chunks into host memory.
+        parts: number of its parts that were ordered so far.
+    """
 
     load: Load
     fetch: Fetch
@@ -96,7 +102,7 @@ class _Brought:
 
 
 class TierSource:
-    """Bids the chunks that this engine's tiers hold, and orders their loads.
+    """Makes bids for the chunks that this engine's tiers hold, and orders their loads.
 
     Only the engine's thread calls it.
     """
@@ -121,7 +127,7 @@ class TierSource:
             groups: the KV cache groups in the geometry of one rank.
             canonical: format in which chunks are stored.
             refusals: log of the requests that a tier cannot serve.
-            apart: True to bid also the shorter prefixes that need no chunk of the slowest tiers.
+            apart: True to make further bids for shorter prefixes that need no chunk of the slowest tiers.
         """
         self._copy_seconds: list[float] = []
         chunk_tokens = canonical.chunk_tokens
@@ -141,11 +147,11 @@ class TierSource:
 
     @property
     def busy(self) -> bool:
-        """Whether a load is under way, or slots wait for the ranks to copy them."""
+        """Whether a load is under way, or ranks still copy chunks out of host memory."""
         return bool(self._loading or self._slots or self._ends)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Follow a new request if its chunk keys are known, or may become known. Return whether it does."""
+        """Add a new request if its chunk keys are known or may become known. Return whether it was added."""
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
         self._asked[request.request_id] = _Asked(bidding)
@@ -310,9 +316,9 @@ class TierSource:
         chunks.ends, self._ends = self._ends, []
 
     def moved(self, moved: MovedByAll) -> bool:
-        """Release the slots of a part that all ranks have copied.
+        """Release the slots (places in host memory) of a part of a load that all ranks have copied.
 
-        Return whether the order was a part of a load.
+        Return False if the reported order is not a part of a load.
         """
         load, slots = self._slots.pop(moved.key, ("", None))
         if slots is None:
@@ -337,8 +343,8 @@ class TierSource:
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[Part, ...]:
         """Return the number of tokens of ``[first, last)`` that each tier provides.
 
-        The group that needs most chunks decides. A chunk that no tier has is not needed, and counts as one in
-        host memory.
+        Tokens are counted by the chunks of the KV cache group that needs most of them. A chunk that no tier
+        has is not needed, and is counted as a chunk in host memory.
         """
         size = found.chunked.chunk_tokens
         low, high = first // size, -(-last // size)

@@ -1,4 +1,4 @@
-"""The tiers of one engine, in the process of its scheduler."""
+"""The tiers of one engine: host memory, files and object stores. They run in the scheduler's process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tiering:
 
     Attributes:
         source: source that bids the tiers' chunks for requests.
-        weights: weight of each tier's tokens by tier name.
+        weights: weight of a token in bids, by name of the tier that it comes from.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Tiering:
             tiers: settings of the tiers.
             config: the connector's other settings.
             engine: facts about the engine.
-            parts: objects that sources and admission share.
+            parts: objects that the sources and the admission of the engine share.
             namespace: function that takes the format in which chunks are stored, and returns the namespace of
                 their keys.
             adapters: the engine's LoRA adapters.
@@ -138,7 +138,7 @@ class Tiering:
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """Follow a new request for storing if its chunks have keys, or may have them later."""
+        """Begin to store the chunks of a new request, unless its chunks can have no keys."""
         if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
@@ -147,7 +147,7 @@ class Tiering:
 
         Args:
             step: the coming step.
-            orders: orders to add to; mutated. Admission adds the orders of `source`.
+            orders: orders of the coming step, to which the stores are added. Admission adds the loads.
         """
         self._cache.poll()
         orders.chunks.arena, self._card = self._card, None
@@ -167,7 +167,7 @@ class Tiering:
                     self.source.moved(whole)
 
     def _say(self, failure: str) -> None:
-        """Log the reason why ranks could not carry out an order. Each reason is logged only once."""
+        """Log the reason why ranks could not carry out an order, unless it has been logged before."""
         self._failures[failure] += 1
         if self._failures[failure] == 1:
             logger.warning("tiers: ranks could not copy chunks: %s", failure)
