@@ -123,7 +123,11 @@ class PageInterior:
         return self.kernels * self.heads * self.tokens * self.content
 
     def page(self, where: PageMap) -> PageFormat:
-        """Return the format of the page, with the strides between heads and tokens that `where` gives."""
+        """Return the format of the page.
+
+        Args:
+            where: memory of the group's pages. It gives the strides between heads and between tokens.
+        """
         _, kernel, head, token, _ = where.strides
         if self.snapshot:
             fields = tuple(part.field(part.stored.head_bytes, ()) for part in self.placed_fields)

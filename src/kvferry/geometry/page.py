@@ -98,8 +98,9 @@ class Field:
         name: name of the field, the same in every engine.
         item_bytes: bytes of one element. An element is never split.
         offset: byte offset of this rank's first element from the start of the page.
-        axes: the named axes, the fastest last. Two engines may order them differently in a direct transfer.
-            Stored chunks depend on the order, so every content adapter must use the same one.
+        axes: the named axes, the fastest last. Two engines that transfer the field directly may order the
+            axes differently. Stored chunks depend on the order, so every content adapter must use the same
+            order.
     """
 
     name: str
@@ -195,10 +196,12 @@ def opaque_page(
 ) -> PageFormat:
     """Return the format of a page whose inner structure is unknown.
 
-    Such a page is copied whole, to the rank with the same number in an engine with as many ranks. An axis of
-    length `ranks` stores the rank number. There is no token axis, so both engines need the same block size.
+    Such a page is copied whole, to the rank with the same number in an engine with the same number of ranks.
+    An axis of length `ranks` stores the rank number. There is no token axis, so both engines need the same
+    block size.
 
-    The page is one element of `run_bytes` bytes. If the memory layout scatters it, it has several elements.
+    A contiguous page is one element of `run_bytes` bytes. A page that the memory layout scatters has several
+    elements.
 
     Args:
         content: id of the format of the bytes; it must be equal on both sides.

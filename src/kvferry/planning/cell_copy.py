@@ -23,7 +23,7 @@ from kvferry.planning.descriptors import Descriptors, Int64s
 from kvferry.planning.strided_copy import StridedCopy, expand_copies, fuse_copies
 
 Offsets = tuple[int, ...]
-"""Byte offset of every cell of a block, relative to the cell with the lowest address; none is negative."""
+"""Byte offset of every cell of a block, relative to the cell with the lowest address. All are at least 0."""
 
 ONE_CELL: Offsets = (0,)
 """Offsets for a block that consists of one cell."""
@@ -65,12 +65,12 @@ class CellCopy:
 
     @cached_property
     def src_offsets(self) -> Int64s:
-        """`src_at` as int64 of shape (cells,)."""
+        """`src_at` as an array, int64 of shape (cells,)."""
         return np.array(self.src_at, np.int64)
 
     @cached_property
     def dst_offsets(self) -> Int64s:
-        """`dst_at` as int64 of shape (cells,)."""
+        """`dst_at` as an array, int64 of shape (cells,)."""
         return np.array(self.dst_at, np.int64)
 
 
@@ -117,9 +117,10 @@ def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Group the tokens of a cell such that all tokens of a group have the same offsets from cell to cell.
+    """Divide the tokens of a cell into groups. All tokens of a group have the same offsets from cell to cell.
 
-    Usually there is one group. There are several if a block consists of kernel blocks that end inside cells.
+    Usually there is one group, so one `CellCopy` describes all tokens. There are several groups if a block
+    consists of kernel blocks that end inside cells.
 
     >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
     >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]
@@ -131,8 +132,9 @@ def split_tokens(
         cell_tokens: number of tokens per cell.
 
     Yields:
-        (source cells, destination cells, source tokens, destination tokens) for each group: byte offsets of
-        the cells in a block, and byte offsets of the group's tokens in the cell at offset 0.
+        (source cells, destination cells, source tokens, destination tokens) for each group. The first two are
+        the byte offsets of the cells in a block. The last two are the byte offsets of the group's tokens in
+        the cell at offset 0, int64.
     """
     cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
     steps = np.concatenate([side - side[0] for side in cells])

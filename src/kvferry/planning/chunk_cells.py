@@ -46,6 +46,11 @@ def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> T
 
     >>> slice_table([5, 6, 7, 8], 100, 200, 64)
     TableSlice(first=1, ids=(6, 7, 8))
+
+    Args:
+        ids: block ids by position.
+        low, high: token range ``[low, high)``.
+        block_tokens: number of tokens per block.
     """
     first = low // block_tokens
     return TableSlice(first, tuple(ids[first : -(-high // block_tokens)]))
@@ -67,10 +72,17 @@ def runs_of(numbers: Sequence[int]) -> list[range]:
 
 
 def chunk_table(numbers: Sequence[int]) -> Int64s:
-    """Return a chunk table, int64: at each chunk's number in the prompt 1 + its index in `numbers`, else 0.
+    """Return the chunk table of a buffer that holds the chunks `numbers`, in this order.
 
     >>> chunk_table([1, 3]).tolist()
     [0, 1, 0, 2]
+
+    Args:
+        numbers: number of each chunk in the prompt; at least one.
+
+    Returns:
+        Table by chunk number, int64 of shape (max(numbers) + 1,): 1 + the chunk's index in the buffer, or 0
+        if the buffer does not hold the chunk.
     """
     table = np.zeros(max(numbers) + 1, np.int64)
     table[list(numbers)] = np.arange(1, len(numbers) + 1)
@@ -86,8 +98,8 @@ def cells_to_store(
         route: route from a rank to a pool of chunks.
         chunk_tokens: number of tokens per chunk.
         numbers: chunk numbers in the prompt, ascending; exactly one for a snapshot.
-        available: range of tokens whose content the blocks hold. It must begin at the start of a cell. Only
-            these tokens are copied.
+        available: range of tokens whose content the blocks hold. The range must begin at the start of a cell.
+            Cells without any of these tokens are not copied.
         blocks: part of the block table of the route's source group.
 
     Raises:
@@ -118,9 +130,10 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return the cells of a chunk that hold no available token, so that `cells_to_store` does not copy them.
+    """Return the cells of a chunk that `cells_to_store` does not copy, because they hold no available token.
 
-    The chunk is the only one in the buffer. All source blocks are 0, because nothing is read.
+    In the result, the chunk is number 1 of the buffer, as if the buffer held no other chunk. All source block
+    ids are 0, because the caller clears these cells and reads no block.
 
     Args:
         route, chunk_tokens, available: same as in `cells_to_store`.
@@ -142,15 +155,16 @@ def cells_to_load(
     numbers: Sequence[int],
     table: Int64s,
 ) -> list[Cells]:
-    """Return the cells to copy from some chunks of a load into blocks, one `Cells` per range of chunks.
+    """Return the cells to copy from chunks into blocks, one `Cells` per range of consecutive chunks.
 
     Args:
         route: route from a pool of chunks to a rank.
         chunk_tokens: number of tokens per chunk.
         group: attention pattern of the route's destination group.
         span: tokens of the whole load.
-        numbers: chunk numbers in the prompt, ascending; exactly one for a snapshot.
-        table: block ids of the group by position, int64.
+        numbers: chunk numbers in the prompt of the chunks in the buffer, ascending; exactly one for a
+            snapshot. They may be a part of the load's chunks.
+        table: block ids of the group by position, int64 of shape (blocks,).
 
     Raises:
         TransferError: a block is missing or null, the local prefix ends inside a cell, or a part of the load

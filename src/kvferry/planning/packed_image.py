@@ -33,7 +33,7 @@ ALIGNMENT = 64
 """Alignment of images in bytes, so that copies work on whole words."""
 
 MAX_READS = 1 << 16
-"""Maximum number of reads per image. Packing is useless for cells that need more."""
+"""Maximum number of reads per image. Cells that need more reads are not packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class PackedImage:
     Attributes:
         stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
         nests: strided copies between engine memory (absolute addresses of block 0) and the image: from the
-            source if gathered, to the destination if fetched.
-        reads: descriptors of the reads, in the order of the image: from image to destination if gathered,
-            from source to image if fetched.
+            source to a gathered image, or from a fetched image to the destination.
+        reads: descriptors of the reads, in the order of the image: from a gathered image to the destination,
+            or from the source to a fetched image.
     """
 
     stride: int
@@ -64,9 +64,12 @@ class PackedImage:
 
 
 def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
-    """Return the layout of images that the source packs in the byte order of the destination.
+    """Return the layout of images (packed cells) that the source packs in the byte order of the destination.
 
     Return None if nothing is copied or an image would need more than `MAX_READS` reads.
+
+    Args:
+        cell_copies: strided copies of a cell.
 
     Example: the destination has heads outside of layers, and the source has one buffer per layer.
 
@@ -85,7 +88,7 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
 def fetch_image(
     cell_copies: Iterable[CellCopy], gap_bytes: int, cuts: Sequence[int] = ()
 ) -> PackedImage | None:
-    """Return the layout of images in the byte order of the source, which the destination unpacks.
+    """Return the layout of images (packed cells), in the source's byte order, that the destination unpacks.
 
     Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 
@@ -100,7 +103,9 @@ def fetch_image(
 def _image(
     cell_copies: Iterable[CellCopy], side: Side, gap_bytes: int, cuts: Sequence[int]
 ) -> PackedImage | None:
-    """Return the layout of images in the byte order of one side; None if there is no useful one.
+    """Return the layout of images (packed cells) in the byte order of one side.
+
+    Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 
     Args:
         cell_copies: strided copies of a cell.
@@ -140,7 +145,7 @@ def _image(
 def _packed(
     nests: Sequence[StridedCopy], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
 ) -> tuple[list[list[StridedCopy]], Int64s, Int64s, Int64s] | None:
-    """Replace the addresses of one side by offsets in an image.
+    """Replace the addresses of one side by offsets in an image (packed cell), and compute the image's reads.
 
     Args:
         nests: strided copies.
@@ -149,9 +154,9 @@ def _packed(
         first: offset in the image at which these copies begin.
 
     Returns:
-        (copies, address, offset, length). The first lists, for each given copy, the copies that replace it.
-        The other three hold, for each read, its address, its offset in the image and its length in bytes;
-        int64 of shape (reads,). None if there are no copies or too many reads.
+        (copies, address, offset, length). `copies` lists, for each given copy, the copies that replace it.
+        `address`, `offset` and `length` hold, for each read, its address, its offset in the image and its
+        length in bytes; int64 of shape (reads,). The result is None if there are no copies or too many reads.
     """
     if not nests:
         return None
@@ -176,11 +181,14 @@ def _distance(loop: Loop, side: Side) -> int:
 
 
 def _shadow(nest: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
-    """Return the memory that a copy covers on one side.
+    """Return the memory that a strided copy covers on one side, as contiguous runs and loops over them.
+
+    Args:
+        nest: strided copy.
+        side: side whose memory is returned. Only strides on this side matter.
 
     Returns:
-        Length in bytes of the runs that are contiguous on this side, and (count, stride in bytes) of the
-        loops over these runs.
+        Length of a run in bytes, and (count, stride in bytes) of each loop over the runs.
     """
     length, outer = nest.run, list[tuple[int, int]]()
     for loop in sorted(nest.loops, key=lambda loop: abs(_distance(loop, side))):
@@ -246,7 +254,7 @@ def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[S
 def _in_order(
     nest: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
-    """Return the stride of every loop in the image; None if a loop has no constant stride there.
+    """Return the stride in bytes of every loop in the image; None if a loop has no constant stride there.
 
     Args:
         nest: strided copy.

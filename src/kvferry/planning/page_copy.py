@@ -45,7 +45,7 @@ class PageCopy:
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
     """Return the reasons why pages of `src` cannot be copied to pages of `dst`, one sentence each.
 
-    The ranges of an axis that both sides hold may differ, because a transfer can reshard.
+    The two sides may hold different ranges of an axis, because a transfer can reshard.
     """
     if bool(src.block_tokens) != bool(dst.block_tokens):
         return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
@@ -113,7 +113,12 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
 
 
 def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
-    """Yield the cell copies of the part of a field that both sides hold."""
+    """Yield the cell copies of the part of a field that both sides hold.
+
+    Args:
+        src, dst: the field on each side.
+        cell_tokens: number of tokens per cell; unused for a field without a token axis.
+    """
     others = [(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
     axes = [_common(*pair) for pair in others]
     here = dst.axis(TOKEN)

@@ -56,7 +56,7 @@ class TransferCounts:
 class PreparedEntries:
     """The entries of one transfer method in the prepared descriptor list of one side.
 
-    On a staging area, packed cells (*images*) take the place of blocks.
+    In the list of a staging area, packed cells (*images*) take the place of blocks.
 
     Attributes:
         base: index of the first entry.
@@ -93,7 +93,12 @@ class PreparedEntries:
 
 
 def count_transfer(route: Route, cells: Cells) -> TransferCounts:
-    """Count the bytes and descriptors of a request over `route`, without expanding the descriptors."""
+    """Return the totals of a request over one route. They are computed without listing the descriptors.
+
+    Args:
+        route: route to transfer.
+        cells: cells of the route that the request transfers.
+    """
     total = pages = descriptors = largest = 0
     n = len(cells)
     for cell_copy in route.cell_copies if n else ():
@@ -109,7 +114,11 @@ def count_transfer(route: Route, cells: Cells) -> TransferCounts:
 
 
 def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s, Int64s]:
-    """Return the byte offset of each cell on both sides, relative to the lowest cell of block 0."""
+    """Return the byte offset of each cell on both sides, relative to the lowest cell of block 0.
+
+    Returns:
+        (offsets at the source, offsets at the destination), int64 of shape (n,).
+    """
     src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
     if route.src_cells > 1:
         src += cell_copy.src_offsets[cells.number % route.src_cells]
@@ -121,7 +130,7 @@ def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s,
 def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
     """Return True if runs of `length` bytes in consecutive cells can be adjacent on both sides.
 
-    Whether they are adjacent depends on the block tables.
+    The block tables then decide which runs are adjacent.
     """
     src_next, dst_next = route.src_stride + cell_copy.src_at[0], route.dst_stride + cell_copy.dst_at[0]
     src = length in cell_copy.src_steps or length == src_next - cell_copy.src_at[-1]
@@ -129,7 +138,9 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Return the largest number of consecutive cells whose runs are adjacent, and the number of breaks.
+    """Return the largest number of consecutive cells whose runs are adjacent on both sides.
+
+    Also return the number of *breaks*: pairs of consecutive cells whose runs are not adjacent.
 
     Args:
         src, dst: byte offset of the run of each cell on both sides, int64 of shape (n,).

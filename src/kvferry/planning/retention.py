@@ -19,7 +19,8 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     """Return the ends of the longest prefixes that later prompts can load, in tokens.
 
     Returns:
-        Length of the longest prefix for the same prompt, and of the longest for prompts that extend it.
+        Length of the longest prefix that the same prompt can load, and length of the longest prefix that a
+        prompt which continues this one can load.
 
     >>> last_prefix_ends(2000, 256, 0), last_prefix_ends(2000, 64, 128), last_prefix_ends(1920, 64, 128)
     ((1792, 2000), (1920, 1920), (1792, 1920))
@@ -29,8 +30,9 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     Args:
         prompt: length of the prompt in tokens.
         chunk_tokens: number of tokens per chunk.
-        block_tokens: number of tokens per block of the groups with recurrent state, which have snapshots only
-            at ends of blocks. 0 without such groups; the incomplete last chunk is then stored too.
+        block_tokens: number of tokens per block of the groups with recurrent state. These groups have
+            snapshots only at ends of blocks. It is 0 if there are no such groups. The incomplete last chunk
+            is then stored too.
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt

@@ -6,9 +6,9 @@ staging memory.
 - *direct*: the destination reads every run with one descriptor.
 - *over-read*: the destination reads contiguous ranges of the source, gaps included, into images. Then it
   copies the bytes that it needs into place.
-- *staged*: the source gathers the cell into an image in the byte order of the destination. The destination
-  reads the image directly into place. If its own runs are short too, it reads the image whole and scatters
-  it.
+- *staged*: the source *gathers* the cell: it copies the cell's bytes into an image in the byte order of the
+  destination. The destination reads the image directly into place. If the destination's own runs are short
+  too, it reads the image into staging memory and *scatters* it: it copies the bytes from there into place.
 
 A `TransferMethod` is one of these methods for one route, with its work per cell. `Costs` turns work into
 seconds. ``kvferry bench calibrate`` measures the costs of a machine. The defaults are those of two cores of
@@ -62,8 +62,9 @@ class Costs:
 
     Attributes:
         read_descriptor_seconds, read_byte_seconds: cost of a READ in seconds per descriptor and per byte.
-        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of a gather or scatter in seconds per
-            call of the copy operation (one per `StridedCopy` and cell), per contiguous run and per byte.
+        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of a gather (copy into images) or scatter
+            (copy out of images) in seconds per call of the copy operation (one call per `StridedCopy` and
+            cell), per contiguous run and per byte.
         ask_seconds: round-trip time of a request to the source to gather a segment, in seconds.
         overlap: fraction of the shorter operation's time that is hidden when one segment is gathered while
             another is read. It is 1 between two machines, and as low as 0 on one busy machine.
@@ -102,7 +103,7 @@ class Costs:
 
     @property
     def gap_bytes(self) -> int:
-        """Number of bytes whose READ takes as long as one more descriptor."""
+        """Length in bytes of a gap between two runs that takes as long to read as one more descriptor."""
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
 
@@ -111,12 +112,12 @@ class Work:
     """The work of transferring one cell.
 
     Attributes:
-        descriptors, read_bytes: number of descriptors and bytes of the READ.
-        gather_calls, gather_runs: number of calls of the source's copy operation and of runs that it copies;
-            0 if the source copies nothing.
-        scatter_calls, scatter_runs: number of calls and runs of the destination's copy operation; 0 if it
-            copies nothing.
-        bytes: number of useful bytes. Each gather or scatter copies as many.
+        descriptors, read_bytes: number of descriptors, and number of bytes, of the READ.
+        gather_calls, gather_runs: number of calls of the source's copy operation, and number of runs that the
+            source copies; 0 if the source copies nothing.
+        scatter_calls, scatter_runs: number of calls of the destination's copy operation, and number of runs
+            that the destination copies; 0 if the destination copies nothing.
+        bytes: number of useful bytes. A gather or scatter copies this number of bytes.
     """
 
     descriptors: float
@@ -128,7 +129,12 @@ class Work:
     bytes: float = 0
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected seconds of a transfer of `cells` cells."""
+        """Return the expected duration of a transfer in seconds.
+
+        Args:
+            cells: number of cells to transfer.
+            costs: costs of the machine.
+        """
         c = costs
         shared = cells * self.bytes >= 2 * LANE_BYTES
         here = c.of_lanes() if shared else c
@@ -178,7 +184,7 @@ class TransferMethod:
 
 
 def segment_bytes(total: float) -> int:
-    """Return the size in bytes of one gathered segment, for images of `total` bytes together.
+    """Return the size in bytes of one gathered segment, if all images together have `total` bytes.
 
     >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20
     (16, 16)
@@ -193,9 +199,10 @@ def transfer_methods(
 
     Args:
         route: route to transfer.
-        costs: costs of the machine. They decide the longest gap that is read instead of skipped.
-        max_image_bytes: maximum size of one image in bytes. Routes with larger images use direct transfers.
+        costs: costs of the machine. `Costs.gap_bytes` is the longest gap that is read instead of skipped.
+        max_image_bytes: maximum size of one image in bytes. Methods with larger images are left out.
         cuts: first address of each of the source's registered regions; empty if one region holds all pages.
+            No read crosses such an address.
 
     Raises:
         ConfigError: a cell has too many runs for a direct transfer, and its image is too large.
@@ -238,22 +245,28 @@ def transfer_methods(
 def choose_method(
     found: Sequence[TransferMethod], cells: int, costs: Costs, pinned: Strategy | None = None
 ) -> int:
-    """Return the index of the method with the least expected time.
+    """Return the index of the method with the shortest expected duration.
 
     Args:
-        found: methods of a route.
+        found: methods that can transfer the cells of a route.
         cells: number of cells to transfer.
         costs: costs of the machine.
-        pinned: strategy to use if a method has it; None for any strategy.
+        pinned: strategy to choose if one of the methods has it; None to choose among all methods.
     """
     allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
     return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
 
 
 def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedImage | None:
-    """Return the layout of fetched images; None if there is no useful one.
+    """Return the layout of fetched images (packed cells in the byte order of the source).
 
-    The longest gap is reduced until no read is longer than a block, because reading other blocks never pays.
+    Return None if nothing is copied or an image would need too many reads. The longest gap is reduced until
+    no read is longer than the distance between blocks, because it never pays to read other blocks.
+
+    Args:
+        route: route to transfer.
+        gap_bytes: length in bytes of the longest gap to try first.
+        cuts: same as in `transfer_methods`.
     """
     image = fetch_image(route.cell_copies, gap_bytes, cuts)
     while image and gap_bytes and image.longest > route.src_stride:
@@ -263,12 +276,12 @@ def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedIma
 
 
 def _read_count(image: PackedImage) -> int:
-    """Return the number of reads (descriptors) per cell."""
+    """Return the number of reads (descriptors) of one image."""
     return sum(len(each.descriptors) for each in image.reads)
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Return the number of calls of the copy operation and the number of runs, per cell."""
+    """Return the number of calls of the copy operation, and the number of runs that they copy, per cell."""
     nests = [nest for part in parts for nest in part.nests]
     return len(nests), sum(nest.rows for nest in nests)
 

@@ -166,7 +166,13 @@ def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
-    """Express pairs of offsets by few nested loops, in the same order. The copies have runs of 0 bytes."""
+    """Return strided copies whose runs begin at the given pairs of offsets, in the same order.
+
+    The copies have few loops if the offsets are regular. Their runs have 0 bytes; the caller sets the length.
+
+    Args:
+        src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
+    """
     stretches = _progressions(src, dst)
     if len(stretches) == len(src):
         return [StridedCopy(int(a), int(b), 0) for a, b in zip(src, dst, strict=True)]
@@ -190,7 +196,10 @@ def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
 
 
 def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
-    """Split pairs of offsets into arithmetic progressions.
+    """Split pairs of offsets into arithmetic progressions (sequences with one stride per side).
+
+    Args:
+        src, dst: offset of each pair at the source and at the destination, int64 of shape (n,).
 
     Returns:
         (index of the first pair, loop over the pairs) for each progression; the loop is None for a single

@@ -30,9 +30,10 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     (240, 256, 544)
 
     Args:
-        asked: configured number of tokens; None for the largest multiple of `block` up to `CHUNK_TOKENS` that
-            divides `interval`. If there is none, `block` is used, or the least common multiple of both if
-            `block` does not divide `interval`.
+        asked: configured number of tokens, which is returned unchanged. None for the largest multiple of
+            `block` up to `CHUNK_TOKENS`; with snapshots, it must also divide `interval`. If there is no such
+            multiple, the result is `block`, or the least common multiple of `block` and `interval` if there
+            are snapshots and `block` does not divide `interval`.
         interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
         block: number of tokens per block of a sliding-window group, same as in `check_windows`.
     """
