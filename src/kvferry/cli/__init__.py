@@ -1,1 +1,1 @@
-"""The commands of `kvferry`, one module each. `main` combines them into one command-line application."""
+"""The commands of ``kvferry``, one module each. `main` combines them into one command-line application."""
