@@ -1,8 +1,9 @@
 """Content adapters: the positions of K, V, latents and scales in each backend's pages.
 
-An adapter names the fields of a page, their positions, and the values that the backend's cache-write
-operation leaves in them. `probe` compares these claims with the operation. An adapter returns nothing for
-pages of another shape. A backend may have several adapters, and the first one that is proved is used.
+An adapter is a function that describes a page: its fields, their positions, and the values that the backend's
+cache-write operation leaves in them. `probe` compares this description with what the operation really writes.
+If the page does not have the shape that an adapter knows, the adapter returns an empty tuple. A backend may
+have several adapters. The first one whose description is proved is used.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ class Code(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One field, and the input values that the cache-write operation leaves in it.
+    """A field of a page, and the input values that the cache-write operation writes to it.
 
     Attributes:
         field: position of the elements in the page.
-        source: input that is written to the field, ``k`` (also for a latent) or ``v``.
-        first: index in that input of the field's first element.
+        source: name of the input that is written to the field: ``k`` (also for a latent) or ``v``.
+        first: index, within a head and token of the input, of the element that the field starts with.
         code: encoding of the elements' bytes.
-        scale: field with the scale factors of the elements, each for an equal share of them; None without
-            one.
-        scaled: True if the layer's own scale also multiplies the elements when the cache is quantised.
+        scale: field with the scale factors of the elements; None without one. Every scale factor applies to
+            the same number of consecutive elements.
+        scaled: True if the stored elements of a quantised cache must also be multiplied by the layer's own
+            scale, which is kept outside of the cache.
     """
 
     field: Field
@@ -47,14 +49,14 @@ class Written:
 
 
 INDEX_GROUP = 128
-"""Number of elements of a sparse indexer's key that share a scale."""
+"""Number of consecutive elements in a key of the sparse indexer that share one scale."""
 
 Loops = tuple[tuple[int, int], ...]
 Adapter = Callable[[Strides, Shard], tuple[Written, ...]]
 
 
 def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
-    """Return all fields of a page, each followed by the field of its scales."""
+    """Return all fields of a page in one tuple. If a field has scales, their field comes right after it."""
     return tuple(field for one in written for field in (one.field, one.scale) if field is not None)
 
 
@@ -62,9 +64,9 @@ def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
 
 
 def packed_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages with K, then V, per head and token. Most GPU backends use them, DIFFKV included.
+    """Describe pages that hold, for each head and token, the elements of K and then those of V.
 
-    K and V may have different widths.
+    Most GPU backends use such pages, DIFFKV included. K and V may have different numbers of elements.
     """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
@@ -72,9 +74,9 @@ def packed_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages with K, its float32 scale, V and its scale, per head and token.
+    """Describe pages that hold, for each head and token, K, its float32 scale, V and its float32 scale.
 
-    Quantisation per token and head uses them.
+    Caches that are quantised per token and head use such pages.
     """
     if s.slots != s.heads or s.content * s.item != (s.k + s.v) * s.item + 8:
         return ()
@@ -99,7 +101,7 @@ def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def latent(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages with one latent vector per token, the same on every rank, as MLA uses them."""
+    """Describe pages of MLA, which hold one latent vector per token. All ranks hold the same vectors."""
     del shard
     if s.content != s.k or s.v:
         return ()
@@ -107,9 +109,9 @@ def latent(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe ``fp8_ds_mla`` pages, which have 656 bytes per token.
+    """Describe pages of the KV cache dtype ``fp8_ds_mla``, which hold 656 bytes per token.
 
-    These are 512 fp8 codes, 4 float32 scales and 64 bfloat16 rope values.
+    The bytes are 512 fp8 codes of the latent, 4 float32 scales of these codes, and 64 bfloat16 rope values.
     """
     del shard
     if (s.content * s.item, s.k, s.v) != (656, 576, 0):
@@ -122,10 +124,11 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages of DeepSeek V3.2's sparse indexer, which keeps fp8 keys of tokens and their scales.
+    """Describe pages of DeepSeek V3.2's sparse indexer, which hold one fp8 key per token, with its scales.
 
-    A kernel block has the keys of all its tokens first, then their scales. A float32 scale belongs to 128 fp8
-    elements, as `indexer_k_quant_and_cache` writes them.
+    A kernel block (the block of tokens that the attention kernel uses) holds the keys of all its tokens, and
+    then the scales of all its tokens. Each float32 scale belongs to 128 elements of a key. The operation
+    `indexer_k_quant_and_cache` writes this format.
     """
     del shard
     groups, rest = divmod(s.content, INDEX_GROUP + 4)
@@ -146,9 +149,9 @@ def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages of CPU_ATTN's vector code, which have a K plane and a V plane per head.
+    """Describe pages of the vector code of CPU_ATTN, which hold a K array and then a V array for each head.
 
-    The K plane is ``[D][tokens]``, and the V plane after it is ``[tokens][D]``.
+    The K array has the shape ``[D][tokens]``. The V array has the shape ``[tokens][D]``.
     """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
@@ -164,7 +167,10 @@ def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages of B12X, which have two head slots: K of all heads per token, then V of all heads."""
+    """Describe pages of B12X, which hold an array with K of all heads per token, then the same array for V.
+
+    The cache tensor shows the two arrays as two entries of its head axis.
+    """
     if s.slots != 2 or s.content != s.heads * s.k or s.k != s.v:
         return ()
     heads = Axis("head", ((s.heads, s.k * s.item),), shard.start, shard.total)
@@ -173,14 +179,16 @@ def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
-    """Return an adapter for NVFP4 pages, which have K of all heads, then V of all heads.
+    """Return an adapter for NVFP4 pages, which hold K of all heads, and then V of all heads.
 
-    Each of the two has first the packed codes, then one e4m3 scale per 16 elements. Kernels for data-centre
-    Blackwell swizzle the scales of 4 tokens: the scale of token ``t`` and group ``g`` of ``G`` is in row ``t
-    // 4 * 4 + g // (G / 4)``, column ``g % (G / 4) * 4 + t % 4``.
+    K and V each consist of the packed codes of all heads, and then one e4m3 scale per group of 16 elements.
+    Kernels for data-centre Blackwell swizzle the scales of every 4 tokens. Let ``G`` be the number of groups
+    of a head and token. Then the scale of token ``t`` and group ``g`` is in row ``t // 4 * 4 + g // (G / 4)``
+    and column ``g % (G / 4) * 4 + t % 4``.
 
     Args:
-        k_swizzled, v_swizzled: True if the scales of K, or of V, are swizzled.
+        k_swizzled: True if the scales of K are swizzled.
+        v_swizzled: True if the scales of V are swizzled.
     """
 
     def adapter(s: Strides, shard: Shard) -> tuple[Written, ...]:
@@ -240,17 +248,25 @@ def _tokens(s: Strides) -> Axis:
 
 
 def _of_token(s: Strides, name: str, offset: int, item: int, count: int) -> Field:
-    """Describe a field that all heads share, from its bytes per element and its elements per token."""
+    """Describe a field that all heads share.
+
+    Args:
+        s: strides of the layer's cache.
+        name: name of the field.
+        offset: byte offset of the field within a token's bytes.
+        item: bytes per element.
+        count: number of elements per token.
+    """
     return Field(name, item, offset, (_tokens(s), Axis("content", ((count, item),))))
 
 
 def _in_cell(s: Strides, shard: Shard, parts: list[tuple[str, int, int, int]]) -> tuple[Written, ...]:
-    """Describe the fields inside the bytes of a head and token.
+    """Describe fields that together are one contiguous range of bytes for each head and token.
 
     Args:
         s: strides of the layer's cache.
         shard: KV heads of this rank.
-        parts: name, byte offset, bytes per element and number of elements of each field.
+        parts: (name, byte offset in the range, bytes per element, number of elements) of each field.
     """
     heads = Axis("head", ((s.heads, s.slot),), shard.start, shard.total)
     return tuple(
@@ -268,7 +284,7 @@ def _field(
     tokens: Loops,
     content: Loops,
 ) -> Field:
-    """Describe a field of single bytes from its loops inside a kernel block.
+    """Describe a field whose elements are single bytes.
 
     Args:
         s: strides of the layer's cache.
@@ -276,8 +292,8 @@ def _field(
         name: name of the field.
         offset: byte offset of the field in the page.
         head: bytes from one head to the next.
-        tokens, content: (count, stride in bytes) of the loops over tokens, and over the bytes of a head and
-            token.
+        tokens: (count, stride in bytes) of each loop over the tokens of a kernel block, outermost first.
+        content: (count, stride in bytes) of each loop over the bytes of a head and token, outermost first.
     """
     heads = Axis("head", ((s.heads, head),), shard.start, shard.total)
     return Field(
@@ -324,9 +340,10 @@ ADAPTERS: dict[str, tuple[Adapter, ...]] = {
     "TRITON_MLA": _MLA,
     "XPU_MLA_SPARSE": _MLA,
 }
-"""Adapters of each attention backend. For other backends, `cells` may prove pages."""
+"""Adapters by name of the attention backend, in the order in which they are tried. Pages of backends that are
+not listed may still be described by `cells`."""
 
 
 def is_known(backend: str) -> bool:
-    """Return True if a backend has an adapter, so its pages are expected to move by fields."""
+    """Return True if a backend has an adapter. Its pages are then expected to move field by field."""
     return backend in ADAPTERS

@@ -1,9 +1,10 @@
-"""Pages whose interior is unknown, except that every head and token has bytes of its own.
+"""Descriptions of pages in which each head and token has its own bytes, whatever these bytes mean.
 
 Some formats mix the elements of a vector: rotations, packed codes with their scales and offsets. No adapter
-names their elements. It is enough that the cache-write operation keeps everything of a head and token in one
-stretch of bytes, here called a *cell*, and that these bytes do not depend on the token's position. Cells can
-then be distributed to other blocks and ranks.
+describes single elements of such a format. But such pages can still move between different block sizes and
+numbers of ranks under two conditions. The cache-write operation keeps all data of a head and token in one
+contiguous range of bytes, here called a *cell*. And the bytes of a cell do not depend on the position of its
+token in the block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from kvferry.geometry import Axis, Field
 
 
 def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
-    """Return the field of pages that consist of cells; None if head slots are not heads."""
+    """Return the field that describes pages made of cells (contiguous bytes of one head and token).
+
+    Return None if the head axis of the cache tensor does not have one entry per KV head.
+    """
     if s.slots != s.heads:
         return None
     axes = [
@@ -32,11 +36,11 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
 
 
 def disproof(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Return the reason why pages do not consist of cells; empty if they do.
+    """Return the reason why pages do not consist of cells (contiguous bytes of one head and token).
 
-    The proof has three parts. Equal vectors must leave equal cells at every token of a block. A change to
-    some tokens or heads must change all of their cells, and no others. The operation must write nothing
-    outside of cells.
+    The reason is empty if they do. The proof has three parts. Equal input vectors must leave equal cells at
+    every token of a block. New input for some tokens or heads must change all of their cells, and no others.
+    The cache-write operation must write nothing outside of cells.
 
     Args:
         layer: the engine's attention layer.

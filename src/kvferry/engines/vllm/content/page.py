@@ -1,4 +1,4 @@
-"""Page formats of attention layers: fields that are proved, or opaque bytes."""
+"""Page formats of attention layers: fields whose positions are proved, or opaque bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def page_of_attention(
         name: name of the layer, for messages.
         spec: KV cache spec of the layer.
         tensor: cache of the layer, (kernel blocks, head slots, tokens, content).
-        num_blocks: number of manager blocks in the cache.
+        num_blocks: number of vLLM's own blocks in the cache. A block table has one entry per such block.
         shard: KV heads of this rank.
     """
     fields: tuple[Field, ...] = ()
@@ -54,9 +54,10 @@ def page_of_attention(
 
 
 def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
-    """Return a text with the facts that decide the meaning of a layer's bytes.
+    """Return the facts that decide the meaning of a layer's bytes, as a text joined by colons.
 
-    They are the backend, its instruction set, the tensor's dtype and the KV cache dtype.
+    The facts are the backend's name, its instruction set (empty if it names none), the tensor's dtype and the
+    KV cache dtype.
     """
     return ":".join(
         [_backend(layer), str(getattr(layer, "isa", "")), str(tensor.dtype), _kv_dtype(layer, spec)]
@@ -68,9 +69,9 @@ def _backend(layer: Any) -> str:
 
 
 def _kv_dtype(layer: Any, spec: Any) -> str:
-    """Return the KV cache dtype that a layer names, or else its spec; ``auto`` if neither names one.
+    """Return the KV cache dtype that a layer names. If it names none, return that of its KV cache spec.
 
-    A layer that only holds a cache (an indexer) may leave it to its spec.
+    The result is ``auto`` if neither names a dtype. A layer that only holds a cache (an indexer) names none.
     """
     return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
 
@@ -85,10 +86,11 @@ def whole_page(
     block_tokens: int,
     why: str,
 ) -> PageFormat:
-    """Describe a page of unknown content, which moves whole, between equal blocks and equal ranks.
+    """Describe a page of unknown content, as opaque bytes that can only move whole.
 
-    The ranks may differ if all of them hold the same bytes. Bytes of unknown meaning can only be exchanged
-    between pages with equal strides, so strides are part of the content id.
+    Such pages move between engines with the same block size and the same number of ranks, from each rank to
+    the rank of the same index. If all ranks hold the same bytes, the ranks may differ. Opaque bytes can only
+    be exchanged between pages with equal strides, so the strides are part of the content id.
 
     Args:
         layer, name, spec, tensor, num_blocks, shard: same as in `page_of_attention`.
@@ -113,7 +115,11 @@ def whole_page(
 def _proved(
     layer: Any, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> tuple[tuple[Field, ...], str]:
-    """Return the first description that is proved and an empty string, or no fields and the reason."""
+    """Find the first description of a page that the cache-write operation confirms.
+
+    Returns:
+        Fields of the page and an empty string. If no description is confirmed, an empty tuple and the reason.
+    """
     s, backend, kv_dtype = strides_of(tensor, spec, num_blocks), _backend(layer), _kv_dtype(layer, spec)
     reasons = dict[str, None]()
     for adapter in ADAPTERS.get(backend, ()):
@@ -137,16 +143,19 @@ def _proved(
 
 
 def _of(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """Add an element type that the cache's dtype does not name to the names of fields."""
+    """Return fields with the element type added to their names.
+
+    Used if the element type is not the one that the KV cache dtype names.
+    """
     kind = str(element).removeprefix("torch.")
     return tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)
 
 
 def _runs(tensor: torch.Tensor, num_blocks: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the contiguous runs of a manager block's page.
+    """Return the contiguous byte ranges (runs) that one of vLLM's blocks occupies in a cache tensor.
 
     Returns:
-        Bytes of a run, and (count, stride in bytes) of the loops over the runs.
+        Number of bytes of each run, and (count, stride in bytes) of each loop over the runs, outermost first.
     """
     item = tensor.element_size()
     extents = (tensor.shape[0] // num_blocks, *tensor.shape[1:])

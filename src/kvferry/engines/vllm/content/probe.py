@@ -1,8 +1,9 @@
-"""Proof that an adapter is right: the backend writes known values, which must be where the adapter says.
+"""Proof that an adapter describes a layer's pages correctly.
 
-In place of K and V, the probe writes the index of each element along one axis, one digit at a time. An
-adapter is right if every element of every field reads as the digit of its own index, for every digit, and if
-the operation writes no byte outside of the fields.
+The probe lets the backend write known values to scratch pages, and looks for them where the adapter says. The
+values stand for the index of each element along one axis (token, head or content), one digit per write. The
+adapter is right under two conditions. Every element of every field must decode to the digit of its own index,
+in every write. And the cache-write operation must write no byte outside of the fields.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvferry.engines.vllm.content.values import (
 def disproof(
     layer: Any, tensor: torch.Tensor, s: Strides, written: tuple[Written, ...], element: torch.dtype
 ) -> str:
-    """Return the reason why an adapter is wrong about a layer's pages; empty if every element is in place.
+    """Return the reason why an adapter's description of a layer's pages is wrong; empty if it is right.
 
     Args:
         layer: the engine's attention layer, for its cache-write operation and scales.
@@ -61,7 +62,7 @@ def disproof(
 
 
 def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, ...]) -> str:
-    """Return a message if the operation writes bytes that belong to no field; empty if it does not."""
+    """Return a message if the cache-write operation writes bytes outside of `fields`, else an empty one."""
     inputs = {
         name: letters((s.block_tokens, s.heads, width), "content", 0, 1)
         for name, width in (("k", s.k), ("v", s.v))
@@ -75,10 +76,11 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 
 
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
-    """Multiply inputs by the layer's own scales, because a quantising operation divides by them.
+    """Return inputs multiplied by the layer's own scales, in the dtype and on the device of the layer.
 
-    Inputs to a quantised cache are made slightly larger. Then an operation that truncates (vLLM's for CPUs
-    does) gives the same codes as one that rounds.
+    The cache-write operation of a quantised cache divides its input by these scales, so the known values end
+    up in the cache. Inputs to a quantised cache are also increased by 1/64. Then an operation that truncates,
+    such as vLLM's for CPUs, writes the same codes as an operation that rounds.
     """
     quantised = not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
     dtype = (getattr(layer, "dtype", None) or torch.bfloat16) if quantised else tensor.dtype
@@ -90,11 +92,16 @@ def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.
 
 
 def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
-    """Yield (axis, digit, True for inputs with anchors) for each write of the probe.
+    """Yield (axis, digit, anchored) for each write of the probe.
 
-    If the operation computes scales from the values, a letter that is the same all along a vector only shows
-    in the scale. Anchors make all scales equal, so the letters show in the codes. So each digit is then
-    written both ways.
+    `anchored` is True if some elements of the input are replaced by the largest value (`with_anchors`). If
+    the operation computes scales from its input, a value that fills a whole vector affects only the scale and
+    no code. With anchors all scales are equal, so the values affect the codes. So each digit is written
+    without anchors to check the scales, and with anchors to check the codes.
+
+    Args:
+        s: strides of the layer's cache.
+        dynamic: True if the operation computes scales from its input.
     """
     for axis, extent in zip(AXES, (s.block_tokens, s.heads, max(s.k, s.v)), strict=True):
         for digit in range(digits(extent)):
@@ -104,10 +111,13 @@ def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
 
 
 def _factor(layer: Any, one: Written) -> torch.Tensor:
-    """Return the factors that turn decoded codes into letters: float32, for (tokens, heads, content).
+    """Return the factor by which decoded elements must be multiplied to get the known values of the probe.
 
-    The factors broadcast over these axes. Inputs are letters times the layer's scale. If the operation does
-    not divide by the scale, the codes still contain it.
+    The probe multiplies its known values by the layer's own scale. If the operation does not divide by this
+    scale, the decoded elements still contain it, and the factor is 1 / scale. Otherwise the factor is 1.
+
+    Returns:
+        float32 of shape (1,) or (1, heads, 1), which broadcasts over (tokens, heads, content).
     """
     return torch.ones(1) if one.scaled else 1 / scale_of(layer, one.source)
 

@@ -1,7 +1,8 @@
-"""Scales of a layer's quantised cache that the layer keeps outside of the cache.
+"""Scales of a quantised KV cache that a layer keeps outside of the cache.
 
-Codes in the cache are multiplied by these scales, so the scales are part of what the bytes mean. Other scales
-lie inside pages (per token and head, or per group of elements). Those are fields, and move with the pages.
+The layer multiplies the codes in its cache by these scales, so the codes cannot be understood without them.
+Other scales lie inside the pages (per token and head, or per group of elements). Those are fields of the
+pages and move with them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import torch
 from kvferry.geometry import Scale
 
 _OWN = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "nvfp4", "nvfp4_4over6")
-"""KV cache dtypes whose codes are multiplied by the layer's own scales."""
+"""KV cache dtypes whose codes the layer multiplies by scales of its own, outside of the cache."""
 
 
 def scale_of(layer: Any, name: str) -> torch.Tensor:
-    """Return the layer's scale of ``k`` or ``v``: float32 on the host, of shape (1,) or (1, heads, 1).
+    """Return the layer's own scale of ``k`` or ``v``; a scale of 1 if its KV cache dtype uses no such scale.
 
-    Return 1 if the layer's KV cache dtype uses no such scale.
+    Args:
+        layer: the engine's attention layer, after its weights were loaded.
+        name: ``k`` or ``v``.
+
+    Returns:
+        float32 on the host, of shape (1,) or (1, heads, 1).
     """
     found = getattr(layer, f"_{name}_scale", None)
     if found is None or str(getattr(layer, "kv_cache_dtype", "")) not in _OWN:
@@ -29,7 +35,7 @@ def scale_of(layer: Any, name: str) -> torch.Tensor:
 
 
 def scales_of(layer: Any) -> tuple[Scale, ...]:
-    """Return the scales that decide the meaning of a layer's pages: those that are not 1.
+    """Return the layer's own scales of K and V, except those that are 1.
 
     Args:
         layer: the engine's attention layer, after its weights were loaded.

@@ -1,4 +1,4 @@
-"""Scratch pages with a layer's strides, and calls of the backend's own cache-write operation on them."""
+"""Scratch caches with the strides of a layer's cache, and writes to them with the backend's own operation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from kvferry.engines.vllm.content.strides import Strides
 from kvferry.geometry import Field
 
 Inputs = dict[str, torch.Tensor]
-"""Inputs by name: ``k`` and, for layers with V, ``v``. Shape (tokens, heads, width), in the model's dtype."""
+"""Input tensors of a write, by name: ``k`` and, for layers with V, ``v``. Each has the model's dtype and the
+shape (tokens, heads, elements per head and token)."""
 
 
 def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: int = 0) -> torch.Tensor:
-    """Write one manager block through the layer's own operation: block 1 of a scratch cache of two blocks.
+    """Write a block of inputs to a new scratch cache, with the layer's own cache-write operation.
+
+    The scratch cache has two of vLLM's blocks. The inputs are written to block 1.
 
     Args:
         layer: the engine's attention layer.
         tensor: cache of the layer. Only its shape, strides, dtype and device matter.
         s: strides of the cache.
-        values: inputs for every token of a manager block.
+        values: inputs for every token of the block.
         fill: value of all scratch bytes before the write.
 
     Returns:
@@ -54,7 +57,7 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
 def offsets(field: Field, device: torch.device) -> torch.Tensor:
     """Return the byte offsets of a field's elements in a page: int64 of shape (tokens, heads, content).
 
-    The extent of an axis that the field lacks is 1.
+    The extent is 1 along each axis that the field does not have.
     """
     found = torch.tensor([field.offset], device=device)
     shape = []
@@ -95,10 +98,11 @@ def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch
 
 
 def _fresh(impl: Any) -> Any:
-    """Copy an implementation without its views of the first cache that it has seen.
+    """Return a copy of an attention implementation, without its views of the cache that it used first.
 
-    TRITON_ATTN makes views of the scales in the first cache that it is given, and always uses these views. If
-    the first cache were a scratch cache, the engine's own scales would be written there.
+    TRITON_ATTN makes views of the scales in the first cache that it gets, and uses these views from then on.
+    If it got a scratch cache first, it would later write the scales of the engine's cache into the scratch
+    cache.
     """
     impl = copy.copy(impl)
     for name in ("_k_scale_cache", "_v_scale_cache"):

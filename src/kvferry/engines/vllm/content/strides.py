@@ -13,9 +13,11 @@ class Shard:
     """KV heads of a layer that this rank holds.
 
     Attributes:
-        rank, ranks: tensor-parallel rank, and number of ranks.
-        start: index of the first head on this rank, over all ranks.
-        total: number of heads over all ranks, without copies; 0 if the heads are uncertain.
+        rank: tensor-parallel rank.
+        ranks: number of tensor-parallel ranks.
+        start: index, among all heads of the layer, of the first head on this rank.
+        total: number of heads of the layer. A head with copies on several ranks counts once. 0 if the
+            heads of this rank are uncertain.
     """
 
     rank: int
@@ -28,16 +30,23 @@ class Shard:
 class Strides:
     """Shape and strides of one layer's cache tensor.
 
+    A manager block is a block of vLLM's block tables. A kernel block is a block as the attention kernel uses
+    it. A manager block consists of one or more kernel blocks. A head slot is an entry of the tensor's head
+    axis.
+
     Attributes:
         item: bytes per element.
         heads: number of KV heads on this rank.
-        slots: number of head slots of a kernel block: one per head, or K and V of each head, or K and V of
-            all heads.
+        slots: number of head slots of a kernel block. There is one slot per head, or one for K and one for V
+            of each head, or one for K and one for V of all heads.
         tokens: number of tokens of a kernel block.
-        content: number of elements per slot and token.
+        content: number of elements per head slot and token.
         kernel_blocks: number of kernel blocks per manager block.
-        kernel, slot, token: bytes from one kernel block, slot or token to the next.
-        k, v: number of elements of K and of V per head and token, as the model computes them.
+        kernel: bytes from one kernel block to the next.
+        slot: bytes from one head slot to the next.
+        token: bytes from one token to the next.
+        k: number of elements of K per head and token, as the model computes them.
+        v: number of elements of V per head and token; 0 without V.
     """
 
     item: int
@@ -54,7 +63,7 @@ class Strides:
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens of a manager block."""
+        """Number of tokens of a manager block, which is a block of vLLM's block tables."""
         return self.kernel_blocks * self.tokens
 
 
@@ -62,7 +71,7 @@ def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
     """Return the strides of a cache tensor.
 
     Args:
-        tensor: cache of a layer, (kernel blocks, head slots, tokens, content).
+        tensor: cache of a layer, of shape (kernel blocks, head slots, tokens, content).
         spec: KV cache spec of the layer.
         num_blocks: number of manager blocks in the cache.
     """

@@ -1,9 +1,9 @@
-"""Known values for the probe to write, and decoding of the bytes that a write leaves.
+"""Known values that the probe writes, and functions that decode the bytes which a write leaves in the cache.
 
-The probe writes the index of each token, head or content element digit by digit. A digit is one of five
-values, the *letters*. Every KV cache dtype holds them exactly or, if scales are computed from the values
-themselves, precisely enough to tell neighbouring letters apart. No letter is zero, so memory that was not
-written never looks right.
+The probe writes the index of each token, head or content element, one base-5 digit at a time. Each digit is
+written as one of five floating-point values, the *letters*. Most KV cache dtypes hold the letters exactly. If
+scales are computed from the input, the dtype still holds the letters precisely enough to tell them apart. No
+letter is zero, so memory that was never written does not decode to a letter.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from kvferry.engines.vllm.content.adapters import Code
 
 LETTERS = (1.0, 2.0, 3.0, 4.0, 6.0)
-"""Values of a digit. They are exact in float8 e5m2, e4m3 and e2m1. They stay apart if the largest letter of a
-group is scaled to the largest number of the format."""
+"""Floating-point values that stand for the digits 0 to 4. They are exact in float8 e5m2, e4m3 and e2m1. They
+can still be told apart if a scale maps the largest of them to the largest number of the format."""
 
 CLOSE = 0.45
-"""Maximum error of a decoded letter. Letters are at least 1 apart."""
+"""Maximum error of a decoded letter. The difference between two letters is at least 1."""
 
 AXES = ("token", "head", "content")
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of e2m1, by the lower three bits. The fourth bit is the sign."""
+"""Absolute values of the 4-bit format e2m1, by its lower three bits. The fourth bit is the sign."""
 
 
 def digits(extent: int) -> int:
-    """Return the number of digits of indices below `extent`, in base 5.
+    """Return how many base-5 digits are needed to write every index below `extent`.
 
     >>> [digits(extent) for extent in (1, 5, 6, 25, 26)]
     [1, 1, 2, 2, 3]
@@ -38,13 +38,13 @@ def digits(extent: int) -> int:
 
 
 def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> torch.Tensor:
-    """Return a tensor whose elements are one digit of their index along `axis`, as letters: float32.
+    """Return a float32 tensor in which each element encodes one base-5 digit of its index along `axis`.
 
     Args:
-        shape: number of tokens, heads, and elements per head and token.
+        shape: shape of the tensor: (tokens, heads, elements per head and token).
         axis: one of `AXES`.
-        digit: position of the digit; 0 is the lowest.
-        shift: amount added to every digit (modulo 5), so that K and V differ.
+        digit: position of the digit in the index; 0 is the lowest.
+        shift: number added to every digit, modulo 5. K and V have different shifts, to tell them apart.
     """
     dim = AXES.index(axis)
     index = (torch.arange(shape[dim]) // len(LETTERS) ** digit + shift) % len(LETTERS)
@@ -54,17 +54,21 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
 
 
 def with_anchors(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy in which the first of every 16 elements is the largest letter, so scales are equal."""
+    """Return a copy in which the first of every 16 elements is the largest letter.
+
+    All groups then have the same maximum, so an operation that computes scales gives them the same scale.
+    """
     anchored = values.clone()
     anchored[..., ::16] = LETTERS[-1]
     return anchored
 
 
 def element_types(kv_cache_dtype: str, tensor_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the element types that a cache may hold. The first is the one that its dtype names.
+    """Return the element types that a cache may hold. The first is the type that the KV cache dtype names.
 
-    vLLM hands fp8 caches over as bytes. Backends that know one fp8 type write only that one, for any dtype
-    (TRITON_ATTN writes e4m3 for ``fp8_e5m2``). Some AMD GPUs have an e4m3 type of their own.
+    vLLM hands over fp8 caches as uint8 tensors. A backend that supports only one fp8 type writes that type
+    whatever the KV cache dtype is (TRITON_ATTN writes e4m3 for ``fp8_e5m2``). Some AMD GPUs use an e4m3 type
+    of their own.
     """
     if tensor_dtype != torch.uint8 or not kv_cache_dtype.startswith("fp8"):
         return (tensor_dtype,)
@@ -81,7 +85,7 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
         element: element type of the cache.
 
     Returns:
-        float32 of shape (..., count), or (..., 2 * count) for e2m1.
+        float32 of shape (..., count). For e2m1, which packs two numbers into a byte, (..., 2 * count).
     """
     if code is Code.FP4:
         codes = raw.squeeze(-1)
@@ -93,6 +97,13 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
 
 
 def decode_scale(raw: torch.Tensor) -> torch.Tensor:
-    """Decode scales to float32. A scale of four bytes is float32, a scale of one byte is e4m3."""
+    """Decode scales. A scale of four bytes is float32, and a scale of one byte is float8 e4m3.
+
+    Args:
+        raw: bytes of the scales, uint8 of shape (..., count, bytes per scale).
+
+    Returns:
+        float32 of shape (..., count).
+    """
     dtype = torch.float32 if raw.shape[-1] == 4 else torch.float8_e4m3fn
     return raw.contiguous().view(dtype).squeeze(-1).float()

@@ -1,16 +1,16 @@
 """Choice of the child connector that loads a request.
 
-All children are asked, and one of them loads. After a failed load, that child is excluded for the request,
-and another may load.
+For each request, all children state how many tokens they can load, and one of them is chosen to load. If its
+load fails, this child is not chosen again for the request, and another child may load.
 
-Requests go through the phases of kvferry's own admission (`connector.request_phases`). As in vLLM's
-MultiConnector, the children that are not chosen get the blocks with 0 tokens to load, and drop their state of
-the request.
+Requests go through the same phases as in kvferry's own admission (`connector.request_phases`). As in vLLM's
+MultiConnector, the other children are told to load 0 tokens into the request's blocks. They then drop the
+state that they keep for the request.
 
-Children with synchronous loads do not report the end of a load, and their request waits for nothing. It is
-SERVED as soon as it is admitted. If the child reports blocks that it could not load, the child is excluded.
-Such a load needs no free blocks for waiting requests (headroom), because the step that loads also computes
-the request.
+A synchronous load runs in the step that uses the blocks, and the child does not report its end. The request
+waits for nothing, so its phase is SERVED as soon as it is admitted. If the child reports blocks
+that it could not load, it is not chosen again for the request. A synchronous load is started even if few free
+blocks remain for waiting requests (headroom), because the request does not wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Plan:
 
     Attributes:
         place: index of the child.
-        bid: number of tokens that the child offers to load.
+        bid: offer of the child: its name and the number of tokens that it can load.
         asynchronous: True if the load runs between steps and the child reports its end.
     """
 
@@ -44,13 +44,13 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Load:
-    """Load of a request by a child.
+    """Load of a request's KV by a child.
 
     Attributes:
         plan: plan that this load executes.
-        blocks: vLLM's blocks of the request.
-        began: start of the load, in seconds of the clock.
-        invalid: True if a child has reported some of these blocks as not loaded.
+        blocks: vLLM's KVCacheBlocks of the request.
+        began: time at which the load started, in seconds of the clock.
+        invalid: True if some of these blocks have been reported as not loaded.
     """
 
     plan: _Plan
@@ -64,9 +64,10 @@ class _RequestState(RequestState[_Plan]):
     """State of one request.
 
     Attributes:
-        answers: last answer of each child, in tokens; None for a child that is still looking.
-        load: load under way; None without one. A synchronous load stays here until the request ends or is
-            admitted again.
+        answers: number of tokens that each child can load, as it has last stated; None for a child that is
+            still looking.
+        load: load under way; None without one. No child reports the end of a synchronous load, so such a load
+            stays here until the request ends or is matched again.
     """
 
     answers: tuple[int | None, ...] = ()
@@ -74,10 +75,10 @@ class _RequestState(RequestState[_Plan]):
 
 
 class ChildAdmission:
-    """Decides for every request which child loads it. Only the engine's thread calls it.
+    """Chooses the child that loads each request. Only the engine's thread may use it.
 
     Attributes:
-        counts: counters for each child.
+        counts: counts of choices and of ended loads, for each child.
         phases: state machine of the requests. The connector sets its headroom (free blocks to keep for
             waiting requests) when vLLM binds the KV cache manager.
     """
@@ -95,8 +96,7 @@ class ChildAdmission:
         Args:
             names: names of the children.
             children: the children's connectors in the scheduler, in the same order.
-            choice: policy that chooses between the children's bids. The names of the children are its
-                sources.
+            choice: policy that chooses between the offers of the children. It knows each child by its name.
             attempts: maximum number of loads for one request.
             clock: function that returns the time in seconds.
         """
@@ -112,11 +112,15 @@ class ChildAdmission:
         return len(self._known) + len(self._loads)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Ask all children, and return the number of tokens to load beyond `local_tokens`.
+        """Ask all children how many tokens they can load, and choose one of them.
+
+        Args:
+            request: vLLM's request.
+            local_tokens: number of prompt tokens that the engine's own prefix cache has.
 
         Returns:
-            The tokens to load, and True if the load is asynchronous. The tokens are None if vLLM must ask
-            again later.
+            Number of tokens to load beyond `local_tokens`, and True if the load is asynchronous. The number
+            is None if vLLM must ask again later.
         """
         known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
@@ -135,15 +139,15 @@ class ChildAdmission:
         return tokens, best is not None and best.asynchronous and bool(tokens)
 
     def _plans(self, rest: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
-        """Return a plan for each child.
+        """Return a plan to load with each child, in the order of the children.
 
         Args:
-            rest: number of tokens of the request that the engine does not have.
-            answers: tokens that each child can load, None if it is still looking, and True for an
-                asynchronous load.
+            rest: number of the request's tokens that are not in the engine's own prefix cache.
+            answers: for each child, the number of tokens that it can load, and True if its load is
+                asynchronous. The number is None if the child is still looking.
         """
         return [
-            # A child that is still looking may find all tokens but the last one, which is always computed.
+            # A child that is still looking may find every token except the last one. That one is computed.
             _Plan(
                 place,
                 Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None),
@@ -153,14 +157,23 @@ class ChildAdmission:
         ]
 
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
-        """Return True if a load leaves enough free blocks for waiting requests."""
+        """Return True if a load is synchronous, or leaves enough free blocks for waiting requests.
+
+        Args:
+            plan: plan of the load.
+            request: vLLM's request.
+            local_tokens: number of prompt tokens that the engine's own prefix cache has.
+        """
         total = local_tokens + plan.bid.tokens
         return not plan.asynchronous or self.phases.headroom.fits(
             request.request_id, total, request.num_tokens
         )
 
     def chosen(self, request_id: str) -> int | None:
-        """Return the index of the child that loads the request, now or at its admission; None without one."""
+        """Return the index of the child that is loading a request, or is chosen to load it.
+
+        Return None if there is no such child.
+        """
         known = self._known.get(request_id)
         if known is None:
             return None
@@ -169,10 +182,16 @@ class ChildAdmission:
         return None if known.load is None else known.load.plan.place
 
     def allocated(self, request: Any, blocks: Any, external: int) -> int | None:
-        """Hand the request's blocks to all children. The chosen child loads `external` tokens into them.
+        """Hand the request's blocks to all children, and start the load of the chosen child.
+
+        Args:
+            request: vLLM's request.
+            blocks: vLLM's KVCacheBlocks of the request.
+            external: number of tokens that the chosen child loads into the blocks.
 
         Returns:
-            Index of the child that loads synchronously, in the step that uses the blocks; None without one.
+            Index of the child, if it loads synchronously in the coming step. None for an asynchronous load,
+            and if nothing is loaded.
         """
         known = self._known.get(request.request_id)
         loader = None
@@ -183,7 +202,15 @@ class ChildAdmission:
         return None if known is None or known.phase is RequestPhase.LOADING else loader
 
     def _admit(self, request: Any, known: _RequestState, blocks: Any, external: int) -> int | None:
-        """Start the chosen load if there are tokens to load; return the index of its child, or None."""
+        """Record the admission of a request, and the start of its load if there is one.
+
+        Args:
+            request, blocks, external: same as in `allocated`.
+            known: state of the request.
+
+        Returns:
+            Index of the child that loads the request; None if nothing is loaded.
+        """
         taken = self.phases.admit(known, external)
         answers = zip(self._names, known.answers, strict=True)
         self.counts.admitted(answers, None if taken is None else taken[0].bid.source, external)
@@ -200,19 +227,21 @@ class ChildAdmission:
         return plan.place
 
     def take_new(self) -> dict[str, int]:
-        """Return the asynchronous loads started since the last call, and clear them.
+        """Return the asynchronous loads that have started since the last call, and forget them.
 
-        The result is {request id: child index}.
+        The result is the index of the child that loads, by request id.
         """
         new, self._new = self._new, {}
         return new
 
     def take_results(self, received: set[str], failed: set[str], invalid: set[int]) -> None:
-        """Handle the results of a step.
+        """Record which loads have ended, and exclude children whose loads have failed.
+
+        An excluded child is not chosen again for the same request.
 
         Args:
-            received: ids of requests whose loads have ended.
-            failed: ids of those requests whose loads have failed.
+            received: ids of requests whose asynchronous loads have ended.
+            failed: ids of the requests among `received` whose loads have failed.
             invalid: ids of blocks that could not be loaded.
         """
         if invalid:
@@ -235,7 +264,11 @@ class ChildAdmission:
                 self.phases.ended(known, request_id, failed=not succeeded)
 
     def _strike_for(self, invalid: set[int]) -> None:
-        """Exclude each child that had to load one of these invalid blocks, for the request concerned."""
+        """Exclude the children whose loads include invalid blocks, each for the request of its load.
+
+        Args:
+            invalid: ids of blocks that could not be loaded.
+        """
         for known in self._known.values():
             load = known.load
             if load is None or not any(invalid.intersection(ids) for ids in load.blocks.get_block_ids()):
@@ -244,14 +277,14 @@ class ChildAdmission:
             known.bidding.strike(load.plan.bid.source, "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended in any way. The end of its asynchronous load is still counted."""
+        """Forget a request that has ended. An asynchronous load that is under way is counted when it ends."""
         self.phases.forget(request_id)
         known = self._known.pop(request_id, None)
         if known is not None:
             self._settle(known)
 
     def _settle(self, known: _RequestState) -> None:
-        """Count the end of a synchronous load, which no child reports."""
+        """Count the end of a request's synchronous load, if it has one, because no child reports this end."""
         load, known.load = known.load, None
         if load is not None and not load.plan.asynchronous:
             self.counts.ended(load.plan.bid.source, succeeded=not load.invalid)

@@ -1,4 +1,4 @@
-"""The connectors of a `FerryMultiConnector`, and the settings on which they must agree at engine start."""
+"""Child connectors that a `FerryMultiConnector` is configured to run, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HAND_OVER = {
     "NixlPullConnector",
     "NixlPushConnector",
 }
-"""vLLM's own connectors that hand a request's KV to another engine."""
+"""Class names of vLLM's own connectors that hand a request's KV to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Child:
         name: unique name, as in `ChildSettings`.
         load_weight: weight of each token that the child offers, as in `ChildSettings`.
         cls: class of the connector.
-        config: the engine's configuration, with this child's settings in place of the parent connector's.
+        config: the engine's configuration, in which this child's connector settings replace those of the
+            `FerryMultiConnector`.
     """
 
     name: str
@@ -50,7 +51,10 @@ class Child:
 
     @property
     def hands_over(self) -> bool:
-        """True if the child is known to hand KV to other engines."""
+        """True if the child hands KV to other engines.
+
+        This holds for kvferry's connector with transfers, and for those of vLLM's that `_HAND_OVER` lists.
+        """
         if self.ferry:
             return read_settings(self.config).transfers
         return self.cls.__name__ in _HAND_OVER
@@ -69,7 +73,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
 
 
 def children_of(vllm_config: Any) -> tuple[Child, ...]:
-    """Return the child connectors that the settings name, in their order.
+    """Return class and configuration of each child connector, in the order of the settings.
 
     Raises:
         ConfigError: `read_multi` refuses a setting, a class is not found, or vLLM refuses a child's settings.
@@ -117,9 +121,9 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
 
 
 def agreed_layout(children: Sequence[Child]) -> str | None:
-    """Return the memory layout that the children require for the engine's cache; None if any layout will do.
+    """Return the memory layout that the children require for the engine's cache; None if they accept any.
 
-    A KVFerryConnector whose layout is ``auto`` accepts the layout that the others require.
+    A KVFerryConnector whose layout is ``auto`` accepts every layout that another child requires.
 
     Raises:
         ConfigError: two children require different layouts.
@@ -144,11 +148,13 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
 
 
 def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:
-    """Return the number of workers that report each request, as the children state it; None for all workers.
+    """Return the number of workers that report the end of each transfer; None for all workers.
+
+    The scheduler treats a transfer as ended when this many workers have reported it.
 
     Args:
         names: names of the children.
-        counts: number that each child states; None for all workers.
+        counts: number of reporting workers that each child states; None for all workers.
         workers: number of workers of the engine.
 
     Raises:

@@ -1,8 +1,9 @@
-"""Completions of the children, merged into those that a worker reports to the engine.
+"""Merging of the children's completions into those that a worker reports to the engine.
 
-vLLM fails an assertion on a completion that it does not expect, and takes the first completion of a request
-for the only one. So a request counts as received when the child that loads it reports it, whatever other
-children report. A request counts as sent when every child that keeps its blocks has reported it.
+A completion is a report that the KV of a request has been received or sent. vLLM fails an assertion on a
+completion that it does not expect, and takes the first completion of a request as the only one. So the worker
+reports a request as received when the child that loads it does, whatever other children report. It reports a
+request as sent when every child that keeps the request's blocks has reported it as sent.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 
 
 class Completions:
-    """Completions that a worker still expects from its children."""
+    """Reports of received and sent requests that a worker still expects from its children."""
 
     def __init__(self) -> None:
         self._loads: dict[str, int] = {}
         self._holders: dict[str, set[int]] = {}
 
     def __len__(self) -> int:
-        """Return the number of expected loads plus the number of ended requests whose blocks are kept."""
+        """Return the number of loads under way plus the number of ended requests whose blocks are kept."""
         return len(self._loads) + len(self._holders)
 
     def expect(self, loads: Mapping[str, int], holders: Mapping[str, Iterable[int]]) -> None:
-        """Record new loads, and ended requests whose blocks children keep.
+        """Record new loads, and ended requests of which some children keep blocks.
 
         Args:
-            loads: index of the child that loads, by request id.
-            holders: indices of the children that keep blocks, by request id.
+            loads: index of the child that loads a request, by request id.
+            holders: indices of the children that keep blocks of an ended request, by request id.
         """
         self._loads.update(loads)
         self._holders.update({name: set(places) for name, places in holders.items()})
 
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
-        """Merge all children's completions of a step into those that the engine expects.
+        """Merge the children's completions of a step into those that the engine expects.
 
         Args:
-            reports: completions of each child, in the order of the children.
+            reports: sent, received and failed requests of each child, in the order of the children.
         """
         sent, received, failed = set(), set(), set()
         for place, report in enumerate(reports):

@@ -51,14 +51,15 @@ NOT_FORWARDED = {
     "has_connector_metadata": "asks for what `bind_connector_metadata` was given, which is ours",
     "bind_gpu_block_pool": "children are given it by `bind_kv_cache_manager`, of which it is a part",
 }
-"""Members of vLLM's base class that are not forwarded to the children, with the reason."""
+"""Members of vLLM's base class that are not forwarded to the children. The value is the reason."""
 
 
 class FerryMultiConnector(WorkerHooks, SupportsHMA):
     """Connector that runs other connectors as its children; one instance in the scheduler, one per worker."""
 
     supports_sleep_mode: ClassVar[bool] = False
-    """Same as in `KVFerryConnector`, which may be one of the children."""
+    """Flag that vLLM 0.33 and later read. It is False because a child may be a `KVFerryConnector`, which
+    must not give up its registered memory."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Check that the children fit together, and create them.
@@ -150,7 +151,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         loader = self._admission.allocated(request, blocks, num_external_tokens)
         for place, child in enumerate(self._connectors):
             if loader not in (None, place) and isinstance(child, KVFerryConnector):
-                # A failure is known only after the step, which would already store KV that builds on it.
+                # A failed load is known only after the step, which would have stored KV computed from it.
                 child.scheduler.half.parts.doubt(request.request_id)
 
     def get_external_cache_hit_sources(
@@ -266,12 +267,22 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
 
 def _of_child(metadata: dict[Any, Any], place: int) -> dict[Any, Any]:
-    """Return one child's part of the workers' handshakes, by worker."""
+    """Return the handshakes of one child, by the worker that has sent them.
+
+    Args:
+        metadata: handshakes of all children (`MultiHandshake`), by worker.
+        place: index of the child.
+    """
     return {worker: of.children[place] for worker, of in metadata.items() if of.children[place] is not None}
 
 
 def _part(whole: Any, place: int) -> Any:
-    """Return one child's part of a merged message; None if the child sent none."""
+    """Return the message of one child; None if the child sent none.
+
+    Args:
+        whole: message with a field `children`, or None.
+        place: index of the child.
+    """
     return None if whole is None else whole.children[place]
 
 

@@ -1,4 +1,4 @@
-"""Counts of the choice between children and of their loads, for the engine's /metrics."""
+"""Counters of how often each child is chosen and how its loads end, for the engine's /metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Count = tuple[str, str, str]
-"""(metric, child, outcome) of a counted event. The outcome is empty for metrics without one."""
+"""Labels of a counter: (metric, name of the child, outcome). The outcome is empty for metrics without one."""
 
 
 @dataclass(slots=True)
@@ -15,8 +15,8 @@ class Counts:
     """Counts of events since the last call of `take`.
 
     Attributes:
-        more: increment of each counter.
-        pending: number of asynchronous loads under way, by child; not cleared by `take`.
+        more: increment of each counter since the last call of `take`.
+        pending: number of asynchronous loads under way, by name of the child; not cleared by `take`.
     """
 
     more: Counter[Count] = field(default_factory=Counter)
@@ -26,10 +26,10 @@ class Counts:
         """Count the admission of a request.
 
         Args:
-            answers: name of each child, and the tokens that it offered; None for a child that was still
-                looking.
-            loader: name of the child that loads; None without one.
-            tokens: number of tokens that it loads.
+            answers: (name, number of tokens offered) of each child. The number is None for a child that was
+                still looking.
+            loader: name of the child that loads the request; None if no child does.
+            tokens: number of tokens that the loader loads.
         """
         for name, answer in answers:
             self.more["queries", name, ""] += 1

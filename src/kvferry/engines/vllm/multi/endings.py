@@ -1,7 +1,7 @@
-"""Ended requests: the children that keep their blocks, and the parameters of the response.
+"""Record of ended requests: which children keep their blocks, and the parameters of their responses.
 
-The scheduler half collects the children's answers here, request by request. With the next step, it tells the
-workers which children keep blocks (`completions`).
+When a request ends, the scheduler half collects the answers of the children here. With the next step, it
+tells the workers which children keep blocks of ended requests (`completions`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 logger = logging.getLogger(__name__)
 
 Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
-"""Answer of a connector when a request has ended: True if it keeps the blocks; ``kv_transfer_params``."""
+"""Answer of a connector when a request has ended: (True if it keeps the blocks, ``kv_transfer_params``)."""
 
 
 class Endings:
@@ -25,14 +25,21 @@ class Endings:
         self._warned_of: set[tuple[str, ...]] = set()
 
     def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
-        """Merge the children's answers. The parameters are those of the first child that returns any."""
+        """Record which children keep blocks of an ended request, and merge the children's answers.
+
+        The parameters are those of the first child that returns any.
+
+        Args:
+            request_id: id of the request.
+            endings: answer of each child, in the order of the children.
+        """
         keeps = self.hold(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
         self._warn_once(tuple(name for name, _ in said))
         return keeps, said[0][1] if said else None
 
     def hold(self, request_id: str, held: Sequence[bool]) -> bool:
-        """Record which children keep blocks of a request; return True if any child does.
+        """Record which children keep blocks of an ended request; return True if any child does.
 
         Args:
             request_id: id of the request.
@@ -44,9 +51,9 @@ class Endings:
         return any(held)
 
     def take_new(self) -> dict[str, frozenset[int]]:
-        """Return the children that keep blocks, recorded since the last call, and clear them.
+        """Return the indices of the children that keep blocks, by request id, and forget them.
 
-        The result is {request id: child indices}.
+        The result has the requests that were recorded since the last call.
         """
         holders, self._holders = self._holders, {}
         return {request_id: frozenset(places) for request_id, places in holders.items()}
