@@ -60,7 +60,7 @@ def digest_of_files(
 
     Args:
         files: paths of the files.
-        memory: path of the memory file; None for the one in the user's cache directory.
+        memory: path of the memory file, which caches digests; None for the one in the user's cache directory.
         now: function that returns the time of the file system's clock, in seconds since 1970.
 
     Raises:
@@ -93,12 +93,12 @@ def digest_of_files(
 
 
 def _key(stat: os.stat_result) -> str:
-    """Return the key of a file in the memory file."""
+    """Return the key of a file's digest in the memory file, made from the file's inode, size and times."""
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
 def remembered() -> tuple[Path | None, int]:
-    """Return the path of this user's memory file, and the number of digests in it.
+    """Return the path of this user's memory file (cache of weight digests), and the number of its digests.
 
     The path is None if the user has no cache directory. The file need not exist.
     """

@@ -66,10 +66,11 @@ class Item:
 
 
 class ChunkKeys:
-    """The keys of one request, extended as the request grows. Not thread-safe.
+    """The keys of one request's chunks, extended as the request grows. Not thread-safe.
 
-    The object keeps the keys, and the token ids (4 bytes each) because `at` needs them. It can only append
-    tokens. A request whose tokens change needs a new object.
+    A chunk is a fixed number of tokens. The object keeps the keys of all chunks, and the token ids (4 bytes
+    each), because `at` needs the ids. Tokens can only be appended. If tokens of a request change, create a
+    new object.
 
     >>> keys = ChunkKeys(4, range(6))
     >>> len(keys.chunks()), keys.at(4) == keys.chunks()[0], keys.at(6) == keys.chunks()[0]
@@ -88,7 +89,7 @@ class ChunkKeys:
         lora: str = "",
         salt: str = "",
     ) -> None:
-        """Compute the keys of the known part of a request, usually its prompt.
+        """Compute the keys of the chunks in the known part of a request, usually its prompt.
 
         Args:
             chunk_tokens: number of tokens in a whole chunk, at least 1.
@@ -147,7 +148,7 @@ class ChunkKeys:
             self._digests += key
 
     def chunks(self, first: int = 0) -> list[bytes]:
-        """Return the keys of the complete chunks, in order, as `bytes` of length `KEY_BYTES`.
+        """Return the keys of the complete chunks, the first chunk first, each `KEY_BYTES` bytes long.
 
         Use `digests` for the same keys in one array.
 
@@ -157,7 +158,11 @@ class ChunkKeys:
         return self._chunks[first:]
 
     def digests(self, first: int = 0) -> npt.NDArray[np.uint8]:
-        """Return the same keys as `chunks`, as an array: uint8 of shape (chunks, KEY_BYTES)."""
+        """Return the keys of the complete chunks as an array: uint8 of shape (chunks, KEY_BYTES).
+
+        Args:
+            first: index of the first chunk to return.
+        """
         return np.frombuffer(self._digests[first * KEY_BYTES :], np.uint8).reshape(-1, KEY_BYTES)
 
     def chunk(self, number: int) -> bytes:
@@ -165,10 +170,11 @@ class ChunkKeys:
         return self._chunks[number]
 
     def at(self, tokens: int) -> bytes:
-        """Return the key of the last chunk or tail of the request's first `tokens` tokens.
+        """Return the key of the chunk that ends the request's first `tokens` tokens.
 
-        If `tokens` is a boundary, this is the key of the whole chunk that ends there. Otherwise it is the key
-        of a tail. A tail's key is for exactly these tokens: a longer tail has another key.
+        If `tokens` is a multiple of `chunk_tokens`, this is the key of the whole chunk that ends there.
+        Otherwise it is the key of an incomplete chunk (*tail*). The key of a tail is for exactly these
+        tokens: a longer tail has another key.
 
         Args:
             tokens: number of tokens from the start of the request.

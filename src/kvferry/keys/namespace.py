@@ -32,7 +32,9 @@ _DEEPEST = 32
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A namespace with its facts. Create it from facts with `of`, or from a note with `read`.
+    """The scope of chunk keys: all facts about model and format that decide the bytes of chunks.
+
+    Create it from facts with `of`, or from a stored note with `read`.
 
     Attributes:
         text: facts as canonical JSON.
@@ -88,7 +90,9 @@ class Namespace:
 
     @classmethod
     def read(cls, note: str) -> Namespace:
-        """Return the namespace that a note describes. Compare its digest with the expected one.
+        """Return the namespace that a note describes.
+
+        The caller should compare the digest with the expected one, because a note may have been changed.
 
         Args:
             note: text of the note.
@@ -230,7 +234,9 @@ def _name(where: str, key: Any) -> str:
 
 
 def _encodable(where: str, text: str) -> str:
-    """Return `text` if it has no surrogates: a pair of them has the same JSON as the character it encodes.
+    """Return `text` unchanged, after a check that it has no surrogates.
+
+    A pair of surrogates has the same JSON as the character that it encodes, so the digest would be equal.
 
     Raises:
         Unnameable: the text has a surrogate.

@@ -149,7 +149,7 @@ class _OpenFile(StoredFile):
 
 @contextmanager
 def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
-    """Hold the ledger in a ``with`` block. Raises ConfigError if it is busy or cannot be used."""
+    """Return a context manager that holds the ledger. Raises ConfigError if the ledger cannot be used."""
     try:
         with _told(root), ledger.held() as account:
             yield account
@@ -159,7 +159,7 @@ def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
 
 @contextmanager
 def _told(root: str) -> Iterator[None]:
-    """Convert an OSError in the ``with`` block to a ConfigError with advice for the operator."""
+    """Return a context manager that converts an OSError to a ConfigError with advice for the operator."""
     try:
         yield
     except OSError as error:

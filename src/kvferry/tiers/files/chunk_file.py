@@ -31,7 +31,7 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
         fd: descriptor of the file, open for writing.
         chunk: identity and layout of the chunk.
         body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The padding
-            between them is set to zero.
+            between the sections is set to zero.
 
     Raises:
         ChunkError: `body` does not have the length of the chunk's body.
@@ -49,7 +49,7 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
     Args:
         fd: descriptor of the file.
         chunk: identity and layout of the expected chunk.
-        into: writable memory for the body, as long as the chunk's body.
+        into: writable memory for the content (body), of the size of the chunk's body.
 
     Raises:
         OSError: the file cannot be read.
@@ -106,7 +106,7 @@ def read(fd: int, offset: int, size: int) -> Buffer:
 
 
 class _ProgressiveRead:
-    """A read of a file that advances as its bytes are needed.
+    """A read of a chunk file in pieces, each of which is read when its bytes are needed.
 
     Attributes:
         header: memory of the file's header, which the first read fills.

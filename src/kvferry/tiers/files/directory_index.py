@@ -67,9 +67,10 @@ class DirectoryIndex:
             return len(changed)
 
     def _changed(self) -> dict[int, int]:
-        """Return the modification time, in nanoseconds, of each changed folder by its part.
+        """Find the folders that changed since they were last read, and forget the keys of missing folders.
 
-        The *part* is the first byte of the keys in the folder. Keys of missing folders are removed.
+        Returns:
+            The modification time of each changed folder, in nanoseconds, by the first byte of its keys.
         """
         try:
             check_folders(self._root, f"{self._folder}/")

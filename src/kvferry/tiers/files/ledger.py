@@ -30,7 +30,9 @@ _PAUSE_SECONDS = 0.001
 
 
 class HeldLedger:
-    """The ledger while this process holds its lock. Every change is written to the file immediately.
+    """The account of a directory's space, while this process holds the lock of the ledger file.
+
+    Every change is written to the file immediately.
 
     Attributes:
         capacity: maximum bytes of all kvferry files together; 0 if unknown.
@@ -90,7 +92,7 @@ class Ledger:
         sleep: function that waits a number of seconds.
 
     Attributes:
-        capacity: capacity in bytes that is written if the ledger was lost and created anew.
+        capacity: capacity in bytes, written to a new ledger if the old one was lost; 0 if unknown.
         after_loss: callback that runs after a lost ledger was created anew, while it is held.
         after_swap: callback that runs when another directory has replaced the previous one at `root`. It
             raises OSError to refuse the new directory.
@@ -116,7 +118,9 @@ class Ledger:
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
-        """Hold the ledger in a ``with`` block. Meanwhile no other process creates, commits or evicts a file.
+        """Return a context manager that holds the ledger's lock and gives the ledger's content.
+
+        Meanwhile no other thread or process creates, commits or evicts a file.
 
         Args:
             seconds: maximum time to wait for the lock; None for `lock_seconds`.

@@ -56,8 +56,8 @@ class LockHandoff(Generic[T]):
 
     Args:
         name: name of the resource, for messages.
-        get: function that takes the lock and returns the resource. Its argument is a deadline, by `clock`. It
-            raises `LockTimeout` or another error.
+        get: function that takes the lock and returns the resource. Its argument is a deadline, in seconds of
+            `clock`. The function raises `LockTimeout` or another error if it fails.
         give: function that releases the lock of a resource.
         clock: function that returns monotonic seconds.
         sleep: function that waits a number of seconds.
@@ -80,7 +80,7 @@ class LockHandoff(Generic[T]):
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[T]:
-        """Hold the resource in a ``with`` block, after waiting for at most `seconds`.
+        """Return a context manager that holds the resource. Entering it waits for at most `seconds`.
 
         Raises:
             LockTimeout: other threads or processes held the resource for that long.
@@ -124,7 +124,7 @@ class LockHandoff(Generic[T]):
 
         Args:
             queue: state of this process.
-            sound: whether the ``with`` block ended without an exception; if False, release the resource.
+            sound: whether the use of the resource ended without an exception; if False, release the resource.
         """
         with queue.changed:
             long = self._clock() - queue.since > _KEPT_SECONDS

@@ -75,10 +75,11 @@ def read_marker(root: str) -> object | None:
 def open_directory(
     root: str, ledger: Ledger, room: DirectorySpace, namespace: Namespace, capacity: int | None
 ) -> None:
-    """Prepare a directory for use.
+    """Prepare a directory for use by a file tier.
 
-    The function removes leftovers, counts the files, sets the capacity, evicts down to it, and writes the
-    marker and the note. It logs a warning if other users can write to the directory.
+    The function removes temporary files of dead writers, counts the files, sets the capacity, evicts files
+    beyond the capacity, and writes the marker (version of the layout) and the note (description of the
+    namespace). It logs a warning if other users can write to the directory.
 
     Args:
         root: path of the directory, which `check_directory` has checked.
@@ -137,7 +138,7 @@ def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
 
 
 def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Create the missing folders, marker and note of a directory. The ledger is held."""
+    """Create the missing folders, marker and note of a directory. The caller holds the ledger."""
     folder = f"{root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
     make_folder(root, folder)
@@ -155,14 +156,14 @@ def _check_again(root: str) -> None:
 
 
 def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Create missing folders, marker and note, and ignore errors. The ledger is held."""
+    """Create missing folders, marker and note, and ignore errors. The caller holds the ledger."""
     # Notes are only for people. If one cannot be written, chunks are still stored.
     with suppress(ConfigError, OSError):
         _furnish(root, namespace, account, room)
 
 
 def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> None:
-    """Write a small file if it does not exist, and charge its bytes to the ledger, which is held.
+    """Write a small file if it does not exist, and charge its bytes to the ledger, which the caller holds.
 
     Raises:
         ConfigError: the file does not fit into the capacity.

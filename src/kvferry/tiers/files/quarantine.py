@@ -14,8 +14,8 @@ from kvferry.tiers.paths import quarantine_path
 def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
     """Move a bad file to quarantine, where its bytes still count against the capacity.
 
-    If something else than a folder has the name of the quarantine folder, the bad file is removed. It cannot
-    keep its name, because then no process could store its chunk.
+    If the quarantine folder cannot exist, because a file or a link has its name, the bad file is removed. A
+    bad file must not keep its name, because then no process could store its chunk.
 
     Args:
         root: directory of the tier.

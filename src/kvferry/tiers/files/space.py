@@ -34,7 +34,7 @@ _LATEST = 1 << 62
 
 
 class DirectoryFull(Exception):
-    """An error that says that there is no room for a file, even after eviction.
+    """An error that says that a directory has no room for a file, even after eviction.
 
     Attributes:
         too_large: whether the file alone is larger than the capacity.
@@ -64,11 +64,13 @@ class _Walked:
 
 
 class DirectorySpace:
-    """The space of one directory, with its eviction. Any thread may use it.
+    """Reserves space for new files in one directory, and evicts old files to make room.
+
+    Any thread may use it.
 
     Args:
         root: path of the directory.
-        ledger: ledger of the directory.
+        ledger: ledger of the directory: a file with its capacity and its bytes in use, and a lock.
         tally: counter for evicted files, and for removed temporary files.
         gone: callback that gets the path of every evicted file.
         clock: function that returns seconds since 1970.
@@ -134,15 +136,16 @@ class DirectorySpace:
 
         Args:
             temporary: path of the complete file.
-            final: path that it gets.
-            size: bytes that were reserved for it.
+            final: new path of the file.
+            size: number of bytes that were reserved for the file.
 
         Returns:
-            True if the file was renamed. If not, it was removed, and its bytes were released.
+            True if the file was renamed. False if the final name was in use: then the file was removed, and
+            its bytes are available again.
 
         Raises:
-            LockTimeout: the ledger was held for too long. The file still exists.
-            OSError: the file cannot be renamed or removed. It still exists.
+            LockTimeout: other threads or processes held the ledger for too long. The file still exists.
+            OSError: the file cannot be renamed or removed. The file still exists.
         """
         with self._ledger.held() as account:
             if not is_regular(final):
@@ -155,12 +158,12 @@ class DirectorySpace:
     def abandon(self, temporary: str, size: int) -> None:
         """Remove a file that could not be written or committed, and release its bytes.
 
-        If the file cannot be removed now, it is truncated, and its bytes stay charged. A later `sweep`
-        removes it, after its writer has closed it.
+        If the file cannot be removed now, it is truncated, and its bytes still count as used. A later `sweep`
+        removes the file, after its writer has closed it.
 
         Args:
             temporary: path of the file.
-            size: bytes that were reserved for it.
+            size: number of bytes that were reserved for the file.
         """
         with suppress(OSError):
             os.close(open_regular(temporary, os.O_WRONLY | os.O_TRUNC))
@@ -170,7 +173,9 @@ class DirectorySpace:
             account.release(size)
 
     def settle(self, account: HeldLedger) -> None:
-        """Remove temporary files of dead writers, and count all files again. The directory is walked twice.
+        """Remove temporary files of dead writers, and correct the bytes in use by counting all files again.
+
+        The directory is walked twice.
 
         Args:
             account: ledger of the directory, which the caller holds.
@@ -213,7 +218,7 @@ class DirectorySpace:
         return fd, path
 
     def _evict_to(self, account: HeldLedger, goal: int) -> bool:
-        """Evict listed files until at most `goal` bytes are in use; return whether that was possible."""
+        """Evict files of the last walk until at most `goal` bytes are in use; return whether that is so."""
         while account.used > goal and self._oldest:
             rank, path = self._oldest.popleft()
             try:
@@ -260,7 +265,7 @@ class DirectorySpace:
         return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
     def _take_in(self, found: _Walked, account: HeldLedger) -> None:
-        """Use the result of a walk: remove files of dead writers, and keep the list for eviction."""
+        """Process the result of a walk: remove files of dead writers, and keep the list for eviction."""
         if found.charged > account.used:
             # Files were added without being charged. Count again, so that evicting them can release bytes.
             account.count()

@@ -115,7 +115,7 @@ class FileTier(StorageTier):
         return self._counter.stats()
 
     def __len__(self) -> int:
-        """Return the number of known chunks of the namespace."""
+        """Return the number of chunks that this process knows to be in the directory, in its namespace."""
         return len(self._listed)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
@@ -222,7 +222,10 @@ class FileTier(StorageTier):
         return self._space.reserve(final, size)
 
     def _get(self, chunk: Chunk, into: memoryview) -> GetOutcome:
-        """Fetch a chunk: return HIT or OTHER_SHAPE. A bad file goes to quarantine.
+        """Fetch a chunk, and move a bad file to quarantine.
+
+        Returns:
+            HIT, or OTHER_SHAPE if the file is a good chunk of other groups.
 
         Raises:
             OSError: the file does not exist or cannot be read.

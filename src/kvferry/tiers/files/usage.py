@@ -28,7 +28,7 @@ class UsageReader:
         self._last = StoreUsage()
 
     def read(self, *, empty: bool) -> StoreUsage:
-        """Return the current usage. A value that cannot be read keeps its last value.
+        """Return the current usage of the directory. If a value cannot be read, the last value is returned.
 
         Args:
             empty: whether the namespace of this process has no chunks. Only then is another namespace with

@@ -108,7 +108,10 @@ class KeyTable:
             self._count = self._rows.count(ALL_TIERS)
 
     def count(self, bit: int) -> int:
-        """Return the number of keys of the tier with this bit. Takes time for every row."""
+        """Return the number of keys of the tier with this bit.
+
+        The time is proportional to the size of the table.
+        """
         with self._lock:
             return self._rows.count(bit)
 

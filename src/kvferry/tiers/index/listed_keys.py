@@ -67,10 +67,10 @@ class ListedKeys:
 
     @contextmanager
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
-        """Return a context manager for a listing of the storage, which removes keys that the listing lacks.
+        """Return a context manager that replaces the known keys of some parts by those of a listing.
 
-        In the ``with`` statement, call `show` with every page of the listing. At its end, keys that no page
-        showed are removed. If it ends with an exception, no keys are removed.
+        In the ``with`` statement, call `show` with every page of the listing. At the end of the statement,
+        keys that no page showed are removed. If an exception ends the statement, no keys are removed.
 
         Args:
             parts: first bytes of the keys that the listing covers.

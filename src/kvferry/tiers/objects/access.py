@@ -49,16 +49,18 @@ class GuardedBucket:
         return self._reads.is_open
 
     def reading(self) -> AbstractContextManager[BucketClient]:
-        """Return a context manager that gives the client for reading. It raises `Unavailable` in a pause.
+        """Return a context manager that gives the client for reads.
 
-        An `Unavailable` in the ``with`` block counts as a failed read.
+        Entering it during a pause raises `Unavailable`. An `Unavailable` that leaves the ``with``
+        statement counts as a failed read.
         """
         return self._through(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
-        """Return a context manager that gives the client for writing. It raises `Unavailable` in a pause.
+        """Return a context manager that gives the client for writes.
 
-        An `Unavailable` in the ``with`` block counts as a failed write.
+        Entering it during a pause raises `Unavailable`. An `Unavailable` that leaves the ``with``
+        statement counts as a failed write.
         """
         return self._through(self._writes)
 

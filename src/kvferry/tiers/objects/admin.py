@@ -119,7 +119,7 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Convert an `Unavailable` in the ``with`` block to a ConfigError with advice for the operator."""
+        """Return a context manager that converts an `Unavailable` to a ConfigError with advice."""
         try:
             yield
         except Unavailable as error:

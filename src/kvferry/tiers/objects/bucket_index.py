@@ -149,7 +149,7 @@ class BucketIndex:
 
 @contextmanager
 def _skipping_bad_names() -> Iterator[None]:
-    """Suppress the error of a folder in which a name cannot be read."""
+    """Return a context manager that suppresses the error for an object name that obstore cannot read."""
     try:
         yield
     except Unavailable as error:

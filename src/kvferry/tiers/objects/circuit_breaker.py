@@ -22,7 +22,9 @@ class _CircuitState(Enum):
 
 
 class CircuitBreaker:
-    """A breaker that admits or refuses requests. Any thread may use it.
+    """Admits requests to a store, and refuses them for a while after several have failed.
+
+    Any thread may use it.
 
     ::
 
@@ -56,7 +58,7 @@ class CircuitBreaker:
             return self._turns_away()
 
     def enter(self) -> int | None:
-        """Admit a request and return its ticket, which the caller must pass to `leave`; None if refused."""
+        """Ask to make a request. Return a ticket for `leave` if it is admitted, or None if it is refused."""
         with self._lock:
             if self._turns_away():
                 return None
@@ -68,7 +70,7 @@ class CircuitBreaker:
         """Record the outcome of an admitted request.
 
         Args:
-            ticket: ticket that `enter` returned for the request.
+            ticket: number that `enter` returned for the request.
             worked: whether the request succeeded.
         """
         with self._lock:

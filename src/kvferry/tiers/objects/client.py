@@ -183,9 +183,9 @@ class BucketClient:
     def _let_go(self, views: Sequence[memoryview]) -> None:
         """Wait until no thread reads the buffers of a request, but no longer than the limit of a request.
 
-        After a timeout, a thread of the client closes the connection, usually within a millisecond. If it is
-        still open after the wait, changed buffers could only reach the store as part of an object, which no
-        store keeps and no reader accepts.
+        After a timeout, a thread of the client closes the connection, usually within a millisecond. If the
+        connection is still open after the wait, the store may receive changed bytes as part of an object. No
+        store keeps such a partial object, and no reader accepts it.
         """
         until = time.monotonic() + self._half_seconds
         for view in views:
@@ -195,7 +195,7 @@ class BucketClient:
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """Convert the errors of a request to `FileNotFoundError` or `Unavailable`."""
+    """Return a context manager that converts errors of a request to FileNotFoundError or `Unavailable`."""
     if _first_user() != os.getpid():
         # A forked process does not have the client's threads, so a request would wait forever.
         raise Unavailable(Fault.FORKED)

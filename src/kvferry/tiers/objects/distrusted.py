@@ -7,7 +7,9 @@ from threading import Lock
 
 
 class DistrustedObjects:
-    """The keys of bad objects, with their ETags. A key is trusted again when its object has another ETag.
+    """The keys of chunks whose stored objects failed a check, with the ETags (content tags) of the objects.
+
+    A key is trusted again when its object has another ETag, because then the object has other content.
 
     Any thread may use it.
 

@@ -8,7 +8,9 @@ from kvferry.errors import ChunkError
 
 
 class ObjectStream:
-    """The bytes of an object as they arrive. Not thread-safe.
+    """The content of an object that arrives in pieces: read its beginning, then fill memory with the rest.
+
+    Not thread-safe.
 
     >>> stream = ObjectStream(iter([b"head", b"er body"]))
     >>> stream.read(0, 6), stream.fill(7, memoryview(bytearray(4)))
@@ -20,7 +22,7 @@ class ObjectStream:
         self._start = bytearray()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return the `size` bytes at `offset`, or fewer at the end. All bytes read so far stay in memory."""
+        """Return the `size` bytes at `offset`, or fewer at the object's end; keep all bytes read so far."""
         while len(self._start) < offset + size:
             piece = next(self._pieces, None)
             if piece is None:

@@ -117,11 +117,11 @@ class ObjectTier(StorageTier):
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """The numbers of requests that failed or were refused, by reason. Missing objects do not count."""
+        """Number of requests that failed or were refused, for each reason. Missing objects do not count."""
         return self._bucket.faults
 
     def __len__(self) -> int:
-        """Return the number of known chunks of the namespace."""
+        """Return the number of chunks that this process knows to be in the store, in its namespace."""
         return len(self._listed)
 
     @property
