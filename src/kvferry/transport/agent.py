@@ -112,9 +112,9 @@ class Agent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Undo one `add_peer`. Undoing the last one removes the peer.
+        """Undo one call of `add_peer`. When all calls for this peer are undone, remove the peer.
 
-        No READ from the peer may be in flight then.
+        No READ from the peer may be in flight when it is removed.
         """
         self._uses[name] -= 1
         if not self._uses[name]:
@@ -124,11 +124,11 @@ class Agent:
         """Prepare a list of descriptors (address and length), which READs select by index.
 
         Args:
-            owner: name of the peer that owns the memory; None for this agent.
-            region: any region of that memory; all descriptors get its memory kind and device.
-            rows: int64 of shape (n, 4). A row describes evenly spaced descriptors: address and length in
-                bytes of the first, distance in bytes between neighbours, number of descriptors. Descriptors
-                are numbered row after row.
+            owner: name of the peer that owns the memory; None if this agent owns it.
+            region: any registered region of that memory. All descriptors get its memory kind and device.
+            rows: int64 of shape (n, 4). Each row describes evenly spaced descriptors of the same length by
+                four columns: address of the first, length in bytes, distance in bytes from one address to the
+                next, number of descriptors. Descriptors are numbered row after row.
 
         Returns:
             A handle for `read`.
@@ -144,7 +144,7 @@ class Agent:
         remote: Any,
         remote_indices: npt.NDArray[np.int32],
     ) -> Any:
-        """Create a READ and return its handle; `post` starts it.
+        """Create a READ of descriptors in prepared lists, and return its handle. `post` starts it.
 
         Args:
             local: handle of the prepared list of local memory.

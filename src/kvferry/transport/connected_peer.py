@@ -43,7 +43,8 @@ class ConnectedPeer:
     """A peer that can be read from.
 
     Attributes:
-        sources: ranks of the peer, in the order of their cards. A rank that supplies nothing has no routes.
+        sources: all ranks of the peer, in the order of their descriptions. A rank from which this rank needs
+            nothing has no routes.
         src_groups: number of KV cache groups of the peer.
     """
 
@@ -153,9 +154,11 @@ class ConnectedPeer:
         self._made.close()
 
     def _clears_of_absent(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return (copies that zero blocks, block ids) for draft layers that the peer lacks.
+        """Return the blocks to zero, because they belong to draft layers that the peer does not have.
 
-        Only the lane with share 0 zeroes them; for the others the list is empty.
+        Returns:
+            (copies that zero blocks, block ids) for each route of these layers. Only the lane (reading
+            thread) with share 0 zeroes blocks, so the list is empty for the others.
         """
         if order.share.number:
             return []
@@ -182,7 +185,17 @@ class ConnectedPeer:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """Shared arguments for preparing a peer's ranks. `made` collects callbacks that undo the preparation."""
+    """Shared arguments for preparing all ranks of a peer.
+
+    Attributes:
+        agent: NIXL agent of the lane.
+        ours: geometry of this rank.
+        words: registered memory of this rank that lease words are read into.
+        landing: staging area that packed cells are read into.
+        context: ZeroMQ context of the gather clients.
+        settings: settings of transfers.
+        made: exit stack that collects callbacks. They undo the preparation.
+    """
 
     agent: Agent
     ours: RankGeometry

@@ -35,7 +35,7 @@ class LeaseWord:
     Attributes:
         slot: index of the word, the same on every worker.
         generation: low half of every worker's word while the lease is valid.
-        incarnation: incarnation of the engine that granted the lease.
+        incarnation: random number that identifies the run of the engine that granted the lease.
     """
 
     slot: int
@@ -61,7 +61,12 @@ class LeaseWords:
     """
 
     def __init__(self, incarnation: int, slots: int) -> None:
-        """Create the words of `slots` leases, all with generation 0."""
+        """Create the lease words.
+
+        Args:
+            incarnation: random number of this run of the worker, the high half of every word.
+            slots: number of words. The low half of each starts at 0.
+        """
         self.incarnation = incarnation
         self.array: npt.NDArray[np.uint64] = np.full(slots, incarnation << 32, np.uint64)
 
@@ -71,9 +76,9 @@ class LeaseWords:
         return int(self.array.ctypes.data)
 
     def add(self, count: int) -> int:
-        """Append `count` words that belong to no lease, and return the slot of the first.
+        """Append `count` words that belong to no lease, and return the index of the first.
 
-        Call it before the array is registered with the transport, because it moves the array.
+        Call it before the array is registered with the transport, because it moves the array in memory.
         """
         first = len(self.array)
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
@@ -84,7 +89,10 @@ class LeaseWords:
         self.array[:] = 0
 
     def end(self, slots: Iterable[int]) -> None:
-        """Raise the generation of these slots, which invalidates all reads under the old words."""
+        """Raise the generation (low half) of the words of these slots.
+
+        Readers that compare with the old words then know that their data may be invalid.
+        """
         for slot in slots:
             word = int(self.array[slot])
             self.array[slot] = (word & ~(_GENERATIONS - 1)) | ((word + 1) % _GENERATIONS)
@@ -164,10 +172,12 @@ class LeaseBook:
         return LeaseWord(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:
-        """Mark leases as claimed, and extend them to the default duration from now. Ignore unknown names.
+        """Mark leases as claimed by a consumer, and extend them to the default duration from now.
+
+        A lease that expires later than that keeps its time. Names of leases that are not held are ignored.
 
         Returns:
-            Names of the leases that were extended.
+            Names of the leases that are held, which are now claimed.
         """
         known = [name for name in names if name in self._held]
         for name in known:
@@ -176,26 +186,29 @@ class LeaseBook:
         return known
 
     def unclaimed(self, seconds: float) -> list[str]:
-        """Return the leases granted at least `seconds` ago and never claimed, by name, oldest first."""
+        """Return the names of the leases granted at least `seconds` ago and never claimed, oldest first."""
         latest = self._clock() - seconds
         return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
-        """End leases. Ignore those that are not held.
+        """Begin to end leases. Their blocks must be kept until all workers have raised the lease words.
+
+        Args:
+            names: names of leases. Leases that are not held are ignored.
 
         Returns:
-            Slot of each lease that ends, by name. All workers must raise the words of these slots, and then
-            `ended` must be called.
+            Slot of each lease that ends, by name. All workers must raise the words of these slots. Then the
+            caller must call `ended` for each name.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         self._ending.update(ending)
         return ending
 
     def end_expired(self) -> dict[str, int]:
-        """End all leases that have expired.
+        """Begin to end all leases that have expired.
 
         Returns:
-            Slot of each lease that ends, by name, the same as for `end`.
+            Slot of each lease that ends, by name, as `end` returns it.
         """
         now = self._clock()
         late = [name for name, held in self._held.items() if held.expires <= now]

@@ -51,7 +51,7 @@ MAX_KEYS = 65_536
 MAX_TURNS = 4
 MAX_FACTS = 8192
 MAX_NAMED = 12
-"""Maximum number of differing settings of a group that a comparison names; it only counts the others."""
+"""Maximum number of differing settings of a group that a comparison names. It counts the others."""
 
 # The reader prepares one descriptor per word that the peer claims to have, and computes addresses as int64.
 _Words = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
@@ -131,7 +131,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
-    """Request: asks for the ranks. It repeats the facts, because the producer keeps no state of peers.
+    """Request: asks for the descriptions of all ranks of the producer.
+
+    It repeats the facts of `Hello`, because the producer keeps no state of peers.
 
     Attributes:
         protocol: protocol version of the consumer.
@@ -148,7 +150,7 @@ class Outgoing(msgspec.Struct, frozen=True):
     Attributes:
         host, port: address of the gather channel.
         address, bytes: memory address and size of the staging area that packed cells are read from.
-        words: number of the worker's words that belong to the staging area. They are its last words.
+        words: number of words that belong to the staging area. They are the last of the worker's words.
     """
 
     host: Host
@@ -169,8 +171,8 @@ class RankCard(msgspec.Struct, frozen=True):
         agent: transport metadata of the worker's NIXL agent.
         words_address: memory address of the worker's first word.
         words: number of words; the words of leases come first.
-        incarnation: random number of this run of the worker, the high half of its words.
-        outgoing: gather channel of the worker; None if it does not gather.
+        incarnation: random number of this run of the worker, which is the high half of each of its words.
+        outgoing: channel over which readers ask the worker to pack cells; None if the worker packs none.
     """
 
     geometry: RankGeometry
@@ -182,7 +184,7 @@ class RankCard(msgspec.Struct, frozen=True):
 
     @property
     def leases(self) -> int:
-        """Number of words that belong to leases."""
+        """Number of the worker's words that belong to leases; the others belong to its staging area."""
         return self.words - (self.outgoing.words if self.outgoing else 0)
 
 
@@ -200,8 +202,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Message without reply: extends leases that the consumer has claimed, and leases of earlier turns.
 
     Attributes:
-        consumer: incarnation of the consumer.
-        tickets: tickets of the leases.
+        consumer: incarnation (random number of the run) of the consumer.
+        tickets: tickets of the leases to extend.
     """
 
     consumer: Incarnation
@@ -209,10 +211,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Message without reply: ends the consumer's claims on leases.
+    """Message without reply: ends the consumer's claims on leases, because it has read their blocks.
 
     Attributes:
-        consumer: incarnation of the consumer.
+        consumer: incarnation (random number of the run) of the consumer.
         tickets: tickets of the leases.
     """
 
@@ -221,7 +223,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
-    """Request: asks for earlier turns that share a prefix with a prompt.
+    """Request: asks for earlier turns of conversations that share a prefix with a prompt.
 
     Attributes:
         number: number of the query, repeated in the reply.
@@ -238,14 +240,14 @@ class KeptTurn(msgspec.Struct, frozen=True):
     """A finished request whose KV blocks its engine keeps for the next turn of the conversation.
 
     Attributes:
-        engine_id, incarnation: id and incarnation of the engine that keeps the turn.
+        engine_id, incarnation: id of the engine that keeps the turn, and random number of the engine's run.
         ticket: ticket that names the turn's lease.
         grant: block tables and lease word for a reader.
         tokens: number of tokens in the blocks.
         least: number of tokens in the shortest prefix that a reader can continue from. With sliding windows,
             earlier blocks are gone; recurrent state exists only after the last token.
-        chunks: number of chunks that the turn shares with the query.
-        after: token ids that follow these chunks.
+        chunks: number of chunks that the turn shares with the prompt of the query.
+        after: token ids that follow these chunks, at most one chunk of them.
     """
 
     engine_id: EngineId
@@ -258,12 +260,12 @@ class KeptTurn(msgspec.Struct, frozen=True):
     after: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)]
 
     def found(self, chunks: int, after: list[int]) -> KeptTurn:
-        """Return a copy with other `chunks` and `after`, for the reply to a query."""
+        """Return a copy of this turn for the reply to a query, with the given `chunks` and `after`."""
         return msgspec.structs.replace(self, chunks=chunks, after=after)
 
 
 class Turns(msgspec.Struct, frozen=True, tag="turns"):
-    """Reply: the turns found for a query.
+    """Reply: the earlier turns of conversations that a query found.
 
     Attributes:
         number: number of the query.
@@ -324,9 +326,9 @@ def decode_numbered(data: bytes) -> Numbered | None:
 
 
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
-    """Compare the facts that both sides have; return one sentence per difference.
+    """Compare the facts that both sides have, and return one sentence per difference.
 
-    In a group of settings, every differing setting is a difference.
+    Each differing setting of a group counts as one difference.
 
     >>> theirs = {"dtype": "float16", "rope": {"theta": "1"}}
     >>> compare_facts(theirs, {"dtype": "float32", "rope": {"theta": "2"}})
@@ -351,7 +353,13 @@ def make_refusal(differences: Sequence[str]) -> Refused:
 
 
 def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
-    """Yield one sentence per differing setting of the group `name`; count those beyond `MAX_NAMED`."""
+    """Yield one sentence for each of the first `MAX_NAMED` differing settings, and one that counts the rest.
+
+    Args:
+        name: name of the group of settings.
+        theirs: value of each setting of the peer, by name.
+        ours: value of each setting of this engine, by name.
+    """
     keys = [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]
     for key in keys[:MAX_NAMED]:
         yield f"{name}: {key} is {theirs.get(key, 'not set')} there, {ours.get(key, 'not set')} here"

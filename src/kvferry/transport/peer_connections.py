@@ -40,14 +40,14 @@ MakePeer = Callable[[tuple[RankCard, ...]], ConnectedPeer]
 
 @dataclass(slots=True)
 class _PeerConnection:
-    """A peer and the state of its connection.
+    """A peer and the state of its connection: ASKED (metadata is being validated), UP or DOWN.
 
     Attributes:
         cards: descriptions of all ranks of the peer.
-        peer: open connection; None unless UP.
-        verdict: result of the validation of the peer's metadata; None unless ASKED.
+        peer: open connection; None unless the state is UP.
+        verdict: result of the validation of the peer's metadata; None unless the state is ASKED.
         reason: cause of state DOWN.
-        failures: number of consecutive failures.
+        failures: number of consecutive failures to connect to the peer or to read from it.
         retry_at: time of the clock, in seconds, before which the peer is not connected again.
     """
 
@@ -75,9 +75,11 @@ class PeerConnections:
         """Create the collection without connections.
 
         Args:
-            make: function that connects a peer, given the descriptions of its ranks, or raises.
-            validate: function that starts to validate the metadata of these ranks.
-            in_use: function that returns the connections that reads use.
+            make: function that takes the descriptions of a peer's ranks and returns a connection. It raises
+                an exception if it cannot connect.
+            validate: function that takes the descriptions of a peer's ranks, and starts to validate their
+                transport metadata. It returns a result that is set later.
+            in_use: function that returns the connections that reads in progress use.
             clock: function that returns the time in seconds.
         """
         self._make, self._vet, self._in_use, self._clock = make, validate, in_use, clock
@@ -104,9 +106,13 @@ class PeerConnections:
             self._leaving.append((name, link.peer))
 
     def get(self, name: str) -> ConnectedPeer | str | None:
-        """Return the connection to a peer, the reason why the peer is DOWN, or None while it is ASKED.
+        """Return the connection to a peer, if there is one.
 
-        If the peer is DOWN and its pause is over, start to connect it again.
+        If the peer failed and may be retried now, start to connect it again.
+
+        Returns:
+            Connection; reason, as a text, why there is none; None while the peer's metadata is being
+            validated.
         """
         link = self._links.get(name)
         if link is None:
@@ -119,12 +125,22 @@ class PeerConnections:
         return link.reason if link.peer is None else link.peer
 
     def process_verdicts(self) -> bool:
-        """Connect the peers whose metadata has passed. Return whether any peer left state ASKED."""
+        """Handle the results of validations: connect the peers whose metadata has passed, refuse the others.
+
+        Return whether there was any result.
+        """
         settled = [self._settle(name, link) for name, link in self._links.items()]
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
-        """Mark the peer of a connection as DOWN after a transport error. The connection is closed later."""
+        """Record that a connection failed, so that its peer is connected again after a pause.
+
+        `close_unused` closes the failed connection.
+
+        Args:
+            peer: connection that failed.
+            reason: cause, which `get` returns until then.
+        """
         for name, link in self._links.items():
             if link.peer is peer:
                 link.peer = None
@@ -132,7 +148,7 @@ class PeerConnections:
                 self._down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
-        """Reset the number of failures of a peer, because a read from it has succeeded."""
+        """Reset the number of consecutive failures of a peer, because a read from it has succeeded."""
         for link in self._links.values():
             if link.peer is peer:
                 link.failures = 0

@@ -22,9 +22,10 @@ class Share:
     so the lane that reads into a block also zeroes what the read leaves out.
 
     Attributes:
-        number: index of the share, from 0; a lane gets another index with every order.
+        number: index of the share, from 0. A lane gets another index with every order.
         lanes: number of lanes.
-        least_bytes: minimum bytes of a lane's share of a route; a small route is read by fewer lanes.
+        least_bytes: minimum bytes of a share of a route (layers that are read with the same copies). Fewer
+            lanes read a route that is too small for all of them.
     """
 
     number: int = 0
@@ -37,8 +38,8 @@ class Share:
         Args:
             cells: all cells of the route.
             cell_bytes: size of a cell in bytes.
-            route: index of the route. It rotates the shares over the lanes, so that several routes with few
-                large cells use all lanes.
+            route: index of the route. The first cells of each route go to another lane, so that several
+                routes with few large cells use all lanes.
         """
         size = len(cells) * cell_bytes
         parts = min(self.lanes, size // self.least_bytes)
@@ -51,7 +52,9 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of the first cell of share `part`, moved up to the start of a destination block.
+    """Return the index of the first cell of a share, which is always the first cell of a destination block.
+
+    Return the number of cells if no destination block starts at or after the share, as for `part` = `parts`.
 
     Args:
         blocks: destination block id of each cell.
@@ -74,9 +77,9 @@ class ReadOrder:
     Attributes:
         key: unique name of this order; a retry has another one.
         peer: name under which the peer was connected.
-        span: tokens of the prompt to read.
-        src_tables, dst_tables: block table (block ids by position, int64) of each group of the peer, and of
-            this engine.
+        span: range of the prompt's tokens to read.
+        src_tables, dst_tables: block ids by position, for each KV cache group of the peer and of this engine:
+            one int64 array per group.
         lease: word that shows whether the producer's lease on its blocks is valid.
         strategy: only transfer strategy to use; None for the one in the settings.
         share: share of the order that this lane reads.

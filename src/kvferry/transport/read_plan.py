@@ -38,8 +38,8 @@ class RankRead:
 
     Attributes:
         source: rank of the peer.
-        direct: indices of the descriptors that are read directly; None if there are none.
-        packed: cells that are moved packed, one entry per route.
+        direct: indices of the descriptors that are read straight into blocks; None if there are none.
+        packed: cells that move packed in contiguous staging memory, one entry per route.
     """
 
     source: SourceRank
@@ -52,12 +52,13 @@ class ReadPlan:
     """The plan of a read.
 
     Attributes:
-        ranks: part of each rank of the peer that supplies anything.
-        clears: (copies that zero blocks, block ids) to run before the read, for blocks that the read fills
-            only in part or not at all.
-        bytes_by_group: number of useful bytes to read, for each KV cache group of this engine.
-        strategy_by_group: strategies in use, joined by "+", for each KV cache group of this engine; empty for
-            a group without reads.
+        ranks: part of the read for each rank of the peer that supplies anything.
+        clears: (copies that zero blocks, block ids) for blocks that the read fills only in part or not at
+            all. They are zeroed before the read.
+        bytes_by_group: number of bytes of KV to read, for each KV cache group of this engine; without gaps
+            that are read along.
+        strategy_by_group: names of the transfer strategies, joined by "+", for each KV cache group of this
+            engine; an empty text for a group without reads.
         counts: total bytes and descriptors.
         seconds: duration of planning.
     """
@@ -70,7 +71,7 @@ class ReadPlan:
     seconds: float
 
     def clear(self) -> None:
-        """Zero the stale bytes of the blocks that the read fills only in part or not at all."""
+        """Zero the blocks that the read fills only in part or not at all, because they hold stale bytes."""
         for loops, blocks in self.clears:
             loops.clear(blocks)
 
@@ -83,7 +84,7 @@ class SourceRank:
         agent: name of the rank's NIXL agent.
         routes: prepared routes from the rank, with all their transfer methods.
         lists: prepared descriptor lists.
-        client: client of the rank's gather channel; None if no method gathers.
+        client: client for requests that ask the rank to pack cells; None if no method needs it.
         leases: number of the rank's lease words.
     """
 
@@ -100,7 +101,10 @@ class SourceRank:
 
 
 def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
-    """Return the plans of several lanes as one; its `seconds` is that of the slowest lane."""
+    """Join the plans of several lanes (reading threads) for the same order into one plan.
+
+    Its `seconds` is the duration of the slowest lane's planning.
+    """
     return ReadPlan(
         ranks=tuple(rank for plan in plans for rank in plan.ranks),
         clears=tuple(clear for plan in plans for clear in plan.clears),
@@ -115,7 +119,7 @@ def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
 
 
 def sum_tallies(tallies: Sequence[TransferCounts]) -> TransferCounts:
-    """Return the total of several counts; `largest_run` is the maximum."""
+    """Return the sum of several counts. `largest_run` is the maximum of theirs, not the sum."""
     return TransferCounts(
         sum(t.bytes for t in tallies),
         sum(t.pages for t in tallies),

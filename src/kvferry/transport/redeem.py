@@ -63,7 +63,11 @@ class PromptContent(msgspec.Struct, frozen=True):
     salt: _Digest = ""
 
     def difference(self, offered: PromptContent) -> str | None:
-        """Return why blocks with content `offered` do not fit this prompt, as a text; None if they fit."""
+        """Return the reason why offered blocks do not fit this prompt, as a text; None if they fit.
+
+        Args:
+            offered: content of the prompt that the producer computed the blocks for.
+        """
         if offered.tokens != self.tokens:
             return (
                 "the offered blocks hold other tokens than this prompt; do both engines use the same "
@@ -94,8 +98,9 @@ class Grant(msgspec.Struct, frozen=True):
 
     Attributes:
         slot: index of the lease's word on every worker.
-        generation: generation that the word must have (its low half).
-        tables: block table of each group, as packed uint32: a list of thousands of numbers is slow to decode.
+        generation: generation (low half) that the word has while the lease is valid.
+        tables: block ids of each KV cache group, by position. They are packed as uint32, because a list of
+            thousands of numbers is slow to decode.
     """
 
     slot: _Count
@@ -111,26 +116,26 @@ class Grant(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, slot: int, generation: int, tables: Iterable[Sequence[int]]) -> Grant:
-        """Create a grant.
+        """Create a grant from lists of block ids.
 
         Args:
             slot: index of the lease's word.
-            generation: generation of the lease's word.
-            tables: block ids by position, for each group. Id 0 marks a position whose block the producer no
-                longer holds. A group of recurrent state has one block, with the state at the end.
+            generation: generation (low half) of the lease's word.
+            tables: block ids by position, for each KV cache group. Id 0 marks a position whose block the
+                producer no longer holds. A group of recurrent state has one block: the state at the end.
         """
         return cls(slot, generation, [np.asarray(table, _ID).tobytes() for table in tables])
 
     @property
     def block_ids(self) -> tuple[Int64s, ...]:
-        """Block ids by position, one int64 array for each group."""
+        """Block ids by position: one int64 array of shape (n,) for each KV cache group."""
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the word of the lease.
+        """Return the word that protects the lease, for the comparison after a read.
 
         Args:
-            incarnation: incarnation of the producer.
+            incarnation: random number of the producer's run, from the reply that contains this grant.
         """
         return LeaseWord(self.slot, self.generation, incarnation)
 
@@ -140,9 +145,9 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
 
     Attributes:
         number: number of the request, repeated in the reply.
-        consumer: incarnation of the consumer.
+        consumer: incarnation (random number of the run) of the consumer.
         ticket: random id that names the lease.
-        tokens: number of tokens in the offer.
+        tokens: number of tokens whose KV the producer has offered.
         content: digests of the first `tokens` tokens of the consumer's own prompt.
     """
 

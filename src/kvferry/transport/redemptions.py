@@ -21,12 +21,12 @@ SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a tick
 
 @dataclass(slots=True)
 class _PendingRedemption:
-    """A redemption that has not been ended.
+    """A redemption (exchange of a ticket for block tables and a lease) that has not been ended.
 
     Attributes:
         address: (host, port) of the producer's control channel.
         message: request to the producer.
-        deadline: time at which the producer counts as silent, in seconds of the clock.
+        deadline: time until which the producer must reply, in seconds of the clock.
         answer: reply of the producer; None if it has not arrived.
     """
 
@@ -37,9 +37,9 @@ class _PendingRedemption:
 
 
 class Redemptions:
-    """The redemptions of a consumer, by number.
+    """The redemptions of a consumer, by number. A redemption exchanges a ticket for block tables and a lease.
 
-    The engine's thread begins, polls and ends them. The thread of the control channel adds replies.
+    The engine's thread begins, polls and ends redemptions. The thread of the control channel adds replies.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Redemptions:
         """Create the collection without redemptions.
 
         Args:
-            consumer: incarnation of this engine.
-            patience_seconds: timeout for a producer's reply.
+            consumer: incarnation (random number of the run) of this engine, sent in every request.
+            patience_seconds: maximum time to wait for a producer's reply.
             clock: function that returns the time in seconds.
         """
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
@@ -60,12 +60,12 @@ class Redemptions:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
-        """Begin a redemption, and return the request to send. Its number identifies the redemption.
+        """Begin to redeem a ticket, and return the request to send. Its number identifies the redemption.
 
         Args:
             address: (host, port) of the producer's control channel.
             ticket: random id that names the lease.
-            tokens: number of tokens in the offer.
+            tokens: number of tokens whose KV the producer has offered.
             content: digests of the first `tokens` tokens of this engine's prompt.
         """
         message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
@@ -75,10 +75,10 @@ class Redemptions:
         return message
 
     def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the reply to a redemption.
+        """Return the reply to the redemption of a ticket.
 
         Args:
-            number: number of the redemption.
+            number: number of the redemption, from `begin`.
             wait_seconds: maximum time to wait for the reply.
 
         Returns:
@@ -97,23 +97,24 @@ class Redemptions:
         return Pending()
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the producer's address if it has not replied to a redemption; None if it has replied."""
+        """Return the address of a redemption's producer if it has not replied yet; None if it has replied."""
         asked = self._asked[number]
         return asked.address if asked.answer is None else None
 
     def end(self, number: int) -> bool:
         """Forget a redemption, so that later replies to it are ignored.
 
-        Return False if the producer has refused. Otherwise it may hold the lease for this engine.
+        Return True if the producer may hold the lease for this engine, False if it has refused.
         """
         return not isinstance(self._asked.pop(number).answer, NotRedeemed)
 
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
-        """Store a reply. Return the ticket if it has just been redeemed; None otherwise.
+        """Store a producer's reply. If it grants the ticket, return the ticket; otherwise return None.
 
-        Ignore a reply whose redemption has ended or has a reply already, or that another peer sent.
+        A reply is ignored if its redemption has ended or has a reply already, or if another peer sent it.
+        Then None is returned.
         """
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or asked.answer is not None:
@@ -124,9 +125,9 @@ class Redemptions:
         return asked.message.ticket if isinstance(answer, Redeemed) else None
 
     def unanswered(self, address: Address) -> list[Redeem]:
-        """Restart the timeouts of a producer's redemptions without a reply, and return their requests.
+        """Return the requests that a producer has not replied to, and restart their timeouts.
 
-        The requests must be sent again, because the connection to the producer is new.
+        The caller sends them again, because the connection to the producer is new.
         """
         found = [one for one in list(self._asked.values()) if one.address == address and one.answer is None]
         for one in found:

@@ -44,8 +44,9 @@ class _OpenTicket:
         tokens: number of tokens in the blocks.
         content: digests of the prompt prefix that the blocks hold.
         grant: block tables and lease word that consumers get.
-        claimed: incarnations of the consumers that have redeemed the ticket and not released it.
-        released: incarnations of the consumers that have released it.
+        claimed: incarnations (random numbers of their runs) of the consumers that have redeemed the ticket
+            and have not released it.
+        released: incarnations of the consumers that have released the ticket.
     """
 
     lease: str
@@ -56,7 +57,7 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return why a request is refused, as a sentence; None if it is granted."""
+        """Return the reason why a request to redeem this ticket is refused; None if it is granted."""
         if asked.tokens != self.tokens:
             return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
@@ -68,7 +69,7 @@ class _OpenTicket:
 
 
 class TicketBook:
-    """The tickets of a producer's valid leases. Thread-safe."""
+    """The tickets of a producer's valid leases, and the consumers that have redeemed them. Thread-safe."""
 
     def __init__(self, incarnation: int) -> None:
         """Create the book without tickets; `incarnation` identifies this run of the engine in every reply."""
@@ -98,7 +99,11 @@ class TicketBook:
             self._tickets[lease] = ticket
 
     def withdraw(self, leases: Iterable[str]) -> None:
-        """Remove the tickets of these leases. Ignore leases without a ticket."""
+        """Remove the tickets of these leases, so that they can no longer be redeemed.
+
+        Args:
+            leases: names of leases in this engine. Leases without a ticket are ignored.
+        """
         with self._lock:
             for lease in leases:
                 self._open.pop(self._tickets.pop(lease, b""), None)
@@ -106,9 +111,10 @@ class TicketBook:
     # -- the thread of the control channel ----------------------------------------------------------------
 
     def redeem(self, asked: Redeem) -> Redeemed | NotRedeemed:
-        """Exchange a ticket for its grant, and record the consumer's claim; or refuse it.
+        """Exchange a ticket for its grant (block tables and lease), or refuse the request.
 
-        A consumer that redeems a ticket twice gets the same reply, because the first may have been lost.
+        If the ticket is granted, record that the consumer has claimed the lease. A consumer that redeems a
+        ticket twice gets the same reply, because the first may have been lost.
         """
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:
@@ -119,11 +125,11 @@ class TicketBook:
             return Redeemed(asked.number, self._incarnation, found.grant)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """Return the leases that a consumer has claimed with these tickets. Ignore other tickets.
+        """Return the leases that a consumer has claimed and that these tickets name.
 
         Args:
-            consumer: incarnation of the consumer.
-            tickets: tickets of leases.
+            consumer: incarnation (random number of the run) of the consumer.
+            tickets: tickets of leases. Tickets that the consumer has not claimed are ignored.
 
         Returns:
             Names of the leases in this engine.
@@ -133,10 +139,12 @@ class TicketBook:
             return [one.lease for one in found if consumer in one.claimed]
 
     def release(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """End a consumer's claims. Return the leases without further claims, which the caller must end.
+        """End a consumer's claims on leases. Return the leases that no consumer claims any more.
+
+        The caller must end these leases.
 
         Args:
-            consumer: incarnation of the consumer.
+            consumer: incarnation (random number of the run) of the consumer.
             tickets: tickets of leases. Tickets that the consumer has not claimed are ignored.
 
         Returns:

@@ -63,8 +63,8 @@ class Transfers:
             settings: settings of transfers; None for the defaults.
             make_agent: function that creates the agent that peers read from, and the agent of each lane.
             in_flight: maximum number of orders that a lane reads at a time; further orders are queued.
-            validator: object that decides whether a peer's transport metadata may be loaded; None to try it
-                in a child process.
+            validator: object that decides whether a peer's transport metadata may be loaded; None to decide
+                by trying the metadata in a child process.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -106,7 +106,7 @@ class Transfers:
         self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Start to connect a peer on all lanes. Orders for the peer may be submitted at once.
+        """Start to connect a peer on all lanes (reading threads). Its orders may be submitted at once.
 
         Args:
             peer: name of the peer.
@@ -121,7 +121,10 @@ class Transfers:
             lane.disconnect(peer)
 
     def submit(self, order: ReadOrder) -> None:
-        """Split an order over all lanes and queue it. With every order the first share gets another lane."""
+        """Split an order over all lanes (reading threads), and queue one share for each of them.
+
+        With every order, the first share goes to another lane, so that all lanes get the same load.
+        """
         turn, lanes = next(self._turns), len(self._lanes)
         self._parts[order.key] = []
         for number, lane in enumerate(self._lanes):
@@ -138,9 +141,10 @@ class Transfers:
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the lanes when their reads have ended, and release the memory that peers read.
+        """End the lanes (reading threads), and release the memory that peers read.
 
-        Wait at most `patience_seconds` for each lane. A lane that takes longer is left running.
+        A lane ends when its reads have ended. Wait at most `patience_seconds` for each lane. A lane that
+        takes longer is left running.
         """
         for lane in self._lanes:
             lane.stop()
