@@ -1,4 +1,4 @@
-"""Names of metrics on an engine's `/metrics`: all of kvferry's, and those of vLLM that kvferry shows."""
+"""Names of metrics on an engine's `/metrics`: kvferry's metrics, and those of vLLM that kvferry shows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPOSED: Mapping[str, Metric] = MappingProxyType(
     {exposed_name(metric): metric for metric in (*METRICS.values(), *MULTI.values())}
     | {exposed_name(metric, VLLM_PREFIX): metric for metric in _VLLM}
 )
-"""All metrics, by their name on `/metrics`."""
+"""Definitions of kvferry's metrics and of vLLM's metrics that kvferry shows, by name on `/metrics`."""
 
 SUFFIXES = ("_bucket", "_sum", "_count")
 """Suffixes of the series of a histogram."""

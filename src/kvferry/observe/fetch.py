@@ -69,12 +69,12 @@ class Health(msgspec.Struct, frozen=True):
 HEALTH = msgspec.json.Decoder(Health)
 """Decoder of `Health`.
 
-It is created at import, because msgspec crashes if several threads decode a type for the first time at once.
+The module creates it at import: msgspec crashes if several threads decode a type for the first time at once.
 """
 
 
 def http_address(text: str) -> str | None:
-    """Return the base URL of an engine or router, without ``/v1`` or ``/metrics``; None if it is not a URL.
+    """Return the base URL in `text`, without ``/v1`` or ``/metrics``; None if the text is not an HTTP URL.
 
     >>> [http_address(text) for text in ("http://127.0.0.1:8000/metrics", "https://a.b/one/v1/", "a:1")]
     ['http://127.0.0.1:8000', 'https://a.b/one', None]

@@ -1,4 +1,4 @@
-"""Changes of metrics since the engine's last step, which the engine sends to the process with `/metrics`."""
+"""Changes of metrics since the last engine step. The engine sends them to the process that has `/metrics`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MetricsDelta:
             self.samples[series] += seen
 
     def plain(self) -> dict[str, Any]:
-        """Return the delta as values that any format can encode: lists of [name, labels, value] by kind."""
+        """Return the delta as plain values: a list of [name, labels, value] for each kind of metric."""
         return {
             "counters": [[name, list(labels), n] for (name, labels), n in self.counters.items()],
             "gauges": [[name, list(labels), n] for (name, labels), n in self.gauges.items()],
@@ -60,7 +60,7 @@ class MetricsDelta:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
-        """Return the delta with these plain values, which `plain` has returned for it."""
+        """Create a delta from the plain values that the method `plain` returned."""
         found = cls()
         for name, labels, n in plain["counters"]:
             found.count(name, *labels, by=n)

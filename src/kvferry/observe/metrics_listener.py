@@ -30,12 +30,12 @@ class _RequestCounts:
 
     Attributes:
         sources: names of the sources that may serve the request.
-        asked: last `SourcesAsked` event of the request; None before the first.
-        failed: miss reason of each source whose last load failed, by source.
-        until: token position where an attempt's loads end, by attempt.
-        lost: token position where failed attempts since the last scheduling would have ended, by the source
-            that failed.
-        brought: `LoadBegan` events of the loads that succeeded.
+        asked: last event with the sources' answers for the request; None before the first.
+        failed: reason of the last failed load of each source, by source.
+        until: token position where the loads of each attempt end, by attempt.
+        lost: token position up to which failed attempts would have loaded KV, by the source that failed.
+            Cleared when the request is scheduled.
+        brought: events of the beginnings of those loads that succeeded.
         broken: attempts with a failed load. Their other loads are not used.
         settled: True once the request was scheduled.
     """
@@ -72,7 +72,7 @@ _NOT_TAKEN = {DecisionReason.NO_ROOM: MissReason.NO_ROOM, DecisionReason.ATTEMPT
 
 
 class MetricsListener:
-    """Counts the events that it is called with as metrics, which `take` returns. Not thread-safe."""
+    """Event listener that counts events as metrics. `take` returns the counts. Not thread-safe."""
 
     def __init__(self) -> None:
         self._counted = MetricsDelta()
@@ -233,7 +233,7 @@ class MetricsListener:
 
 
 def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
-    """Yield the parts, shortened to `tokens` tokens in total. A load may read less than was offered."""
+    """Yield parts of a load, cut to `tokens` tokens in total. A load may read less than was offered."""
     for part in parts:
         taken = min(part.tokens, tokens)
         if taken > 0:

@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError
 
 _SUFFIX, _UNFINISHED = ".sock", ".new"
 _UNFINISHED_SECONDS = 60.0
-"""Age, in seconds, from which an unfinished socket is taken to belong to a killed process."""
+"""Age of a socket without its final name, in seconds, from which its process is considered to be killed."""
 _AGAIN_SECONDS = 0.02
 
 
@@ -101,7 +101,7 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 
 
 def engine_sockets(directory: Path) -> list[Path]:
-    """Return the paths of the engines' sockets, and remove unfinished sockets of killed processes.
+    """Return the paths of the engines' sockets. Remove sockets that killed processes left unfinished.
 
     Raises:
         ConfigError: other users may enter the directory, or it cannot be read.
@@ -125,11 +125,11 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
     Args:
         path: path of the socket, as returned by `engine_sockets`.
-        until: deadline in monotonic seconds. If the engine's queue of connections is full, `connect` retries
-            until then.
+        until: deadline in monotonic seconds. Until then, `connect` retries if the engine's queue of
+            connections is full.
 
     Raises:
-        OSError: the queue is still full, or the socket cannot be used.
+        OSError: the queue is full until the deadline, or the socket cannot be used.
     """
     asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     asking.settimeout(0)

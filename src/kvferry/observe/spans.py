@@ -1,6 +1,6 @@
 """Turn the connector's events into OpenTelemetry spans of the trace that a request belongs to.
 
-There is one span per load, store and lease, and one for each time that a request waits for a source's answer.
+Each load, store and lease has a span, and so has each wait of a request for a source's answer.
 Attributes have the names that OpenTelemetry defines, if there are any. ``gen_ai.request.id`` has the same
 value as in the engine's own span.
 """
@@ -24,7 +24,7 @@ Attributes: TypeAlias = dict[str, str | int | float | bool]
 MAX_REQUESTS = 16_384
 """Maximum number of requests whose parent trace is remembered.
 
-Traces are kept after the request has ended, because its stores and leases may end later.
+A parent trace is kept after its request has ended, because stores and leases of the request may end later.
 """
 
 
@@ -54,7 +54,7 @@ class SpanListener:
     """Event listener that creates a span whenever an operation ends. Not thread-safe."""
 
     def __init__(self, emit: Callable[[TraceSpan], None]) -> None:
-        """Store the function that receives the spans.
+        """Set the function that receives the spans.
 
         Args:
             emit: function that is called with every finished span.

@@ -25,7 +25,7 @@ from kvferry.observe.traces import TraceBuffer
 from kvferry.observe.wire import MAX_QUESTION_BYTES, EngineInfo, encode_trace, read_question
 
 _HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
-"""Pattern of the prefix that vLLM adds to a request id: number of the choice, and kind of request."""
+"""Pattern of the prefix that vLLM adds to a request id: number of the choice (if several) and kind."""
 
 
 def matches_id(request_id: str, said: str) -> bool:
@@ -61,7 +61,7 @@ class TraceServer:
 
         Args:
             traces: traces to serve.
-            engine: description of the engine. The server sets its clocks and counts in each answer.
+            engine: description of the engine. The server sets its times and counts in each answer.
             most: maximum number of requests in `traces`.
             seconds: longest time to read a question and send its answer.
         """

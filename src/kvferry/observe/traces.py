@@ -36,7 +36,8 @@ class StoredChunks:
 
     Attributes:
         group: number and kind of the KV cache group.
-        ordered, done, failed: number of chunks whose copy was started, succeeded and failed.
+        ordered, done, failed: numbers of chunks whose copy was started, of those whose copy succeeded, and of
+            those whose copy failed.
         size: number of bytes in the chunks that were copied.
         first: time when the first copy was started, in monotonic seconds.
         last: time when the last copy ended, in monotonic seconds; 0 if none has ended.
@@ -60,7 +61,7 @@ class RequestTrace:
     Attributes:
         request_id: id of the request in the engine.
         events: events in the order of time, without stores and heartbeats.
-        left_out: number of events that were dropped after the first `FIRST_EVENTS`.
+        left_out: number of events that were dropped between the first and the last ones that are kept.
         stored: stores to host memory, one entry per KV cache group.
         heartbeats: number of heartbeats by which the reading engine extended the lease on the blocks.
     """
@@ -95,7 +96,7 @@ class TraceBuffer:
     """
 
     def __init__(self, requests: int) -> None:
-        """Create an empty buffer.
+        """Create a buffer without events.
 
         Args:
             requests: number of latest requests to remember.
@@ -163,7 +164,7 @@ def _ended(stored: StoredChunks, chunks: int, event: events.StoreEnded) -> Store
 
 
 def _cut(event: RequestEvent) -> RequestEvent:
-    """Return the event with long texts shortened, because a peer may have written them."""
+    """Return the event with texts cut to `MAX_TEXT` characters, because a peer may have written them."""
     if all(len(text) <= MAX_TEXT for text in _texts(event)):
         return event
     if isinstance(event, events.SourceRefused):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransferLog:
-    """Event listener that logs finished loads from peers, except dropped ones. Not thread-safe.
+    """Event listener that logs ended loads from peers, except those with outcome DROPPED. Not thread-safe.
 
     If a line cannot be written, for example because the disk is full, logging stops and the engine continues.
     """

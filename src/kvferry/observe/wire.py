@@ -92,7 +92,7 @@ def _named(trace: RequestTrace) -> dict[str, Any]:
 
 
 def decode_trace(line: bytes) -> RequestTrace:
-    """Return the trace in a line that `encode_trace` wrote.
+    """Return the trace in a line that `encode_trace` returned.
 
     Raises:
         ProtocolError: the line is not a trace.

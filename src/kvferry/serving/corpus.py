@@ -1,6 +1,6 @@
 """English text that is part of every Python installation: the language reference in `pydoc_data.topics`.
 
-The demo, the tests and the tokenizer of the tiny checkpoints use it, so that they have real text without a
+The demo, the tests and the tokenizer of the tiny checkpoints need real text, and get it here without a
 download. The text differs slightly between Python versions; `corpus_digest` identifies it.
 """
 

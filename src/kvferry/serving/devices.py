@@ -1,4 +1,4 @@
-"""Share the devices of one machine among engines."""
+"""Divide the devices of one machine among engines."""
 
 from __future__ import annotations
 

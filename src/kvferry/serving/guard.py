@@ -69,7 +69,7 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -> None:
-    """Wait until the process tree must end: the root ended, its grace period passed, or a byte arrived."""
+    """Wait until the tree must end. If the lifeline closes, send SIGTERM and wait the grace period."""
     ended = os.pidfd_open(root.pid)
     readable, _, _ = select.select([ended, lifeline], [], [])
     if ended in readable or os.read(lifeline, 1):

@@ -4,8 +4,8 @@
         fleet.wait_ready()
         ... requests to fleet.prefill_urls, fleet.decode_urls ...
 
-All processes of all engines have ended when the block is left, also by an exception. If this process is
-killed, each engine's guard ends the engine.
+When the ``with`` block has ended, also by an exception, all processes of all engines have ended. If this
+process is killed, the guard of each engine (`kvferry.serving.guard`) ends the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["EngineProcess", "EngineSpec", "EngineState", "Fleet", "LaunchError",
 
 _POLL_SECONDS = 0.2
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the kernel keeps it
-# Exit code with which argument parsers refuse an argument.
+# Exit code of argument parsers that refuse an argument.
 _REFUSED_ARGUMENTS = 2
 
 Progress = Callable[[Sequence[EngineProcess]], None]

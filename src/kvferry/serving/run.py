@@ -38,8 +38,8 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
     Args:
         app: router application.
         sock: listening socket; closed at the end.
-        keep_on: function that is called five times a second. An exception also stops the server, and is
-            raised again.
+        keep_on: function that is called five times a second. If it raises an exception, the
+            server stops, and the exception is raised again.
     """
     map_large_allocations()
     config = uvicorn.Config(
@@ -67,11 +67,11 @@ async def _serve(app: RouterApp, server: _Server, sock: socket.socket, keep_on: 
 
 
 def map_large_allocations() -> None:
-    """Make glibc map allocations of 128 KiB or more separately, so that freeing them returns the memory.
+    """Make glibc map allocations of 128 KiB or more separately, so that freed memory returns to the kernel.
 
-    By default, glibc serves them from the heap once the first of them was freed. Small allocations behind
-    them then keep the heap from shrinking. This matters because asyncio reads into buffers of 256 KiB. With
-    other C libraries the function does nothing.
+    By default, glibc takes large allocations from the heap once the first of them was freed. Small
+    allocations behind the large ones then keep the heap from shrinking. This matters because asyncio reads
+    into buffers of 256 KiB. With other C libraries the function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

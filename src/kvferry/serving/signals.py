@@ -16,7 +16,7 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Context manager that handles SIGINT and SIGTERM while the block runs.
+    """Context manager that handles SIGINT and SIGTERM while the ``with`` block runs.
 
     The first signal is recorded in `received`, and raises KeyboardInterrupt only inside an `interruptible`
     block. A second signal raises KeyboardInterrupt at once. Later signals are ignored, so that they do not
@@ -44,9 +44,9 @@ class StopSignals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let the first signal raise KeyboardInterrupt inside this block.
+        """Let the first signal raise KeyboardInterrupt inside this ``with`` block.
 
-        Python drops an exception that is raised while a finalizer runs, so the signal is checked again at the
+        Python drops an exception that is raised while a finalizer runs. So `received` is checked again at the
         end of the block.
 
         Raises:

@@ -30,7 +30,7 @@ class Parallel:
 
     Attributes:
         tensor, pipeline, context: number of ranks of one data-parallel replica in each dimension.
-            Decode-context parallelism has no ranks of its own: it uses the tensor-parallel ranks.
+            Decode-context parallelism uses the tensor-parallel ranks, so it is not counted.
         data: number of data-parallel replicas on this machine.
     """
 
@@ -70,7 +70,7 @@ def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
 
 
 def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
-    """Return the value of a flag; None if it is not given. If it is repeated, the last one counts.
+    """Return the last value of a flag in the arguments; None if the flag is not given.
 
     Args:
         arguments: arguments of vLLM's API server.
@@ -88,7 +88,7 @@ def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
     return found
 
 
-# Arguments of vLLM that differ between the engines, and what the user sets instead.
+# Arguments of vLLM that differ between the engines, and the settings to use in place of them.
 _OURS = {
     "--model": "MODEL",
     "--host": "kvferry's own --host, before the --",

@@ -13,7 +13,7 @@ from kvferry.errors import ConfigError
 _LONGEST_SOCKET = 107
 """Longest path of a Unix socket, in bytes."""
 _SOCKET = "/00000000-0000-4000-8000-000000000000"
-"""Name, with its slash, of a socket that vLLM creates in the folder for temporary files: a random UUID."""
+"""Example of a socket's name, with slash: vLLM names sockets in the temporary folder by random UUIDs."""
 
 
 def temporary_folder(prefix: str) -> Path:

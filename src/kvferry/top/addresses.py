@@ -37,8 +37,9 @@ class PolledAddress:
         url: base URL.
         role: ``prefill`` or ``decode`` if a router lists the engine, ``router`` for a router, otherwise
             empty.
-        before, now: last two successful readings; None if there are fewer. The engine may have restarted
-            between them.
+        before: last successful reading but one; None with fewer than two. The engine may have restarted after
+            it.
+        now: last successful reading; None without one.
         silence: failure of the last reading; None if it succeeded.
     """
 
@@ -68,7 +69,7 @@ class PolledAddress:
         return replace(self, silence=Unreachable(self.silence.since if self.silence else at, why))
 
     def windows(self) -> Iterator[tuple[str, Window]]:
-        """Yield the number, and the current values and rates, of every engine at the address."""
+        """Yield every engine at the address: its number, and its current values and rates."""
         if self.now is not None and self.silence is None:
             for engine in self.now.engines:
                 yield engine, window(self.before, self.now, engine)

@@ -172,7 +172,7 @@ def _fullest(tier: str, each: list[Values]) -> TierUsage:
 
 
 def _rooms(values: Values, tier: str) -> list[TierUsage]:
-    """Return the usage of a tier, one entry per connector of the engine that reports it."""
+    """Return the usage of a tier, one entry per connector of the engine that reports the tier."""
     used, capacity, owed = (
         values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")

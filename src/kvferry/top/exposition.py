@@ -43,14 +43,14 @@ class Scrape:
 
 
 def parse_page(text: str, at: float) -> Scrape:
-    """Parse those metrics of a page that `kvferry top` uses.
+    """Parse the metrics on a page, of which only those that `kvferry top` uses are kept.
 
     Args:
         text: content of the page.
         at: time of the reading, in monotonic seconds.
 
     Raises:
-        ProtocolError: the page is not in Prometheus's format, or has none of these metrics.
+        ProtocolError: the page is not in Prometheus's format, or has no metric that `kvferry top` uses.
     """
     engines: defaultdict[str, defaultdict[str, dict[Labels, float]]] = defaultdict(lambda: defaultdict(dict))
     started, model = None, ""

@@ -30,8 +30,8 @@ class SourceFigures:
     Attributes:
         queries: number of requests for which the source was queried.
         hits: number of requests for which the source loaded KV.
-        hit_rate: hits as a share of queries, without queries for which the engine's own prefix cache had
-            everything; None without queries.
+        hit_rate: hits as a share of queries; None without queries. Queries for which the engine's own prefix
+            cache had everything do not count.
         loads: number of ended loads, by outcome.
         load_bytes: number of bytes loaded.
         load_seconds: latency of successful loads.
@@ -50,7 +50,7 @@ class ConnectorFigures:
     """The queries and loads of one of several connectors in an engine.
 
     Attributes:
-        queries: number of requests for which the connector was queried, the sum of the next three.
+        queries: number of requests for which the connector was queried: hits, passed over and misses.
         hits: number of requests for which the connector was chosen to load.
         passed_over: number of requests for which the connector had tokens but was not chosen.
         misses: number of requests for which the connector had no tokens, or did not answer in time.
@@ -134,8 +134,8 @@ class ActivityCounts:
         misses: counts of misses, the most frequent first.
         moved: counts of loaded bytes, the largest first.
         stages: latency of loads from peers, by stage.
-        pages_per_descriptor: mean number of pages that were merged into a descriptor, for loads from peers;
-            None without loads.
+        pages_per_descriptor: mean number of pages that one descriptor covers, for loads from peers; None
+            without loads.
         descriptor_bytes: mean size of the descriptors of loads from peers, in bytes; None without loads.
         tiers: counts by tier.
         recomputed_tokens: number of tokens that were computed because their load failed.
@@ -182,7 +182,7 @@ class TierUsage:
 
     @property
     def share(self) -> float:
-        """Return the used share of the capacity, up to 1; 0 if it is unknown."""
+        """Return the used share of the capacity, up to 1; 0 if the share is unknown."""
         return self.used / self.capacity if self.used is not None and self.capacity else 0.0
 
 
@@ -192,13 +192,13 @@ class Gauges:
 
     Attributes:
         running, waiting: number of running and of waiting requests.
-        cache_usage: used share of the engine's own KV cache, up to 1; the largest share of several engines.
+        cache_usage: used share of the engine's own KV cache, up to 1; for several engines, the largest share.
         pending_loads: number of loads under way, by source.
         pending_connectors: number of loads under way, by connector.
         late_blocks: number of blocks held by loads past their deadline.
         leases: number of leases that hold blocks.
-        tiers: usage by tier. It is that of the engine with the fullest tier and not a sum, because engines
-            may share a directory.
+        tiers: usage by tier, as reported by the engine whose tier is fullest. The usage is not summed over
+            engines, because they may share a directory.
     """
 
     running: float

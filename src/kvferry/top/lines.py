@@ -16,9 +16,9 @@ from kvferry.top.units import number, percent
 from kvferry.units import format_age, format_bytes, format_seconds
 
 _NAME = 23
-"""Minimum width of the column with engines' names, in cells, if a name is that long."""
+"""Width in cells that the column with engines' names keeps if its longest name needs it."""
 _FEW = 3
-"""Number of engines for whose lines there is always room."""
+"""Number of engines for whose lines space is reserved on the screen."""
 _MISSES = 2
 """Maximum number of lines about misses if not all lines fit on the screen."""
 _COLUMNS = (
@@ -129,7 +129,7 @@ def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = F
 
 
 def _cut(lines: list[TextLine], room: int) -> list[TextLine]:
-    """Return at most `room` lines of the list, with a line that counts those left out.
+    """Return at most `room` lines of the list of engines. If lines are left out, the last line counts them.
 
     The chosen engine is kept first, then the engines that do not answer.
     """

@@ -25,7 +25,7 @@ _CC = 6
 
 @contextmanager
 def raw_keys(fd: int) -> Iterator[None]:
-    """Put a terminal in a mode without echo, in which keys can be read one by one, while the block runs."""
+    """Let keys be read one by one and without echo from a terminal, until the ``with`` block ends."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)

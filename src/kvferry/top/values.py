@@ -63,7 +63,7 @@ class Values:
         )
 
     def by(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
-        """Return the sums of a metric's series, grouped by the values of labels.
+        """Return the sums over a metric's series, one sum for each combination of label values.
 
         Args:
             name: name of the series.

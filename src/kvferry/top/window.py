@@ -26,7 +26,7 @@ class Window:
 
     @classmethod
     def added(cls, windows: list[Window]) -> Window:
-        """Return the sums over several engines. Engines with only one reading do not count in the rates."""
+        """Return the sums over several engines. The rates do not include engines with only one reading."""
         rates = [window.rates for window in windows if window.rates is not None]
         return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)
 

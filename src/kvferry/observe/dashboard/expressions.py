@@ -14,7 +14,7 @@ ENGINE = (INSTANCE, *COMMON)
 
 
 def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> str:
-    """Return a PromQL selector of a metric's series, restricted by its labels.
+    """Return a PromQL selector of a metric's series whose labels match regular expressions.
 
     Args:
         name: name of a metric in `EXPOSED`; for a histogram, with one of `SUFFIXES`.
@@ -22,7 +22,7 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
         where: regular expressions for labels of the metric. A value that begins with ``!`` excludes matches.
 
     Raises:
-        ValueError: the metric is unknown, or it does not have one of the labels.
+        ValueError: the metric is unknown, or has no label of one of the given names.
 
     >>> series("kvferry_loads_total", outcome="failed|expired")
     'kvferry_loads_total{outcome=~"failed|expired"}'

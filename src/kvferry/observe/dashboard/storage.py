@@ -8,7 +8,7 @@ from kvferry.observe.exposed_names import CONNECTOR
 _EACH = ("instance", "engine", CONNECTOR, "tier")
 """Labels by which usage gauges are shown.
 
-Every engine that shares a tier reports the usage of the whole tier, so its values must not be summed over
+Every engine that shares a tier reports the usage of the whole tier. So usage must not be summed over
 engines.
 """
 _WHOSE = "{{instance}} {{connector}} {{tier}}"

@@ -13,7 +13,7 @@ from kvferry.serving.run import run_app
 
 @contextmanager
 def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
-    """Run a router for these engines while the block runs, and yield the router's URL.
+    """Run a router for these engines until the ``with`` block ends, and yield the router's URL.
 
     Raises:
         ConfigError: there is no prefill engine or no decode engine, or an address is not a URL.

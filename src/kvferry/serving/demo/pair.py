@@ -52,7 +52,7 @@ class DemoModel:
 
 
 def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
-    """Return the tiny checkpoint of a model family, and write it if it does not exist.
+    """Return the tiny checkpoint of a model family. Write the checkpoint if it does not exist.
 
     Args:
         name: name of the family, such as ``qwen3``.

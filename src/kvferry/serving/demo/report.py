@@ -56,7 +56,7 @@ def table(rows: Sequence[RequestRow], width: int) -> Table:
 
 
 def summary(rows: Sequence[RequestRow]) -> str:
-    """Return a summary: bytes moved, bytes for full attention, and the number of identical answers."""
+    """Return a summary: bytes moved, bytes if all layers had full attention, number of identical answers."""
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
     same = Counter(row.verdict for row in rows)

@@ -1,4 +1,4 @@
-"""Prompts of the demo. The shortest is about 70 tokens; the longest takes a small engine several steps."""
+"""Prompts of the demo. The shortest has about 70 tokens. The longest takes a small engine several steps."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def read_transfer(log: Path, request_id: str) -> Transfer | None:
-    """Return the last successful load of a request; without one the last failed load, or None without any."""
+    """Return the last successful load of a request, or else its last load; None if there is no load."""
     if not log.exists():
         return None
     lines = [line for line in log.read_bytes().splitlines() if request_id.encode() in line]

@@ -7,15 +7,15 @@ from enum import StrEnum
 
 from kvferry.serving.demo.client import StreamedAnswer
 
-# The log probabilities of both tokens may be off by the gap, in opposite directions.
+# Each of the two tokens' log probabilities may be wrong by the gap, in opposite directions.
 _SIDES = 2
 
 
 class AnswerVerdict(StrEnum):
     """Result of the comparison of two answers.
 
-    YES: all tokens are equal. OWN_GAP: the tokens differ, but by no more than the single engine differs from
-    itself. NO: they differ by more.
+    YES: all tokens are equal. OWN_GAP: the tokens differ, but the difference is within the single engine's
+    own numerical deviation (see `compare`). NO: the difference is larger.
     """
 
     YES = "yes"

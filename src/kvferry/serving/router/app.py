@@ -68,7 +68,7 @@ def router_app(settings: RouterSettings) -> RouterApp:
 
 
 class _Router:
-    """The request handlers, with the state that they share."""
+    """The request handlers of the application, and the state that the handlers share."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -101,7 +101,7 @@ class _Router:
             await bad_request(str(error), "invalid_json").send(send, call.echoed)
 
     async def pass_through(self, call: Call, send: Send) -> None:
-        """Relay a request to a decode engine; if it fails, to further decode engines."""
+        """Relay a request to a decode engine. If that engine fails or is unreachable, try another one."""
         failures, tried = Failures(), list[Backend]()
         while not failures.exhausted and (backend := self._decode.next(tried, even_down=True)):
             tried.append(backend)

@@ -18,7 +18,8 @@ class Backend:
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
         outstanding: number of this router's requests that the engine is working on.
-        last_turn: sequence number, within the pool, of the last request sent to the engine; 0 for none.
+        last_turn: sequence number of the last request sent to the engine, counted over all requests of the
+            pool; 0 before the first.
     """
 
     def __init__(self, role: str, url: str) -> None:
@@ -43,7 +44,7 @@ class Backend:
         self.up, self.reason = True, None
 
     def note_hand_over(self, *, done: bool) -> None:
-        """Record whether a prefill engine offered KV in its last answer, and log a change.
+        """Record whether a prefill engine offered KV in its last answer. Log a warning if that changes.
 
         Args:
             done: True if the answer had ``kv_transfer_params``.
@@ -82,7 +83,7 @@ class Pool:
 
     @contextmanager
     def turn(self, backend: Backend) -> Iterator[None]:
-        """Count a request as outstanding on this engine while the block runs."""
+        """Count a request as outstanding on this engine until the ``with`` block ends."""
         self._turn += 1
         backend.last_turn = self._turn
         backend.outstanding += 1

@@ -27,7 +27,7 @@ class Call:
     Attributes:
         method: HTTP method.
         path: path of the URL, without the query.
-        headers: headers for the engine: the client's, with an x-request-id and with this router added to Via.
+        headers: headers for the engine: the client's headers, x-request-id, and Via with this router added.
         echoed: the x-request-id header, which is added to the answer.
         body: complete body of the request.
     """
@@ -70,7 +70,7 @@ class ActiveRequests:
 
 
 class RouterEndpoint:
-    """An ASGI application that reads a request and runs a handler. Cancels it if the client disconnects."""
+    """An ASGI application that reads a request and runs a handler, until the client disconnects."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RouterEndpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Read a whole request, run the handler, and answer the client with an error if the router stops."""
         echoed = ((_REQUEST_ID, _request_id(scope)),)
         if self._hop.has_seen(scope["headers"]):
             await loop_reply().send(send, echoed)
@@ -111,7 +111,7 @@ class RouterEndpoint:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """Return the client's request id; a new one if it is missing, too long or has characters not allowed."""
+    """Return the client's request id; a new id if it is missing, too long or has forbidden characters."""
     given = dict(scope["headers"]).get(_REQUEST_ID, b"")
     return given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 

@@ -29,7 +29,7 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
     Args:
         response: open response of the engine.
         send: ASGI function that sends to the client.
-        extra: headers to add to the engine's.
+        extra: headers to add to those of the engine's answer.
 
     Returns:
         None if the stream was complete; otherwise the failure as text, after the client got an error event.

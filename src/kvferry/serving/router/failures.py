@@ -33,7 +33,7 @@ class Failures:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether the request must not be sent to another engine."""
+        """Return whether so many engines failed that the request must not be sent to another one."""
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:

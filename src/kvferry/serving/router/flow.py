@@ -42,9 +42,9 @@ class Completion:
 
     Attributes:
         path: path of the endpoint, such as ``/v1/completions``.
-        raw: body for a decode engine that serves the request alone, as JSON.
+        raw: body, as JSON, for a decode engine that serves the request without a prefill engine.
         body: parsed body of the request.
-        headers: headers for the engines, including x-request-id.
+        headers: headers of the requests to the engines, including x-request-id.
         echoed: headers to add to the engine's answer.
     """
 
@@ -109,7 +109,8 @@ class CompletionFlow:
     async def _prefilled(self, backend: Backend, sent: Completion, failures: Failures) -> Reply | None:
         """Send a request to a prefill engine and return its answer; None if it is unreachable, busy or fails.
 
-        Adds a failure to `failures`, and marks the engine as down if it is unreachable, busy or too slow.
+        Marks the engine as down if it is unreachable, busy or too slow, or closes the connection. Adds the
+        engine to `failures` if it failed while it worked on the request.
 
         Raises:
             TimeoutError: the engine takes too long. This counts as a failure.

@@ -24,7 +24,7 @@ class Hop:
         self._name = f"kvferry-{secrets.token_hex(8)}".encode()
 
     def passed_on(self, headers: Headers = ()) -> Headers:
-        """Return the headers to send to an engine: the given ones, with this router added to Via.
+        """Return headers to send to an engine: `headers` with this router's entry added to Via.
 
         Args:
             headers: headers with names in lower case.

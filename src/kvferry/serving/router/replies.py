@@ -10,7 +10,7 @@ from starlette.types import Send
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON_TYPE = (b"content-type", b"application/json")
 NO_RETRY = (b"x-should-retry", b"false")
-"""Header that tells OpenAI's clients not to send the request again, which they do after a 5xx status."""
+"""Header that tells OpenAI's clients not to repeat the request, as they would do after a 5xx status."""
 
 
 @dataclass(frozen=True, slots=True)

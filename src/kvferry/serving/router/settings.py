@@ -14,7 +14,7 @@ class RouterSettings:
 
     Attributes:
         prefill, decode: base URLs of the engines, at least one per role.
-        connect_seconds: longest time to connect to an engine; after it the engine is marked down.
+        connect_seconds: longest time to connect to an engine. An engine that takes longer is marked down.
         prefill_seconds: longest time for a prefill.
         decode_idle_seconds: longest time without data from a decode engine.
         probe_seconds: time between two probes of an engine that is down.

@@ -39,7 +39,7 @@ def tiny_checkpoint(name: str, directory: Path) -> Path:
     """Return the folder of a model family's checkpoint. If it does not exist, write it, which takes seconds.
 
     The folder's name contains a digest of everything that determines its content: the family's settings, the
-    version of transformers and the tokenizer. Several callers may use it at the same time.
+    version of transformers and the tokenizer. Several callers may call this at the same time.
 
     Args:
         name: name of one of `FAMILIES`.

@@ -20,7 +20,7 @@ def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
     """Return `directory/name`; call `fill` to create it if it does not exist.
 
     `fill` writes into a private folder, which is then renamed, so that no caller sees an incomplete folder.
-    If several callers create it at once, the first one's folder is kept and the others' are removed.
+    If several callers create the folder at the same time, the first caller's is kept. The others are removed.
 
     Args:
         directory: parent folder; created if it does not exist.

@@ -21,9 +21,9 @@ _CHAT_TEMPLATE = (
 
 
 def trained_tokenizer(directory: Path) -> Path:
-    """Return the folder of the tokenizer's files. If it does not exist, train it, which takes about a second.
+    """Return the folder of the tokenizer's files. If it does not exist, train the tokenizer, in about 1 s.
 
-    Several callers may use it at the same time: each sees either no folder or a complete one.
+    Several callers may call this at the same time. Each sees either no folder or a complete one.
 
     Args:
         directory: parent folder; created if it does not exist.
