@@ -33,12 +33,12 @@ _SIMILAR = 1.5
 def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tuple[int, str]:
     """Return the number of tokens per block, and the reason in words.
 
-    The reason is empty if the size is the requested one or vLLM's ordinary one.
+    The reason is empty if the size is the requested one, vLLM's ordinary one or the model's own.
 
     For models with recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the smallest multiple of
-    16 for which an attention page is at least as large as a snapshot of state. It takes multiples of 128 if
-    the model has MLA latents, and multiples of the requested size if that is larger. Pages and snapshots
-    shrink differently with tensor parallelism, so the block size depends on `tp`.
+    16 for which an attention page is at least as large as a snapshot of state. If the model has MLA latents,
+    vLLM takes multiples of 128. If the requested size is larger, vLLM takes multiples of the requested size.
+    Pages and snapshots shrink differently with tensor parallelism, so the block size depends on `tp`.
 
     Args:
         stores: caches of the layers.
@@ -88,8 +88,8 @@ def block_sizes(
     """Return the number of tokens per block for each kind of layer, and the reason for larger blocks.
 
     If the largest page is a multiple of a smaller page, vLLM (`unify_kv_cache_spec_page_size`) multiplies the
-    tokens of the smaller page's block by the quotient. It pads other pages. The reason is empty if no block
-    is larger than `tokens`.
+    tokens of the smaller page's block by the quotient. Otherwise vLLM pads the smaller page. The reason is
+    empty if no block is larger than `tokens`.
 
     Args:
         stores: caches of the layers.
@@ -128,9 +128,10 @@ def group_counts(
     """Return the number of groups over which the layers of each kind are distributed.
 
     If all layers need the same tokens of a prompt, vLLM uses one block table for all of them. Otherwise each
-    group has as many layers as the rarest kind. If the most frequent kind has less than 1.5 times as many
-    layers, each group has as many as that kind (`_get_kv_cache_groups_uniform_page_size`). If blocks are
-    outermost and pages differ in size, `_packed` applies (vLLM's `_get_packed_kv_cache_groups`).
+    group has as many layers as the rarest kind. But if the most frequent kind has less than 1.5 times as many
+    layers as the rarest kind, each group has as many layers as the most frequent kind
+    (`_get_kv_cache_groups_uniform_page_size`). If blocks are outermost and pages differ in size, the rule in
+    `_packed` applies (vLLM's `_get_packed_kv_cache_groups`).
 
     Args:
         layers: cache of every layer.
@@ -188,10 +189,10 @@ def _packed(
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
-    """Return the group size, at least `least`, that needs the least padding; in a tie the largest one.
+    """Return the number of layers per group that needs the least padding; in a tie, the largest such number.
 
     Args:
-        counts: numbers of layers that are distributed over groups of this size.
+        counts: number of layers of each bucket, which are distributed over groups of this size.
         least: minimum number of layers per group.
     """
     return min(

@@ -58,9 +58,10 @@ class StoredPrompt:
     tokens: int
 
     def choices(self, steps: SnapshotSteps, every: int) -> tuple[StorageChoice, ...]:
-        """Return the storage under the given settings, then under alternative settings.
+        """Return the storage that the prompt takes under the given settings, then under alternative settings.
 
-        Alternatives leave more snapshots, or store fewer windows if the model has no recurrent state.
+        Under the alternative settings, the engine leaves more snapshots. If the model has no recurrent state,
+        fewer windows are stored instead.
 
         Args:
             steps: settings of the engine that decide where it leaves snapshots.
@@ -76,7 +77,7 @@ class StoredPrompt:
         return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
 
     def _coarser(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-        """Yield the given settings, then settings that store fewer windows."""
+        """Yield the given settings (steps, every), then settings under which fewer windows are stored."""
         yield steps, every
         if any(group.attention_span for group in self.canonical.groups):
             thinned = (chunks * self.canonical.chunk_tokens for chunks in _THINNED)
@@ -93,7 +94,11 @@ class StoredPrompt:
         return StorageChoice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
 
     def _kept_chunks(self, steps: SnapshotSteps, every: int) -> Bools:
-        """Return a mask of the complete chunks that are stored, bool of shape (groups, chunks)."""
+        """Return a mask of the stored chunks, bool of shape (groups, chunks). Only complete chunks count.
+
+        Args:
+            steps, every: same as in `choices`.
+        """
         chunk = self.canonical.chunk_tokens
         ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
         found = np.zeros((len(self.canonical.groups), self.tokens // chunk), np.bool_)
@@ -120,7 +125,7 @@ class StoredPrompt:
 
 
 def _finer(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-    """Yield the given settings, then settings with more and more snapshots of a long prompt."""
+    """Yield the given settings (steps, every), then settings under which a prompt gets more snapshots."""
     dense = replace(steps, retention=None)
     quarter = max(steps.apart // 4 // steps.block_tokens, 1) * steps.block_tokens
     finer = (replace(dense, step_tokens=tokens) for tokens in (quarter, steps.block_tokens))

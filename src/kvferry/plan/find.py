@@ -47,7 +47,7 @@ def entries() -> tuple[ModelEntry, ...]:
 def lookup(name: str) -> ModelEntry | None:
     """Return the model with this name in the built-in table; None if there is none.
 
-    Case and a leading organisation are ignored.
+    Upper and lower case are equal, and a leading organisation name (``meta-llama/``) is ignored.
     """
     wanted = _plain(name)
     return next((entry for entry in entries() if wanted in map(_plain, (entry.name, *entry.also))), None)

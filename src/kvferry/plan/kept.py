@@ -34,7 +34,7 @@ class KeptSettings:
         retention: number of tokens between retained snapshots, same as in `SnapshotSteps`.
         chunk_tokens: number of tokens per chunk; None for the connector's default.
         snapshot_tokens: number of tokens between positions at which windows and snapshots are stored; None
-            for every chunk.
+            to store them at the end of every chunk.
         prompt: length in tokens of the prompt that is stored.
     """
 
@@ -54,7 +54,7 @@ class KeptSettings:
 
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
-    """The chunk of one group, or its snapshot of recurrent state.
+    """The format and the file size of one stored chunk of a group. In a state group, a chunk is a snapshot.
 
     Attributes:
         group: canonical form of the group.
@@ -96,7 +96,7 @@ class TierForecast:
 
 
 def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierForecast:
-    """Return the forecast of the storage in an engine's tiers.
+    """Return the forecast of what an engine's tiers would store for a prompt.
 
     Args:
         reading: caches of the model's layers.

@@ -57,7 +57,7 @@ class TransferTotals:
     Attributes:
         pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: same as in `TransferEstimate`.
         runs: total bytes of all runs, by run length in bytes.
-        strategies: strategies that routes use.
+        strategies: distinct strategies of the added routes.
         seconds: expected duration in seconds, by index of the destination's rank.
     """
 
@@ -98,7 +98,7 @@ class TransferTotals:
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:
-        """Return the sum of several totals. Its `full_bytes` is 0."""
+        """Return the sum of several totals. The `full_bytes` of the sum is 0, because it is not summed."""
         whole = cls()
         for part in parts:
             whole.pages += part.pages

@@ -70,7 +70,7 @@ class Tables:
 
 
 def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
-    """Return the block tables of all groups on one side, without common blocks and without null blocks.
+    """Return the block tables of all groups on one side. No block is in two tables or is the null block.
 
     Args:
         reading: caches of the model's layers.

@@ -86,7 +86,10 @@ def _table(forecast: Forecast) -> Table:
 
 
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each table row: one row per kind of layer, then one for all if there are several."""
+    """Yield the texts of each table row.
+
+    There is one row per kind of layer. If there are several kinds, a row for all layers follows.
+    """
     for row in forecast.rows:
         kept = format_bytes(row.layers * row.store.bytes_of(1))
         yield f"{row.layers} {describe(row.store)}", kept, *_moved(row.moved)

@@ -54,11 +54,15 @@ class EngineSide:
 
 
 def layout_of(name: str, reading: ModelReading) -> str:
-    """Return `name`, or for `AUTO` the default layout of an engine with kvferry's connector.
+    """Return the layout called `name`; for `AUTO`, the default of an engine with kvferry's connector.
 
-    The default has blocks outermost if vLLM supports that. MLA backends do not declare support, so they have
-    vLLM's LBNHC. Compressed latents (DeepSeek V4) require blocks outermost. If layers have different caches,
-    heads cannot be outside of layers.
+    The default has blocks outermost if vLLM supports that. MLA backends do not declare support, so their
+    default is LBNHC, as in vLLM. Compressed latents (DeepSeek V4) require blocks outermost. If layers have
+    different caches, heads cannot be outside of layers.
+
+    Args:
+        name: name of a layout, or `AUTO`. It is not checked.
+        reading: caches of the model's layers.
     """
     if name.lower() != AUTO:
         return name

@@ -174,7 +174,14 @@ def _inside(block: Any, name: str) -> Mapping[str, Any]:
 
 
 def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
-    """Return KV heads, K width and V width of a sliding-window layer. Step 3.5 may override them."""
+    """Return the number of KV heads of a sliding-window layer, and the elements per head of K and of V.
+
+    A file of Step 3.5 may have other values for these layers than for the other layers.
+
+    Args:
+        config: configuration of the model.
+        heads, k_width, v_width: values of the other layers.
+    """
     other = config.nested("attention_other_setting")
     if not other.values or other.get("attention_type") != "sliding_attention":
         return heads, k_width, v_width

@@ -19,11 +19,12 @@ _LATENT_WIDTH = 512
 _WINDOW_BLOCK, _STATE_BLOCK = 64, 256
 _COMPRESSOR_BLOCK = {4: 4, 128: 8}
 _OVERLAPPING = 4
-"""Compression ratio at which a state covers two runs of tokens, so the compressor keeps twice as many."""
+"""Compression ratio at which a state covers two runs of tokens. Its compressor keeps twice as many
+tokens, and twice as many values per token."""
 
 
 def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tuple[LayerCache, ...]:
-    """Return the caches of one layer.
+    """Return the caches of one layer of DeepSeek V4.
 
     Args:
         config: configuration of the model.

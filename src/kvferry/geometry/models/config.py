@@ -25,7 +25,7 @@ class ModelConfig:
     Attributes:
         values: keys and values of the file.
         defaults: default values of the model family, by key.
-        asked: names of the keys that were read so far. Every lookup adds to it.
+        asked: names of the keys that were read so far. Every lookup adds names to this set.
     """
 
     values: Mapping[str, Any]
@@ -43,7 +43,10 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers. If no key gives it, the length of a list with one entry per layer."""
+        """Number of decoder layers.
+
+        If no key gives this number, it is the length of a list or string with one entry per layer.
+        """
         if self.get(*_LAYER_COUNTS) is None:
             lists = (self.get(name) for name in PER_LAYER)
             if (said := next((value for value in lists if isinstance(value, list | str)), None)) is not None:
@@ -97,7 +100,13 @@ class ModelConfig:
         return whole(names[0], value, 1)
 
     def maybe(self, *names: str) -> int | None:
-        """Return the same as `number`, but None if no key is present or the value is 0 or false."""
+        """Return the integer value of the first key in `names` that is present; None if there is no such key.
+
+        A value of 0 or false counts as absent.
+
+        Raises:
+            ConfigError: the value is not an integer of at least 1.
+        """
         value = self.get(*names)
         return whole(names[0], value, 1) if value else None
 
@@ -126,7 +135,7 @@ def whole(name: str, value: Any, least: int) -> int:
     """Return `value` if it is an integer of at least `least`.
 
     Raises:
-        ConfigError: it is not. The message contains `name`, the key of the value.
+        ConfigError: `value` is something else. The message contains `name`, which is the key of the value.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
@@ -136,7 +145,8 @@ def whole(name: str, value: Any, least: int) -> int:
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the language model inside a multimodal model's configuration.
 
-    If the inner configuration has no model type, element type or quantization, the outer one's is used.
+    A model type, element type or quantization that the inner configuration lacks is taken from the outer
+    configuration.
     """
     outer = config
     known = ("model_type", *DTYPES, "quantization_config")

@@ -50,7 +50,15 @@ def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
 
 
 def check_own(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
-    """Raise ConfigError if per-layer settings cannot be read or apply to a recurrent layer."""
+    """Check that the per-layer settings can be read and do not apply to a recurrent layer.
+
+    Args:
+        config: configuration of the model.
+        layers: mixers of each layer.
+
+    Raises:
+        ConfigError: a setting cannot be read, or it applies to a recurrent layer.
+    """
     for number, settings in own_settings(config).items():
         if settings and not RECURRENT.isdisjoint(layers[number]):
             named = ", ".join(sorted(settings))

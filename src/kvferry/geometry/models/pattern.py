@@ -1,7 +1,7 @@
 """The mixers (kinds of attention or recurrence) of every layer, read from a ``config.json``.
 
-Model families write them in many forms: a word per layer, a string of letters, a period, a list of layer
-numbers. There is a rule for each form. The first rule that finds its key decides.
+Model families write the mixers in many forms: a word per layer, a string of letters, a period, a list of
+layer numbers. There is a rule for each form. The first rule that finds its key in the file decides.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class ModelReading:
 
     Attributes:
         cache: caches of all layers. A layer of the model with two caches has two entries in `cache.layers`.
-        kept: number of entries in `cache.layers` of each layer of the model; 0 for a layer without a cache.
+        kept: for each layer of the model, its number of entries in `cache.layers`; 0 for a layer without a
+            cache.
         notes: assumptions that were made, one sentence each.
     """
 
@@ -178,7 +179,7 @@ def _unknown(config: ModelConfig) -> str:
 
 
 def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers without those of layers that reuse an earlier layer's K and V (Gemma 3n and 4).
+    """Return the mixers of all layers, without those of layers that reuse earlier K and V (Gemma 3n and 4).
 
     Raises:
         ConfigError: the file says that all layers reuse K and V.

@@ -49,7 +49,10 @@ class DrawnLane:
     per_byte: float
 
     def at(self, address: int) -> float:
-        """Return the horizontal position of an address. One between strips maps to the end of a strip."""
+        """Return the horizontal position of an address.
+
+        An address between two strips has the position of the end of the first one.
+        """
         number = max(bisect_right(self.addresses, address) - 1, 0)
         inside = min(address - self.addresses[number], self.lane.strips[number].length)
         return self.starts[number] + inside * self.per_byte

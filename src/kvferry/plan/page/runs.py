@@ -36,7 +36,7 @@ class DrawnRun:
 
 
 def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
-    """Yield the runs of a route that copy the first blocks of the source to those of the destination.
+    """Yield the runs of a route that copy the source's first blocks to the destination's first blocks.
 
     Args:
         route: route to draw.
@@ -60,10 +60,10 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun
 
 
 def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, DrawnRun]]:
-    """Divide a run at the ends of strips, and drop the parts that lie outside of strips on either side.
+    """Divide a run at the ends of strips, and yield the parts that lie inside a strip on both sides.
 
     Args:
-        run: one contiguous run.
+        run: one run, which is contiguous on both sides.
         src, dst: strips of both sides, sorted by address.
 
     Yields:
@@ -95,7 +95,7 @@ def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[t
 
 
 def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
-    """Join all parts that connect the same two strips.
+    """Join all parts that connect the same two strips, and return one `DrawnRun` per pair of strips.
 
     Args:
         parts: (index of the source's strip, index of the destination's strip, part of a run).

@@ -103,7 +103,15 @@ def _shown(
     blocks: tuple[int, int],
     runs: int,
 ) -> Scene:
-    """Return the scene, without lanes that have no strips."""
+    """Return the content of the picture. Lanes without strips are left out.
+
+    Args:
+        above, below: lanes of the source and of the destination.
+        ribbons: copied runs between these lanes.
+        names: names of the drawn layers.
+        of_layers, runs: same as in `Scene`.
+        blocks: number of drawn blocks at the source and at the destination.
+    """
     src = [number for number, lane in enumerate(above) if lane.strips]
     dst = [number for number, lane in enumerate(below) if lane.strips]
     return Scene(
@@ -122,8 +130,8 @@ def _shown(
 def _blocks(route: Route) -> tuple[int, int]:
     """Return the number of blocks to draw at the source and at the destination.
 
-    One block is drawn of the side with larger blocks, and as many whole blocks of the other side as fit into
-    it.
+    On the side with larger blocks, one block is drawn. On the other side, as many whole blocks are drawn as
+    fit into that block.
     """
     if route.cell_tokens == 0:
         return 1, 1
