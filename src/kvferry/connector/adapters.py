@@ -43,10 +43,10 @@ class _Adapter:
     """The files of one adapter, and their digest once it is known.
 
     Attributes:
-        seen: state of its files when their reading began.
-        again: time from which on its files may be read again, monotonic seconds.
+        seen: state of the files when a thread began to read them.
+        again: earliest time at which the files may be read again, monotonic seconds.
         done: event that is set when the files have been read.
-        digest: digest of the files; None if it is not known yet or they could not be read.
+        digest: digest of the files; None if it is not known yet, or if the files could not be read.
         absent: True if the weights were not on disk, so the engine has not loaded them either.
     """
 
@@ -57,7 +57,7 @@ class _Adapter:
     absent: bool = False
 
     def may_be_read_again(self, seen: _Seen, now: float) -> bool:
-        """Return whether reading its files has failed and may be tried again.
+        """Return whether the files could not be read and may be read again now.
 
         They may be read again from time `again` on, if they are unchanged or there were no weights at first.
         """
@@ -103,8 +103,8 @@ class Adapters:
             lora: the adapter; None for a request without one, whose name is empty.
 
         Raises:
-            NotYetNamed: a thread is still reading its files.
-            Unnameable: its weights are not on this machine's disk, or have changed or may change.
+            NotYetNamed: a thread is still reading the adapter's files.
+            Unnameable: the adapter's weights are not on this machine's disk, or have changed or may change.
         """
         if lora is None:
             return ""

@@ -46,7 +46,7 @@ class _LoadState:
     """A load that not all workers have reported yet.
 
     Attributes:
-        source: the source that loads it.
+        source: source of the load.
         load: the load as sent to the workers.
         given_up: True if another load of the attempt has failed, so the request does not wait for this one.
         reports: reports received so far. One report may combine several workers.
@@ -75,8 +75,8 @@ class _RequestState(RequestState[LoadPlan]):
     """The state of one request that a source may be able to serve.
 
     Attributes:
-        sources: the sources that may be able to serve it.
-        loads: its loads that not all workers have reported yet.
+        sources: sources that may be able to serve the request.
+        loads: loads of the request that not all workers have reported yet.
         broken: True if a load of the current attempt has failed.
     """
 
@@ -120,7 +120,8 @@ class Admission:
             workers: number of workers, each of which reports every load.
             attempts: maximum number of attempts to load one request's prefix.
             timeout_seconds: seconds after which a load has failed.
-            sources: all sources, in the order in which they are asked. Of equal bids the first is taken.
+            sources: all sources, in the order in which they are asked. If bids are equal, the bid of the
+                first source is taken.
             choice: policy that chooses between bids.
             events: stream that receives an event for each decision.
         """
@@ -157,7 +158,7 @@ class Admission:
 
         Args:
             request: the request.
-            local_tokens: number of its tokens in the engine's own prefix cache.
+            local_tokens: number of tokens of the request in the engine's own prefix cache.
         """
         if self._parts.evict():
             return None  # the prefix that the engine has just found for this request may contain these blocks

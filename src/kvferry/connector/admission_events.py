@@ -56,8 +56,8 @@ class AdmissionEvents:
 
         Args:
             request: the request.
-            sources: sources that may be able to serve it.
-            others: sources that cannot serve it.
+            sources: sources that may be able to serve the request.
+            others: sources that cannot serve the request.
         """
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
         names = tuple(source.name for source in sources)
@@ -91,8 +91,8 @@ class AdmissionEvents:
 
         Args:
             request: the request.
-            sources: sources that may be able to serve it.
-            bidding: its excluded sources and remaining attempts.
+            sources: sources that may be able to serve the request.
+            bidding: excluded sources and remaining attempts of the request.
             local_tokens: number of tokens that the engine has.
             offers: (source, bid) of every bid.
             best: chosen bid; None if the engine computes the tokens.
@@ -125,7 +125,7 @@ class AdmissionEvents:
 
         Args:
             request: the request.
-            sources: sources that may be able to serve it.
+            sources: sources that may be able to serve the request.
             local_tokens: number of tokens that the engine has.
             miss: reason why no source was asked.
             detail: the same reason as text for people.
@@ -221,9 +221,10 @@ class AdmissionEvents:
 
     @log_errors
     def unserved(self, request: Request) -> None:
-        """Remember a request that no source loads. `scheduled` emits its event when the engine computes it.
+        """Remember a request that no source loads.
 
-        Until then another connector of the engine may load tokens of it, unseen by this one.
+        When the engine computes the request, `scheduled` emits a `Scheduled` event for it. Until then
+        another connector of the engine may load tokens of the request, which this connector cannot see.
         """
         self._unserved[request.request_id] = request
 

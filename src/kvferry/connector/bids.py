@@ -42,7 +42,7 @@ class Bid:
     Attributes:
         source: name of the bidder: a peer's name, or ``tiers``.
         parts: number of offered tokens by place, including those of `head`.
-        looking: True while the source is still looking up what it has. `parts` are then an upper bound.
+        looking: True while the source is still looking up how much KV it has. `parts` are then upper bounds.
         head: another source's bid for the start of the prefix, the first of `parts`; None if this source
             loads everything.
     """
@@ -127,7 +127,7 @@ class Bidding:
         return self._left
 
     def succeeded(self) -> None:
-        """Record that an attempt has succeeded, so that `computed` can give it back."""
+        """Record that an attempt has succeeded, so that `computed` can give back the attempt."""
         self._brought += 1
 
     def computed(self) -> None:
@@ -138,7 +138,7 @@ class Bidding:
         self._left, self._brought = self._left + self._brought, 0
 
     def strike(self, source: str, reason: str) -> bool:
-        """Exclude a source for this request; return False if it was excluded already."""
+        """Exclude a source for this request; return False if the source was excluded before."""
         if source in self._struck:
             return False
         self._struck[source] = reason

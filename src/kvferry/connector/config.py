@@ -33,8 +33,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             port.
         advertise_host: host name or address to advertise to peers; None for `host`.
         secret_file: path of the file with the secret that engines share. The keys of their channels derive
-            from it. None for the key that this user's engines share on this machine; it is created on first
-            use.
+            from this secret. None for the key that this user's engines share on this machine, which is
+            created on first use.
         peers: host names, addresses and networks of the machines that may be peers. This engine connects only
             to them and accepts connections only from them. None for this machine if `host` is loopback, else
             for all machines. Only names in this list are resolved; if it is None, only `advertise_host`.
@@ -130,8 +130,8 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             ``kv_producer`` and ``kv_consumer``, `transfer` is True in the result.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a wrong type, a value out of range, or a
-            role that contradicts `transfer`.
+        ConfigError: a key is unknown (the message names the nearest known one), a type is wrong, a value is
+            out of range, or the role contradicts `transfer`.
     """
     known = [field.name for field in msgspec.structs.fields(ConnectorConfig)]
     check_keys("kv_connector_extra_config", extra, known)

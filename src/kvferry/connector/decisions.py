@@ -71,7 +71,7 @@ class ValuedBid:
         source: name of the source: ``peer`` or ``tiers``. The bid itself names the peer.
         bid: the bid: number of tokens by place, and whether the source is still looking.
         value: value of the bid under the policy; 0 for an excluded bid.
-        excluded: reason why the bid may not be taken; empty if it may.
+        excluded: reason why the bid may not be taken; empty if the bid may be taken.
     """
 
     source: str

@@ -73,7 +73,7 @@ class BlockPool(Protocol):
     def blocks(self) -> Sequence[Block]: ...
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Add a reference to each block, so that it is not allocated to another request. Mutates the pool.
+        """Add a reference to each block, so that no block is allocated to another request. Mutates the pool.
 
         The connector calls it only while a request holds these blocks. None of them is the null block.
         """
@@ -98,8 +98,8 @@ class LoraAdapter(Protocol):
     Attributes:
         lora_name: name that clients use.
         lora_int_id: the engine's number for the adapter.
-        lora_path: path of the directory with its files.
-        load_inplace: True if it replaces the weights of an adapter that is already loaded.
+        lora_path: path of the directory with the adapter's files.
+        load_inplace: True if the adapter replaces the weights of an adapter that is already loaded.
     """
 
     @property
@@ -116,8 +116,8 @@ class PromptItem(Protocol):
     """An image, video or audio clip that stands for tokens of a prompt.
 
     Attributes:
-        offset: position of its first token in the prompt.
-        length: number of tokens that it stands for.
+        offset: position of the item's first token in the prompt.
+        length: number of tokens that the item stands for.
         is_ambiguous: True if the engine has seen different content under the same identifier.
     """
 
@@ -129,10 +129,10 @@ class PromptItem(Protocol):
     def is_ambiguous(self) -> bool: ...
 
     def name(self) -> str:
-        """Return a digest of its content.
+        """Return a digest of the item's content.
 
         Raises:
-            Unnameable: its content is not available, or not certain.
+            Unnameable: the content is not available, or not certain.
         """
 
 
@@ -144,7 +144,8 @@ class Request(Protocol):
         num_tokens: number of tokens of the prompt and of the answer so far.
         num_prompt_tokens: number of tokens of the prompt.
         num_computed_tokens: number of tokens whose KV is in the request's blocks, or will be after the steps
-            scheduled before. During `SchedulerHalf.orders` it does not include the tokens of that step.
+            scheduled before. During `SchedulerHalf.orders` this number does not include the tokens of the
+            coming step.
         num_preemptions: number of times that the request was preempted, which frees its blocks.
         prompt_token_ids: token ids of the prompt; None if the prompt contains embeddings.
         all_token_ids: token ids of the prompt and of the answer so far.
@@ -161,7 +162,7 @@ class Request(Protocol):
         needs_blocks: True if the request waits and has no blocks.
         was_rejected: True if the request was refused before it reached the scheduler, so that its prompt is
             unknown.
-        why_no_cache: text that says why the request must not read a cache; None if it may.
+        why_no_cache: text that says why the request must not read a cache; None if it may read caches.
     """
 
     @property
@@ -246,7 +247,7 @@ class CacheGroup:
     """A KV cache group, as the scheduler sees it: layers that share one block table per request.
 
     Attributes:
-        kind: kind of attention or state, which determines what a continuation of a prefix needs.
+        kind: kind of attention or state, which determines which tokens a continuation of a prefix needs.
         attention_span: size of the sliding window or attention chunk in tokens; 0 for other kinds.
         block_tokens: number of tokens per block.
         state_block_tokens: number of tokens per block table entry of a group of recurrent state that keeps a
@@ -264,8 +265,8 @@ class CacheGroup:
     def table(self, block_ids: Sequence[int], tokens: int) -> list[int]:
         """Return the block ids to transfer for a request of `tokens` tokens.
 
-        For attention these are all of `block_ids`, the request's block table. For recurrent state it is only
-        the block with the state after `tokens` tokens.
+        For attention these are all of `block_ids`, the request's block table. For recurrent state only the
+        block with the state after `tokens` tokens is transferred.
 
         >>> state = CacheGroup(kind=GroupKind.STATE, attention_span=0, block_tokens=16, state_block_tokens=16)
         >>> state.table([7, 8, 9], 32), state.table([7, 8, 9], 33)
@@ -287,11 +288,11 @@ class EngineFacts:
 
     Attributes:
         engine_id: name of the engine.
-        groups: its KV cache groups.
-        num_blocks: number of blocks in its pool.
+        groups: KV cache groups of the engine.
+        num_blocks: number of blocks in the engine's pool.
         longest_request: maximum number of tokens of a request.
         steps_in_flight: maximum number of steps that are scheduled and not done.
-        tokens_in_flight: maximum number of tokens of one request that these steps compute together.
+        tokens_in_flight: maximum number of tokens of one request that all steps in flight compute together.
         step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
         draft_lookahead: number of tokens after a position that a draft model reads to compute that position.
         speculates: True if the engine uses speculative decoding.

@@ -30,9 +30,9 @@ class Arrived:
     """A request reached the scheduler.
 
     Attributes:
-        tokens: number of tokens of its prompt.
-        sources: names of the sources that may be able to serve it.
-        declined: reasons why the other sources cannot serve it.
+        tokens: number of tokens of the request's prompt.
+        sources: names of the sources that may be able to serve the request.
+        declined: reasons why other sources cannot serve the request.
         trace_headers: (name, value) of the W3C headers of the trace that the request belongs to; empty
             without a trace.
     """
@@ -73,7 +73,7 @@ class SourcesAsked:
 
 @dataclass(frozen=True, slots=True)
 class LoadBegan:
-    """The engine allocated blocks for the chosen bid, and one of its loads began.
+    """The engine allocated blocks for the chosen bid, and a load of this bid began.
 
     Attributes:
         load: unique name of the load.
@@ -103,11 +103,11 @@ class LoadEnded:
     Attributes:
         load, source: as in `LoadBegan`.
         outcome: outcome of the load.
-        miss: kind of failure; None if it did not fail, or if its request no longer waits for it.
-        failure: reason for the failure or for dropping the load, as text for people; empty without one.
+        miss: kind of failure; None if the load did not fail, or if its request no longer waits for the load.
+        failure: reason why the load failed or was dropped, as text for people; empty for a successful load.
         seconds: seconds since the load began.
         moved: bytes moved per KV cache group; empty for a failed load.
-        figures: amounts and stage times of a load from a peer, also of a failed one.
+        figures: amounts and stage times of a load from a peer, even if the load has failed.
     """
 
     request_id: str
@@ -125,7 +125,7 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """A source is excluded for the rest of this request.
+    """A source is not asked again for this request.
 
     Attributes:
         source: name of the peer, or of the source that failed.
@@ -227,7 +227,7 @@ class LeaseExtended:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The consumer released a lease, or it expired, or the producer withdrew it.
+    """A lease ended: the consumer released it, it expired, or the producer withdrew it.
 
     Attributes:
         expired: True if no heartbeat arrived in time.
@@ -242,7 +242,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """The changes in a tier since its last event. Belongs to no request.
+    """A tier has changed since its last event. This event belongs to no request.
 
     Attributes:
         tier: name of the tier.

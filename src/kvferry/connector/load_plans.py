@@ -42,7 +42,7 @@ class LoadPlan:
 
         Args:
             local_tokens: number of tokens that the engine had when the plan was made.
-            external: number of tokens of the prefix that it lacks now.
+            external: number of tokens of the prefix that the engine lacks now.
             prompt: number of tokens of the prompt.
         """
         total, last, found = (

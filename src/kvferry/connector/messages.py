@@ -19,14 +19,14 @@ from kvferry.transport.read_order import ReadOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """The description of a worker that it sends to the scheduler at start.
+    """The description that a worker sends to the scheduler at start.
 
     Attributes:
         geometry: memory layout of the worker's KV cache.
-        card: description that peers need to read from the worker; None if it exchanges no KV.
+        card: description that peers need to read from the worker; None if the worker exchanges no KV.
         settings: settings of the worker's connector, without this machine's address. If an engine has
             several connectors, these settings distinguish them.
-        key: fingerprint of the worker's secret key; None if it exchanges no KV.
+        key: fingerprint of the worker's secret key; None if the worker exchanges no KV.
     """
 
     geometry: RankGeometry
@@ -44,18 +44,18 @@ class StepOrders:
 
     Attributes:
         connects: cards of the ranks of each peer to connect to, by peer name.
-        disconnects: names of the peers to disconnect, because nothing has been read from them for a while.
+        disconnects: names of the peers to disconnect, because no load has used them for a while.
         loads: loads to begin, from any source.
         reads: reads from peers that carry out `loads`, with the same keys.
         given_up: reason why a request no longer waits for a load, by load key. Workers report these loads as
             failed at once.
-        ended: lease slot of each ended lease, by request id. Workers raise its lease word, then report the
-            request as sent.
+        ended: lease slot of each ended lease, by request id. Workers raise the lease word in this slot, then
+            report the request as sent.
         turns_ended: lease slot of each ended lease of a kept turn, by lease name. A turn is a finished
-            request's KV, kept for the next turn of its conversation. Workers raise its lease word, then
-            report it in `StepReports.raised`.
+            request's KV, kept for the next turn of its conversation. Workers raise the lease word in
+            this slot, then report the lease in `StepReports.raised`.
         saves: (block table per group, number of tokens) of each prompt that this step completes. Workers
-            copy its blocks to the host buffer.
+            copy the prompt's blocks to the host buffer.
         chunks: orders to store and load chunks of the tiers.
         epoch: number of cache resets of the engine before this step was scheduled.
         computes: True if the step computes tokens.
@@ -133,7 +133,7 @@ class StepReports:
     stale: int | None = None
 
     def add(self, other: StepReports) -> None:
-        """Merge another worker's reports into these. Mutates this object."""
+        """Merge another worker's reports into this object. Mutates this object."""
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for key, moved in other.moved.items():

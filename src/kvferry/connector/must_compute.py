@@ -12,7 +12,7 @@ def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] 
 
     Args:
         request: the request.
-        local_tokens: number of its tokens in the engine's own prefix cache.
+        local_tokens: number of tokens of the request in the engine's own prefix cache.
     """
     if (why := request.why_no_cache) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"

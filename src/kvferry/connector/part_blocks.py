@@ -26,7 +26,7 @@ class _Part:
     """A block that a load fills only in part.
 
     Attributes:
-        group: number of its KV cache group.
+        group: number of the block's KV cache group.
         at: position of the block in the request's block table.
         block: block id.
         until: number of computed tokens from which on the request no longer attends to the block.
@@ -44,8 +44,8 @@ class _Watch:
 
     Attributes:
         request: the engine's request.
-        admission: number of its preemptions when it was admitted. A higher number now means that its blocks
-            were freed.
+        admission: number of the request's preemptions when the request was admitted. A higher number now
+            means that the blocks were freed.
         parts: the partly filled blocks that are still watched.
     """
 
@@ -116,10 +116,10 @@ class PartBlocks:
             self._loading[request.request_id] = _Watch(request, request.num_preemptions, list(found))
 
     def evict(self) -> bool:
-        """Evict partly loaded blocks from the engine's prefix cache; return whether any was there.
+        """Evict partly loaded blocks from the engine's prefix cache; return whether any was in the cache.
 
         A scheduling pass of the engine handles running requests first. Their blocks are already cached when
-        it looks up the first waiting request. So they are checked only once per pass.
+        the pass looks up the first waiting request. So these blocks are checked only once per pass.
         """
         found = self._evict(self._loading)
         if not self._looked:

@@ -90,7 +90,7 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
 
     Args:
         name: value of the setting ``source_policy``.
-        weights: weight of a token by name of its place, for `Weight`; 1 for a place that is not in it.
+        weights: weight of a token by name of its place, for `Weight`; a missing place has weight 1.
         speeds: measured speeds, for `Cost`.
     """
     policies: dict[str, Policy] = {"weight": Weight(weights), "cost": Cost(speeds), "first": First()}
@@ -103,7 +103,7 @@ class Choice:
 
     Attributes:
         policy: policy that values bids.
-        speeds: record of measured speeds. Admission adds the time of each load to it.
+        speeds: record of measured speeds, to which admission adds the time of each load.
         patience_seconds: maximum seconds that a request waits for a source that is still looking, or for
             free blocks.
     """

@@ -22,8 +22,8 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
     """Return the digests that name the content of a prompt's first `tokens` tokens.
 
     Raises:
-        NotYetNamed: the digest of its LoRA adapter is not known yet, because a thread is reading the files.
-        Unnameable: the content of the prompt, of its LoRA adapter, or of an image or clip is not certain.
+        NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
+        Unnameable: the content of the prompt, of the LoRA adapter, or of an image or clip is not certain.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)
@@ -54,7 +54,7 @@ def keys_of(
             before the first reset.
 
     Raises:
-        NotYetNamed: the digest of its LoRA adapter is not known yet, because a thread is reading the files.
+        NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
         Unnameable: the content of the request is not certain.
     """
     if request.prompt_token_ids is None:

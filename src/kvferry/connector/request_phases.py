@@ -65,7 +65,7 @@ class RequestState(Generic[PlanT]):
     """The state of one request.
 
     Attributes:
-        bidding: its excluded sources and remaining attempts.
+        bidding: excluded sources and remaining attempts of the request.
         phase: phase, as drawn in the module docstring.
         taken: plan last proposed to the engine, and the number of tokens that the engine had then; None if
             nothing is proposed.

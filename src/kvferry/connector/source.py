@@ -66,7 +66,7 @@ class Source(Protocol):
 
         Args:
             bid: the bid.
-            blocks: maximum number of blocks that the load may write. It may hold them beyond its deadline.
+            blocks: maximum number of blocks that the load may hold, perhaps beyond its deadline.
         """
 
     def begin(self, load: Load, request: Request) -> None:
@@ -90,7 +90,7 @@ class Source(Protocol):
     def ended(self, load: Load, report: Report) -> None:
         """Handle a load that all workers have reported as ended.
 
-        If it has failed, exclude the peer or the tiers that caused it from this request.
+        If the load has failed, exclude the peer or the tiers that caused the failure for this request.
         """
 
     def forget(self, load: Load) -> None:

@@ -86,10 +86,10 @@ class Speeds:
         self._rate = 0.0
 
     def loaded(self, parts: Sequence[Part], seconds: float) -> None:
-        """Record the seconds of a load.
+        """Record the time of a load.
 
-        They are recorded for only one of the places that the load used: a place of unknown speed if there is
-        one, else the place that was expected to take longest.
+        The time is recorded for only one of the places that the load used: a place of unknown speed if there
+        is one, else the place that was expected to take longest.
 
         Args:
             parts: number of loaded tokens by place.
@@ -109,7 +109,7 @@ class Speeds:
             self._rate = 1 / (NEWEST / newest + (1 - NEWEST) / self._rate) if self._rate else newest
 
     def load_seconds(self, place: str, tokens: int) -> float:
-        """Return the expected seconds to load `tokens` tokens from a place; 0 if its speed is unknown."""
+        """Return the expected seconds to load `tokens` tokens from a place; 0 if the speed is unknown."""
         line = self._lately(place)
         return line.seconds(tokens) if line else 0.0
 

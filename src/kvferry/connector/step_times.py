@@ -30,7 +30,7 @@ class StepTimes:
         self._under_way.append((self._clock(), tokens))
 
     def done(self) -> None:
-        """Record that the oldest step under way is done: the engine has taken its output."""
+        """Record that the oldest step under way is done: the engine has taken the step's output."""
         if not self._under_way:
             return
         (scheduled, tokens), now = self._under_way.popleft(), self._clock()

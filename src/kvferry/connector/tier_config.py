@@ -25,9 +25,9 @@ class Tiers(msgspec.Struct, frozen=True):
     """The settings of all tiers.
 
     Attributes:
-        host: settings of the host memory tier. It exists even if it is not configured, because every chunk
-            passes through host memory.
-        slow: settings of the tiers behind it, the fastest first.
+        host: settings of the host memory tier. This tier exists even if it is not configured, because every
+            chunk passes through host memory.
+        slow: settings of the slower tiers, the fastest first.
     """
 
     STAGING: ClassVar[int] = 256 << 20
@@ -44,7 +44,8 @@ def read_tiers(given: Any) -> Tiers | None:
         given: value of the setting ``tiers``: None, ``"default"`` or a list of objects.
 
     Raises:
-        ConfigError: an unknown kind or key (with the nearest known one), a wrong type, a value out of range.
+        ConfigError: a kind or key is unknown (the message names the nearest known one), a type is wrong, or a
+            value is out of range.
     """
     if given is None or given == []:
         return None
@@ -96,7 +97,7 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
 
 
 def _check_apart(tiers: Sequence[TierSettings]) -> None:
-    """Check that no two tiers have the same location; each chunk would be looked up twice there."""
+    """Check that no two tiers have the same location, where each chunk would be looked up twice."""
     taken: dict[tuple[str, tuple[str, ...]], int] = {}
     for number, one in enumerate(tiers):
         if isinstance(one, HostSettings):

@@ -33,7 +33,7 @@ class EngineAnswer:
 
     Attributes:
         engine: description of the engine that answered.
-        traces: traces of its requests, the latest request first.
+        traces: traces of the engine's requests, the latest request first.
     """
 
     engine: EngineInfo

@@ -27,8 +27,8 @@ class Summary:
             connector`` or ``computed``; empty until the request is scheduled.
         failed: number of failed loads.
         seconds: seconds from the arrival of the request until it was scheduled; None before that.
-        loading: seconds of that time in which a load was under way.
-        looking: seconds of that time in which a source was still looking.
+        loading: seconds, before the request was scheduled, in which a load was under way.
+        looking: seconds, before the request was scheduled, in which a source was still looking.
     """
 
     tokens: int

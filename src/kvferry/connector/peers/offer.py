@@ -29,7 +29,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     Attributes:
         remote_engine_id: id of the offering engine.
-        remote_host, remote_port: address of its control channel.
+        remote_host, remote_port: address of the offering engine's control channel.
         remote_request_id: ticket that claims the lease on the blocks, as 32 hex digits.
         remote_num_tokens: number of offered tokens, from the start of the prompt.
     """
@@ -57,7 +57,7 @@ def wants_prefill(params: Any) -> bool:
 
 
 def read_offer(params: Any) -> Offer | None:
-    """Return the offer in a request's ``kv_transfer_params``; None if they contain none.
+    """Return the offer in a request's ``kv_transfer_params``; None if there is no offer in them.
 
     Raises:
         ProtocolError: the offer is malformed.

@@ -23,8 +23,8 @@ class Pull:
         tokens: number of offered tokens, from the start of the prompt.
         bidding: the request's excluded sources and remaining attempts.
         until: deadline for redeeming the ticket, monotonic seconds.
-        claim: the request's share in the redemption of the ticket; None before it has begun, and for a turn
-            (a finished request's KV that the peer keeps).
+        claim: the request's share in the redemption of the ticket; None before the redemption has begun, and
+            for a turn (a finished request's KV that the peer keeps).
         grant: the producer's block tables and lease word; None until they are known.
         incarnation: number of the producer's run that gave the grant; None until it is known.
         settled: True once the request no longer reads from this peer.

@@ -42,10 +42,10 @@ class _Turn:
     """A kept turn.
 
     Attributes:
-        content: content of its tokens, by which peers find it.
+        content: content of the turn's tokens, by which peers find the turn.
         kept: reply to a peer that asks for this content.
-        blocks: number of blocks that it holds.
-        steps: number of steps that must still begin before it is published.
+        blocks: number of blocks that the turn holds.
+        steps: number of steps that must still begin before the turn is published.
     """
 
     content: TurnContent

@@ -20,7 +20,7 @@ class UnclaimedLeases:
     """Chooses the unclaimed leases to end. Only the engine's thread calls it.
 
     Attributes:
-        seconds: seconds for which a lease stays safe without a claim. After that it may end early.
+        seconds: minimum seconds that an unclaimed lease lasts. After this time the lease may be ended early.
     """
 
     def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:

@@ -14,10 +14,10 @@ class Progress:
     Attributes:
         request: the request.
         computed: number of tokens that are computed, or will be after the steps scheduled so far.
-        preemptions: number of its preemptions when it was last admitted; -1 before its first step.
-        found: number of its tokens that came from the engine's prefix cache or from a load when it was last
-            admitted.
-        chunks: number of its complete chunks that `take` has returned.
+        preemptions: number of the request's preemptions when it was last admitted; -1 before its first step.
+        found: number of the request's tokens that came from the engine's prefix cache or from a load when the
+            request was last admitted.
+        chunks: number of complete chunks that `take` has returned.
         tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
         due: number of computed tokens at which the next chunk is complete.
     """
@@ -39,7 +39,7 @@ class Progress:
         return self.computed >= self.due
 
     def end(self) -> bool:
-        """Record that the request has ended. Return whether its blocks still hold what it has computed."""
+        """Record that the request has ended. Return whether its blocks still hold the computed KV."""
         # While a load is under way, its tokens are not in the blocks yet.
         self.computed = min(self.computed, self.request.num_computed_tokens)
         return self.preemptions == self.request.num_preemptions  # a preemption frees its blocks

@@ -62,8 +62,8 @@ class _Asked:
 
     Attributes:
         bidding: the request's excluded sources and remaining attempts.
-        without: names of the tiers that are no longer asked for its chunks.
-        looked: result of the last look-up; None if there was none.
+        without: names of the tiers that are no longer asked for the request's chunks.
+        looked: result of the last look-up of the request's chunks; None before the first look-up.
         declined: True if the last call of `bids` returned no bid because too many loads were under way.
     """
 
@@ -79,8 +79,8 @@ class _Loading:
 
     Attributes:
         load: the load.
-        fetch: the reads of its chunks into host memory.
-        parts: number of its parts that were ordered so far.
+        fetch: reads of the load's chunks into host memory.
+        parts: number of parts of the load that were ordered so far.
     """
 
     load: Load
@@ -198,7 +198,7 @@ class TierSource:
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
         """Return a bid for the start of a prefix whose rest another source loads; None if there is none.
 
-        It covers the layers that attend to all tokens and ends at a multiple of `alignment_tokens`.
+        The bid covers the layers that attend to all tokens. It ends at a multiple of `alignment_tokens`.
         """
         found = self._asked[request.request_id].looked
         return (
@@ -258,7 +258,7 @@ class TierSource:
         )
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return DEADLINE for a late load, else the reason why its chunk could not be read."""
+        """Return DEADLINE for a late load, else the reason why a chunk could not be read."""
         return MissReason.DEADLINE if report.late else self._brought[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
@@ -287,7 +287,7 @@ class TierSource:
         return taken
 
     def dropped(self, load: Load) -> None:
-        """Cancel a load that its request no longer waits for."""
+        """Cancel a load because its request no longer waits for it."""
         if (loading := self._loading.get(load.key)) is not None:
             self._end(loading, "nobody waits for it any more")
 

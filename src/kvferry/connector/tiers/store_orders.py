@@ -84,7 +84,7 @@ class StoreOrders:
     ) -> None:
         """Order a store: reserve slots in host memory, pin the blocks, and queue the order for the ranks.
 
-        Chunks for which there is no slot, or too many blocks are pinned, are not stored.
+        A chunk is not stored if there is no slot for it. No chunk is stored if too many blocks are pinned.
 
         Args:
             request_id: id of the request that the chunks belong to.
@@ -152,7 +152,7 @@ class StoreOrders:
 
         Args:
             request_id: id of the request.
-            keys: keys of the chunks of its prompt, the first chunk first.
+            keys: keys of the chunks of the request's prompt, the first chunk first.
         """
         self._ended[request_id] = keys
         self._rank(request_id)

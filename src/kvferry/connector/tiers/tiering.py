@@ -55,7 +55,7 @@ class Tiering:
 
     Attributes:
         source: source that bids the tiers' chunks for requests.
-        weights: weight of a token in bids, by name of the tier that it comes from.
+        weights: weight in bids of a token from each tier, by name of the tier.
     """
 
     def __init__(

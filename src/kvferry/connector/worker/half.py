@@ -109,7 +109,7 @@ class WorkerHalf:
     def on_weights_changed(self) -> None:
         """Fail all loads ordered so far, because the model weights have changed.
 
-        Also invalidate all lease words, so that peers reject what they read from this rank.
+        Also invalidate all lease words, so that peers reject the KV that they read from this rank.
         """
         self._stale.on_weights_changed()
         self._reports.stale = self._stale.last

@@ -23,7 +23,7 @@ class Settled:
     """The loads that have ended since the last call of `Loads.settle`.
 
     Attributes:
-        reported: reason for the failure of each reported load, by load key; None if it succeeded.
+        reported: reason for the failure of each reported load, by load key; None if the load succeeded.
         released: keys of the loads that have nothing in flight any more.
     """
 
@@ -78,7 +78,7 @@ class Loads:
         self._deadlines[key] = self._clock() + timeout_seconds
 
     def give_up(self, key: str, why: str) -> None:
-        """Fail a load that has become useless, for the reason `why`. Do nothing if it has been reported."""
+        """Fail a load that has become useless, for the reason `why`. Ignore a load that has been reported."""
         if key in self._deadlines:
             self._given_up[key] = why
 

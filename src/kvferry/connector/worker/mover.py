@@ -66,7 +66,7 @@ class ChunkMover:
 
         Args:
             orders: orders of the step.
-            computed: function that waits until the step's forward pass has written its blocks.
+            computed: function that waits until the step's forward pass has written the blocks.
         """
         for order in orders.stores:
             self._put(_STORE, partial(self._store, order, computed))

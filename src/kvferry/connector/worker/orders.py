@@ -53,8 +53,8 @@ class StoreOrder:
         pieces: chunks to copy, sorted by group, then by number.
         tables: part of the block table that holds the chunks, for each KV cache group of the engine; None for
             groups without chunks in this order.
-        available: range of prompt tokens that the blocks hold. If it begins or ends inside a chunk, the rest
-            of the chunk is filled with zeros.
+        available: range of prompt tokens that the blocks hold. If this range begins or ends inside a chunk,
+            the rest of the chunk is filled with zeros.
     """
 
     key: str
@@ -154,7 +154,7 @@ class MovedByAll:
         return cls(moved.key, moved.failure, moved.bytes_by_group, moved.seconds)
 
     def with_other(self, other: MovedByAll) -> MovedByAll:
-        """Return these reports merged with those of other ranks about the same order."""
+        """Return these reports merged with the reports of other ranks about the same order."""
         ours, theirs = self.bytes_by_group, other.bytes_by_group
         return MovedByAll(
             self.key,

@@ -23,7 +23,7 @@ class StaleEpochs:
     """The set of stale epochs. Only the engine's thread calls it.
 
     Attributes:
-        last: number of the last stale epoch; None while the weights are those of the start.
+        last: number of the last stale epoch; None if the weights have not changed since the start.
     """
 
     last: int | None = None
@@ -40,7 +40,7 @@ class StaleEpochs:
     def on_weights_changed(self) -> None:
         """Mark the current epoch as stale.
 
-        The current epoch is that of the last step that used the cache. Before any such step it is the first
-        epoch, whose names contain the digest of the weights at the start.
+        The current epoch is the epoch of the last step that used the cache. Before any such step the current
+        epoch is the first one, whose names contain the digest of the weights at the start.
         """
         self.last = self._current
