@@ -40,7 +40,7 @@ def tensor_over(region: Region) -> torch.Tensor:
 
 
 class AddressSpace:
-    """Tensors that view regions of memory. The caller must keep the memory allocated."""
+    """Tensor views of regions of memory, looked up by address. The caller must keep the memory allocated."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = sorted(regions, key=lambda region: region.address)
@@ -96,8 +96,9 @@ class AddressSpace:
         """Return the regions that contain the runs of a view; None if a run is outside all regions.
 
         Args:
-            low: address of the lowest run (contiguous bytes).
-            axes: (distance in bytes, count) of the runs along each axis, shortest distance first.
+            low: lowest address of all runs (pieces of contiguous bytes).
+            axes: (distance in bytes from one run to the next, number of runs) along each axis, shortest
+                distance first.
             run: length of a run in bytes.
         """
         high = low + sum(abs(distance) * (count - 1) for distance, count in axes) + run
@@ -124,12 +125,15 @@ class AddressSpace:
         return self._words[at, word]
 
     def base(self, address: int) -> int:
-        """Return the start address of the region that contains `address`."""
+        """Return the first address of the region that contains `address`."""
         return self._starts[max(bisect.bisect_right(self._starts, address) - 1, 0)]
 
 
 def largest_word(nest: StridedCopy, *offsets: Any) -> int:
-    """Return the largest word size (8, 4, 2 or 1 bytes) that divides a copy's run, strides and `offsets`."""
+    """Return the largest word size (8, 4, 2 or 1 bytes) with which a strided copy can be done.
+
+    It divides the copy's run length and strides, and all `offsets` (in bytes).
+    """
     numbers = [nest.run, *offsets]
     numbers += [n for loop in nest.loops for n in (loop.src, loop.dst)]
     return gcd(8, *(int(n) for n in numbers))

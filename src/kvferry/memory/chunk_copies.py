@@ -37,13 +37,13 @@ class ChunkCopies:
     """
 
     def __init__(self, route: Route, side: str, engine: AddressSpace, memory: npt.NDArray[np.uint8]) -> None:
-        """Create tensor views of the rank's blocks.
+        """Create tensor views of the rank's KV blocks.
 
         Args:
             route: layers with the same strided copies, between a rank and a pool of chunks at address 0.
             side: side of the route that is the rank: "src" to store chunks, "dst" to load them.
             engine: registered memory of the rank.
-            memory: arena that holds the chunks, uint8 of shape (bytes,).
+            memory: host memory that holds the chunks (the arena), uint8 of shape (bytes,).
 
         Raises:
             TransferError: the route exceeds the rank's memory.
@@ -60,32 +60,37 @@ class ChunkCopies:
         self._pool = PoolCells(parts, engine, side=side, stride=stride, blocks=blocks, alignments=alignments)
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from blocks to chunks.
+        """Copy cells from KV blocks to chunks.
 
         Args:
-            cells: cells to copy; `dst_block` holds indices into `offsets`.
-            offsets: byte offset of each chunk in the arena, int64 of shape (n,).
+            cells: cells to copy. Their `dst_block` holds the index of each cell's chunk in `offsets`.
+            offsets: byte offset of each chunk in host memory, from `offsets_of`, int64 of shape (n,).
         """
         self._copy(cells, cells.src_block, offsets[cells.dst_block])
 
     def load(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from chunks to blocks.
+        """Copy cells from chunks to KV blocks.
 
         Args:
-            cells: cells to copy; `src_block` holds indices into `offsets`.
-            offsets: byte offset of each chunk in the arena, int64 of shape (n,).
+            cells: cells to copy. Their `src_block` holds the index of each cell's chunk in `offsets`.
+            offsets: byte offset of each chunk in host memory, from `offsets_of`, int64 of shape (n,).
         """
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:
-        """Zero these cells of the chunk that starts at byte `offset` of the arena. Block ids are ignored."""
+        """Zero cells of one chunk in host memory.
+
+        Args:
+            cells: cells to zero. Their block ids are ignored.
+            offset: byte offset of the chunk in the host memory that holds the chunks.
+        """
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
             for at in _offsets(chunk_cells, offset, cells.number):
                 for view in part.copies:
                     self._packed(view, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes of these blocks that the route copies."""
+        """Zero those bytes of these KV blocks that belong to the layers of the route."""
         self._pool.clear(blocks)
 
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
@@ -97,7 +102,13 @@ class ChunkCopies:
         self._pool.wait()
 
     def _move(self, view: CopyView, place: int, offset: int) -> None:
-        """Run one strided copy for one cell, from block to chunk or from chunk to block."""
+        """Run one strided copy for one cell, from KV block to chunk or from chunk to KV block.
+
+        Args:
+            view: strided copy with its view of the block pool.
+            place: index of the cell on the first axis of that view.
+            offset: byte offset of the cell in the host memory that holds the chunks.
+        """
         pages, packed = view.elements[place], self._packed(view, offset)
         if not view.on_host:
             there = torch.from_numpy(packed)
@@ -108,29 +119,37 @@ class ChunkCopies:
             np.copyto(pages, packed)
 
     def _packed(self, view: CopyView, offset: int) -> npt.NDArray[Any]:
-        """Return the view that a strided copy has of a chunk, for the cell at byte `offset` of the arena."""
+        """Return a view of the bytes of a chunk that a strided copy reads or writes for one cell.
+
+        Args:
+            view: strided copy, which determines shape and strides.
+            offset: byte offset of the cell in the host memory that holds the chunks.
+        """
         return np.ndarray(
             view.shape, _WORDS[view.word], self._memory.data, offset + view.offset, view.strides
         )
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return a part's strided copies without negative strides, which tensor views do not allow."""
+        """Return equivalent strided copies without negative strides, which tensor views do not allow."""
         at = part.src_at if self._storing else part.dst_at
         return PoolCopies(at, tuple(copy for one in part.nests for copy in one.ascending()))
 
 
 def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[int]:
-    """Return the byte offset of each cell in the arena.
+    """Return the byte offset of each cell in the host memory that holds the chunks (the arena).
 
     Args:
-        chunk_cells: byte offset of each cell in its chunk.
-        chunks: byte offset of each cell's chunk in the arena, or the offset of one chunk that holds all.
-        number: index of each cell in the sequence.
+        chunk_cells: byte offset of every cell of a chunk, from the start of the chunk.
+        chunks: byte offset in the arena of each cell's chunk, or of the one chunk that holds all cells.
+        number: index of each cell in its sequence, int64 of shape (n,).
     """
     found: list[int] = (chunks + chunk_cells[number % len(chunk_cells)]).tolist()
     return found
 
 
 def offsets_of(offsets: Sequence[int]) -> Int64s:
-    """Return chunk offsets as an array for `store` and `load`; index 0 is reserved, as for the null block."""
+    """Return the byte offsets of chunks as the array that `ChunkCopies.store` and `load` take.
+
+    The first chunk has index 1 in the array. Index 0 is reserved, because block id 0 means "no block".
+    """
     return np.array((0, *offsets), np.int64)

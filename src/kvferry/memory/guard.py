@@ -79,7 +79,12 @@ def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
 
 
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
-    """Return the result of an operation; guard its tensors that share memory with one of the views."""
+    """Return the result of an operation, with guards around tensors that share memory with a guarded view.
+
+    Args:
+        result: result of the operation: a tensor, a list or tuple of results, or anything else.
+        views: guarded views among the arguments of the operation.
+    """
     if isinstance(result, torch.Tensor) and not isinstance(result, _GuardedView):
         return guard(result) if any(_share_memory(result, view) for view in views) else result
     if type(result) in (list, tuple):

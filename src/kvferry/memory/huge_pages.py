@@ -30,16 +30,19 @@ _PAGE, _LARGE_PAGE = 4096, 2 << 20
 _STEP_BYTES = 32 << 20
 
 COLLAPSE_BYTES = 8 << 30
-"""Maximum bytes in use to move to huge pages at start; more would delay an engine's start for minutes."""
+"""Maximum size of memory in use that `request_huge_pages` moves at once, in bytes.
+
+A larger region would delay an engine's start for minutes.
+"""
 
 
 def request_huge_pages(region: Region, *, touched: bool) -> None:
     """Ask the kernel to back this memory with huge pages. If it refuses, the memory stays as it is.
 
     Args:
-        region: region to back; nothing happens for GPU memory.
+        region: memory to back with huge pages. If it is GPU memory, nothing is done.
         touched: True if the memory is already in use. Then a region of at most `COLLAPSE_BYTES` is moved to
-            huge pages now, which takes about as long as writing it.
+            huge pages at once, which takes about as long as writing to all of it.
     """
     first = -(-region.address // _PAGE) * _PAGE
     length = (region.address + region.length - first) // _PAGE * _PAGE
@@ -57,7 +60,8 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
         size: size of the file in bytes.
 
     Returns:
-        The mapping, and the byte offset of the file in it. Closing the mapping unmaps the file.
+        Mapping, and the byte offset at which the file begins in the mapping. Closing the mapping unmaps the
+        file.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -95,7 +99,7 @@ class HugePageCollapser:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and wait for it. Afterwards the memory may be unmapped."""
+        """Stop the thread, and wait until it has ended. Afterwards the memory may be unmapped."""
         self._stopped.set()
         self._thread.join()
 

@@ -46,8 +46,8 @@ class OwnedCache:
         their elements differ in size, as with fp8 and scales, use uint8.
 
         Args:
-            dtype: dtype of the elements; uint8 to view bytes.
-            guarded: True for guarded views, which raise SilentCopy instead of copying.
+            dtype: dtype of the views' elements; uint8 to view bytes.
+            guarded: True for guarded views. They raise SilentCopy where torch would silently copy.
 
         Raises:
             GeometryError: the elements of a layer have another size than `dtype`.
@@ -77,7 +77,7 @@ class OwnedCache:
 
         Args:
             dtypes: dtype of fields, by field name. Other fields are viewed as integers of their element size.
-            guarded: True for guarded views, which raise SilentCopy instead of copying.
+            guarded: True for guarded views. They raise SilentCopy where torch would silently copy.
 
         Raises:
             GeometryError: the elements of a field have another size than its dtype.

@@ -25,18 +25,19 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyView:
-    """The view that a strided copy has of the pool, for every place at which a cell may start.
+    """The view that one strided copy has of the block pool, for every place at which a cell may start.
 
-    The other side of the copy is a packed cell (a cell in contiguous memory), or a cell of a chunk.
+    One side of the copy is a cell in the pool. The other side is the same cell in contiguous memory, or in a
+    chunk in host memory.
 
     Attributes:
         copy: strided copy to run.
         word: size in bytes of an element of `elements`.
-        elements: view of the pool, of shape (places, count of every loop, words of a run); a numpy array on
-            the host, a tensor on a GPU.
-        offset: byte offset of the first run in the cell of the other side.
-        shape: shape of the copied data on the other side: (count of every loop, words of a run).
-        strides: strides of `shape` in bytes, on the other side.
+        elements: view of the pool, of shape (places, count of every loop, words of a run). It is a numpy
+            array for host memory, and a tensor for GPU memory.
+        offset: byte offset of the first run within the other side.
+        shape: shape of the view of the other side: (count of every loop, words of a run).
+        strides: strides of the view of the other side, in bytes.
     """
 
     copy: StridedCopy
@@ -54,12 +55,14 @@ class CopyView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellViews:
-    """Cells that have the same strided copies.
+    """Views of the cells that have the same strided copies.
+
+    A place is a position in the block pool at which a cell may start. Places have equal distances.
 
     Attributes:
         block_places: number of places from one block to the next.
         cell_places: number of places from the start of a block to each of its cells, int64 of shape (cells,).
-        copies: view of the pool for each strided copy.
+        copies: view of the block pool for each strided copy.
     """
 
     block_places: int
@@ -67,11 +70,14 @@ class CellViews:
     copies: tuple[CopyView, ...]
 
     def places(self, blocks: Int64s, numbers: Int64s) -> Int64s:
-        """Return the place of each cell: an index into the first axis of the views.
+        """Return the place of each cell: the index of the cell on the first axis of `CopyView.elements`.
 
         Args:
             blocks: block id of each cell, int64.
-            numbers: index of each cell in its sequence, int64; broadcast with `blocks`.
+            numbers: index of each cell in its sequence, int64. Its shape is broadcast with that of `blocks`.
+
+        Returns:
+            Indices, int64 of the broadcast shape.
         """
         return blocks * self.block_places + self.cell_places[numbers % len(self.cell_places)]
 
@@ -80,8 +86,7 @@ class PoolCells:
     """Views of all cells of a block pool, created once.
 
     Attributes:
-        parts: views of the cells, one entry for each set of cells with the same strided copies, in the order
-            given.
+        parts: views of the cells, one entry for each entry of the argument `parts`, in the same order.
     """
 
     def __init__(
@@ -97,14 +102,14 @@ class PoolCells:
         """Create the views of the pool.
 
         Args:
-            parts: strided copies of a cell. On the pool's side they have the absolute addresses of block 0.
-                On the other side they have offsets in a packed cell or a chunk.
+            parts: strided copies that together copy a cell. On the pool's side they have the absolute
+                addresses of block 0. On the other side they have offsets in a packed cell or a chunk.
             pool: registered memory that holds the blocks.
             side: side of the copies that is the pool, "src" or "dst".
             stride: bytes from one block to the next.
             blocks: number of blocks.
-            alignments: number of bytes that divides all distances between cells on the other side, for each
-                part; if empty, these distances are whole words.
+            alignments: number of bytes, for each part, that divides all distances between cells on the other
+                side. If empty, the other side does not limit the size of the words that are copied.
 
         Raises:
             TransferError: the copies exceed the pool's memory.
@@ -122,7 +127,7 @@ class PoolCells:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until copies on a GPU are complete, because the transport and the engine use other streams."""
+        """Wait until all copies on a GPU are complete. Do nothing if the pool is in host memory."""
         for part in self.parts[:1]:
             for view in part.copies[:1]:
                 if not view.on_host:
@@ -138,9 +143,9 @@ class PoolCells:
         """Return the view of the pool for a strided copy.
 
         Args:
-            copy: strided copy of the cell at place 0.
-            places: (bytes from one place to the next, number of places).
-            alignment: number of bytes that divides the distances between cells on both sides.
+            copy: strided copy of the cell at the first place.
+            places: (bytes from one place to the next, number of places). A cell may start at any place.
+            alignment: number of bytes that divides the distances between cells on both sides of the copy.
         """
         storing = self._side == "src"
         address, offset = (copy.src, copy.dst) if storing else (copy.dst, copy.src)

@@ -20,7 +20,9 @@ from kvferry.planning.descriptors import Int64s
 
 @dataclass(frozen=True, slots=True)
 class StagedImages:
-    """Packed images in staging memory, one per cell. Image ``i`` starts at ``address + i * stride``.
+    """Images (packed cells) in staging memory, one after the other.
+
+    Image ``i`` starts at ``address + i * stride``.
 
     Attributes:
         space: staging memory that holds the images.
@@ -59,7 +61,7 @@ class StagingCopies:
         self._pool = PoolCells(parts, pool, side=side, stride=stride, blocks=blocks)
 
     def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
-        """Copy cells from blocks to images.
+        """Pack cells: copy them from KV blocks to images in staging memory.
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
@@ -84,7 +86,7 @@ class StagingCopies:
         self._pool.wait()
 
     def scatter(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
-        """Copy cells from images to blocks.
+        """Unpack cells: copy them from images in staging memory to KV blocks.
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
@@ -106,22 +108,22 @@ class StagingCopies:
         self._pool.wait()
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes of these blocks that the strided copies cover."""
+        """Zero those bytes of these KV blocks that the strided copies read or write."""
         self._pool.clear(blocks)
 
     def _pairs(
         self, staged: StagedImages, first: int, count: int
     ) -> Iterator[tuple[CellViews, CopyView, torch.Tensor]]:
-        """Yield the views that each strided copy has of the pool and of the images.
+        """Yield, for each strided copy, its view of the block pool and its view of some images.
 
         Args:
-            staged: images in staging memory.
+            staged: images (packed cells) in staging memory.
             first: index of the first image.
             count: number of images.
 
         Yields:
-            (views of the cells, view of the pool, view of the images). The view of the images has the shape
-            (count, count of every loop, words of a run).
+            (views of the copy's part, view of the pool, view of the images). The view of the images has the
+            shape (`count`, count of every loop, words of a run).
         """
         address = staged.address + first * staged.stride
         for part in self._pool.parts:
