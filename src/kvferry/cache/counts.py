@@ -10,7 +10,7 @@ from kvferry.tiers.outcome import GetOutcome
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Numbers of chunks since the start.
+    """Counts of chunks that a tiered cache has stored and fetched since its start.
 
     Attributes:
         stored: number of chunks that ranks have copied to host memory.

@@ -55,7 +55,7 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """Return whether no further chunk will become ready."""
+        """Return whether the fetch has ended: all chunks have become ready, it failed, or was cancelled."""
         return self.failure is not None or not (self.remaining or self.reading)
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:

@@ -23,6 +23,10 @@ from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
 class PromptChunks:
     """The keys of one request's chunks in each group, and their look-up in the tiers. Not thread-safe.
 
+    Args:
+        groups: canonical KV cache groups of the model.
+        keys: chunk keys of the request.
+
     Attributes:
         keys: chunk keys of the request. The caller extends them as the request grows.
     """
@@ -43,7 +47,12 @@ class PromptChunks:
         return all(group.kind is not GroupKind.STATE for group in self._groups)
 
     def key(self, group: int, number: int) -> bytes:
-        """Return the key of the whole chunk with index `number` in a group."""
+        """Return the key of a whole chunk in a KV cache group.
+
+        Args:
+            group: index of the group.
+            number: index of the chunk in the prompt.
+        """
         return _of_group(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
@@ -87,7 +96,7 @@ class PromptChunks:
         *,
         in_full: bool = True,
     ) -> Coverage:
-        """Look up the request's chunks in the tiers, and return how far the engine could continue from them.
+        """Look up the request's chunks in the tiers, and return which of its prefixes could be loaded.
 
         Args:
             tokens: number of tokens of the request to look up; `keys` must have at least as many.

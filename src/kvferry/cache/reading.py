@@ -99,12 +99,13 @@ class Reading:
         return found
 
     def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
-        """Start to bring chunks to host memory, and hold them there. `advance` continues the returned fetch.
+        """Start to read chunks into host memory for a load. `advance` continues the returned fetch.
 
-        Chunks that are in host memory are held first, so that they are not evicted to make room for others.
+        Every chunk is held there (not evicted) until the load closes its slot. Chunks that are in host memory
+        already are held first, so that they are not evicted to make room for others.
 
         Args:
-            wanted_chunks: chunks to bring, in the order in which to read them.
+            wanted_chunks: chunks that the load needs, in the order in which to read them.
             without: names of tiers to exclude.
         """
         self.events += 1
@@ -261,13 +262,19 @@ class Reading:
                 self._give(fetch, want, slot, name)
 
     def _give(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
-        """Add a held chunk to the ready chunks of a fetch. `name` is the tier that it came from."""
+        """Add a held chunk to the ready chunks of a fetch. `name` is the tier that the chunk came from."""
         fetch.ready.append((want, slot))
         fetch.tiers.add(name)
         self._counts.fetched[name] += 1
 
     def _fail(self, incoming: _Incoming, why: str, what: GetOutcome | None = None) -> None:
-        """Record why the fetches that wait for a chunk cannot continue."""
+        """Record why the fetches that wait for a chunk cannot continue.
+
+        Args:
+            incoming: chunk that could not be read.
+            why: reason, for messages.
+            what: outcome of the read; None if the chunk was read but the cache was reset meanwhile.
+        """
         for fetch in incoming.waiting:
             if fetch.reading.pop(incoming.slot.key, None) is not None and fetch.failure is None:
                 fetch.failure, fetch.miss = why, what

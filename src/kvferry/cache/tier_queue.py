@@ -163,7 +163,7 @@ class TierQueue:
         self._reads.put(partial(self._read, key, group, into))
 
     def write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
-        """Queue a write of a chunk from `body`. Keep that memory unchanged until `done` returns the write.
+        """Queue a write of a chunk from `body`. Do not change that memory until `done` returns the write.
 
         Args:
             key: key of the chunk.
@@ -270,6 +270,9 @@ class _Operations:
 
     Worker threads call `end`. The engine's thread calls the other methods.
 
+    Args:
+        clock: function that returns monotonic seconds.
+
     Attributes:
         count: number of operations that have begun and that `done` has not returned.
     """
@@ -311,7 +314,12 @@ class _Operations:
 
 
 class _Threads:
-    """Daemon threads that run the jobs of one queue. A hanging thread does not keep the process alive."""
+    """Daemon threads that run the jobs of one queue. A hanging thread does not keep the process alive.
+
+    Args:
+        count: number of threads.
+        name: part of the threads' names, for example ``file-read``.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -327,7 +335,7 @@ class _Threads:
         self._jobs.put(job)
 
     def close(self, ends: float) -> bool:
-        """Let the threads end when the queue is empty, and wait for them.
+        """Run all queued jobs, then end the threads; wait for the threads until a deadline.
 
         Args:
             ends: deadline, in seconds of `time.monotonic`.

@@ -107,7 +107,11 @@ def remembered() -> tuple[Path | None, int]:
 
 
 class _Progress:
-    """A counter of bytes read that logs a message after every `_TOLD_BYTES`."""
+    """A counter of bytes read that logs a message after every `_TOLD_BYTES`.
+
+    Args:
+        files: files to read; the messages contain their number.
+    """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._of = f"{len(files)} weight files"

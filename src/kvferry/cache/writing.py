@@ -17,7 +17,7 @@ from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
 
 WRITE_BACK_SHARE = 0.5
-"""Share of host memory, from 0 to 1. Above it, write-back starts to write."""
+"""Share of host memory in use, from 0 to 1, above which write-back starts to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SlowTier:
 
 @dataclass(slots=True)
 class Writing:
-    """Writes chunks from host memory to one slow tier: those queued and those in flight.
+    """Writes chunks from host memory to one slow tier, and keeps the queue of chunks still to be written.
 
     Only the engine's thread may use it.
 
@@ -59,7 +59,12 @@ class Writing:
         return len(self._owed) + len(self._held)
 
     def owe(self, key: bytes, group: ChunkGroup) -> None:
-        """Queue a chunk in host memory for writing, unless the tier has it or is writing it."""
+        """Queue a chunk for writing to the slow tier, unless the tier has the chunk or is writing it.
+
+        Args:
+            key: key of the chunk, which must be in host memory.
+            group: description of the content: KV cache group, number of tokens and layout.
+        """
         if key not in self._held and not self.slow_tier.queue.tier.contains([key])[0]:
             self._owed[key] = group
 
@@ -67,13 +72,13 @@ class Writing:
     def due(self) -> bool:
         """Return whether queued chunks can be written as soon as the tier accepts a write.
 
-        False in write-back mode while host memory has room, and while the tier is stuck.
+        They cannot in write-back mode while host memory has room, nor while the tier's writes hang.
         """
         return bool(self._owed) and self._wanted and not self.slow_tier.queue.stuck_for_writing
 
     @property
     def under_way(self) -> bool:
-        """Return whether chunks are being written; False while the tier is stuck."""
+        """Return whether chunks are being written; False while the tier's writes hang."""
         return bool(self._held) and not self.slow_tier.queue.stuck_for_writing
 
     def pump(self) -> int:
@@ -92,7 +97,7 @@ class Writing:
         self.host.close(self._held.pop(key))
 
     def flush(self) -> None:
-        """Start the writes of all queued chunks, even more than the tier would accept."""
+        """Start the writes of all queued chunks, even if the tier would accept fewer writes now."""
         while self._owed:
             self._write_next()
 

@@ -85,12 +85,17 @@ def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
 
 
 def chunk_name(namespace: bytes, key: bytes) -> str:
-    """Return the name of the chunk file for a key, relative to the root."""
+    """Return the name of the chunk file for a key, relative to the directory or the URL of the tier.
+
+    Args:
+        namespace: digest of the namespace, 32 bytes.
+        key: key of the chunk, 16 to 32 bytes.
+    """
     return f"{namespace.hex()}/{key[:1].hex()}/{key.hex()}.kv"
 
 
 def note_name(namespace: bytes) -> str:
-    """Return the name of a namespace's note, relative to the root."""
+    """Return the name of the file that describes a namespace, relative to the directory or the URL."""
     return f"{namespace.hex()}/{NAMESPACE_NOTE}"
 
 
@@ -136,7 +141,12 @@ def quarantine_path(root: str, path: str) -> str:
 
 
 def quarantine_name(namespace: bytes, key: bytes) -> str:
-    """Return an unused name in quarantine for a bad chunk, relative to the root."""
+    """Return an unused name in quarantine for a bad chunk, relative to the directory or the URL of the tier.
+
+    Args:
+        namespace: digest of the namespace, 32 bytes.
+        key: key of the chunk, 16 to 32 bytes.
+    """
     return f"{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
 
 

@@ -158,7 +158,7 @@ def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
 
 
 def _of_each(entries: Sequence[CacheEntry], read: Callable[[CacheEntry], _Read]) -> Iterator[_Read]:
-    """Yield the result of `read` for each entry, in order, reading several at a time."""
+    """Yield the result of `read` for each entry, in order. Several threads call `read` at the same time."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for at in range(0, len(entries), _BATCH):
             yield from pool.map(read, entries[at : at + _BATCH])
@@ -221,7 +221,7 @@ def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
 
 
 def _note(cache: CacheAdmin, entry: CacheEntry) -> Namespace | None:
-    """Return the namespace in a note; None if the note cannot be read or is invalid."""
+    """Return the namespace that a note file describes; None if the file cannot be read or is invalid."""
     try:
         with cache.opened(entry) as opened:
             return Namespace.read(bytes(opened.read(0, _LONGEST_NOTE)).decode("ascii"))

@@ -20,7 +20,11 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class ARC(EvictionPolicy):
-    """The ARC policy. Keys used only once pass through the queue `recent`, and evict no key of `frequent`."""
+    """The ARC policy. Keys used only once pass through the queue `recent`, and evict no key of `frequent`.
+
+    Args:
+        capacity_bytes: maximum sum of the bytes of all chunks.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._target = 0.0
@@ -59,13 +63,16 @@ class ARC(EvictionPolicy):
             raise AssertionError(f"target {self._target} is outside the capacity {self.capacity_bytes}")
 
     def _place(self, key: bytes, size: int) -> None:
-        """Put a key with a ghost into `frequent`, and any other into `recent`."""
+        """Put a new key into `frequent` if its earlier eviction is remembered, else into `recent`."""
         again = self._learn(key, size)
         (self._frequent if again else self._recent).push(key, size)
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """Adapt the target if the key has a ghost, and drop the ghost; return whether it had one."""
+        """If a new key was evicted before and is remembered, adapt the target and forget the old key.
+
+        Return whether the key was remembered. The *target* is the number of bytes that `recent` should have.
+        """
         recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
         if key in self._recent_ghosts:
             self._target = min(self._target + size * max(1.0, frequent / recent), self.capacity_bytes)

@@ -7,7 +7,11 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class LRU(EvictionPolicy):
-    """The LRU policy, which evicts the least recently used key. It keeps no ghosts."""
+    """The LRU policy, which evicts the least recently used key, and remembers no evicted keys.
+
+    Args:
+        capacity_bytes: maximum sum of the bytes of all chunks.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._queue = ByteQueue()

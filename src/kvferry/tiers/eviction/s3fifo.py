@@ -28,7 +28,11 @@ _MOST_USES, _PROMOTED_FROM = 3, 2
 
 
 class S3FIFO(EvictionPolicy):
-    """The S3-FIFO policy. Keys used only once pass through a small queue, and do not enter the main queue."""
+    """The S3-FIFO policy. Keys used only once pass through a small queue, and do not enter the main queue.
+
+    Args:
+        capacity_bytes: maximum sum of the bytes of all chunks.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._small_bytes = capacity_bytes // _SMALL_SHARE
@@ -66,7 +70,7 @@ class S3FIFO(EvictionPolicy):
             raise AssertionError("uses are counted of other keys than those in the queues")
 
     def _place(self, key: bytes, size: int) -> None:
-        """Put a key with a ghost into main, and any other into the small queue."""
+        """Put a new key into main if its earlier eviction is remembered, else into the small queue."""
         known = key in self._ghosts
         if known:
             self._ghosts.remove(key)

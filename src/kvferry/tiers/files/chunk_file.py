@@ -94,7 +94,7 @@ def read_header(fd: int) -> ChunkHeader:
 
 
 def read(fd: int, offset: int, size: int) -> Buffer:
-    """Return the `size` bytes at `offset`, or fewer if the file ends before.
+    """Return the `size` bytes at `offset` of a file, or fewer if the file ends earlier.
 
     Raises:
         OSError: the bytes cannot be read.
@@ -106,7 +106,12 @@ def read(fd: int, offset: int, size: int) -> Buffer:
 
 
 class _ProgressiveRead:
-    """A read of a chunk file in pieces, each of which is read when its bytes are needed.
+    """A read of a chunk file in pieces. Each piece is read when its bytes are needed.
+
+    Args:
+        fd: descriptor of the file.
+        header: writable memory for the header.
+        into: writable memory for the body.
 
     Attributes:
         header: memory of the file's header, which the first read fills.

@@ -34,6 +34,11 @@ class HeldLedger:
 
     Every change is written to the file immediately.
 
+    Args:
+        fd: descriptor of the locked ledger file. `close` closes it.
+        root: path of the directory.
+        capacity: capacity in bytes to use if the file is missing or damaged.
+
     Attributes:
         capacity: maximum bytes of all kvferry files together; 0 if unknown.
         used: bytes in use, never less than the sum of all kvferry files.

@@ -138,7 +138,14 @@ def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
 
 
 def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Create the missing folders, marker and note of a directory. The caller holds the ledger."""
+    """Create the missing folders, marker and note of a directory. The caller holds the ledger.
+
+    Args:
+        root: path of the directory.
+        namespace: namespace of the folder and the note.
+        account: ledger of the directory.
+        room: space of the directory, in which files may be evicted for the marker and the note.
+    """
     folder = f"{root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
     make_folder(root, folder)
@@ -163,7 +170,7 @@ def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: D
 
 
 def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> None:
-    """Write a small file if it does not exist, and charge its bytes to the ledger, which the caller holds.
+    """Write a small file if it does not exist, and count its bytes as used. The caller holds the ledger.
 
     Raises:
         ConfigError: the file does not fit into the capacity.

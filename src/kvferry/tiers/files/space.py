@@ -36,6 +36,10 @@ _LATEST = 1 << 62
 class DirectoryFull(Exception):
     """An error that says that a directory has no room for a file, even after eviction.
 
+    Args:
+        size: bytes of the file.
+        account: ledger of the directory.
+
     Attributes:
         too_large: whether the file alone is larger than the capacity.
     """
@@ -282,7 +286,7 @@ def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], 
     machines.
 
     Args:
-        found: entries of the temporary files in the directory.
+        found: list of the temporary files in the directory.
         account: ledger of the directory, which the caller holds.
         clock: function that returns seconds since 1970.
 

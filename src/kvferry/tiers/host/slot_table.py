@@ -211,7 +211,12 @@ class SlotTable:
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
-        """Return a new hold on a chunk, and record it in `holds`."""
+        """Return a new hold on a chunk, and record the hold.
+
+        Args:
+            chunk: chunk to hold.
+            holds: held chunk by serial number of the hold: either `_fills` or `_reads`.
+        """
         serial = next(self._serials)
         holds[serial] = chunk
         chunk.holds += 1

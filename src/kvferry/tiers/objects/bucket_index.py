@@ -66,9 +66,9 @@ class BucketIndex:
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
-        """List the namespace for at most about `seconds`, unless another thread is listing it.
+        """Update the known keys from a listing of the namespace, unless another thread is listing it.
 
-        A failed listing raises no exception.
+        The listing takes at most about `seconds`. If it fails, no exception is raised.
 
         Returns:
             1 if the listing added or removed keys, else 0.

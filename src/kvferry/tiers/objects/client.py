@@ -165,12 +165,25 @@ class BucketClient:
                 ]
 
     def move(self, path: str, to: str) -> None:
-        """Rename an object within the bucket: copy it, then delete the original."""
+        """Rename an object within the bucket: copy it, then delete the original.
+
+        Args:
+            path: path of the object below the URL.
+            to: new path below the URL.
+
+        Raises:
+            FileNotFoundError: the object does not exist.
+            Unavailable: a request failed.
+        """
         with _asking():
             obstore.rename(self._store, path, to)
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects, and ignore missing ones."""
+        """Remove objects, and ignore missing ones. Raises `Unavailable`.
+
+        Args:
+            paths: paths of the objects below the URL.
+        """
         try:
             with _asking():
                 obstore.delete(self._store, paths)

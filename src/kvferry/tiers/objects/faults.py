@@ -32,7 +32,7 @@ class Fault(StrEnum):
 
     @property
     def advice(self) -> str:
-        """What the operator should do, for messages."""
+        """Advice to the operator against this failure, for messages."""
         return _ADVICE[self]
 
 
@@ -53,7 +53,11 @@ _ADVICE = {
 
 
 class Unavailable(OSError):
-    """An error for a request that failed, unless its object is missing.
+    """An error for a request that failed for another reason than a missing object.
+
+    Args:
+        fault: reason of the failure.
+        detail: detail for the message, such as an HTTP status; empty if there is none.
 
     Attributes:
         fault: reason of the failure.
@@ -79,7 +83,7 @@ def is_of_the_bucket(missing: FileNotFoundError) -> bool:
 
 
 def _fault(said: str, debug: str) -> Fault:
-    """Return the reason of a failure by the message and the debug part of an error."""
+    """Return the reason of a failure, derived from the message and the debug part of obstore's error."""
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
     if re.search(_SKEWED, said + debug):
@@ -90,7 +94,7 @@ def _fault(said: str, debug: str) -> Fault:
 
 
 def _of_status(status: int) -> Fault:
-    """Return the reason of a failure by its HTTP status."""
+    """Return the reason of a failure, derived from its HTTP status."""
     if status in (401, 403):
         return Fault.DENIED
     if 300 <= status < 400:

@@ -12,6 +12,9 @@ class ObjectStream:
 
     Not thread-safe.
 
+    Args:
+        pieces: iterator over the pieces of the content, in order.
+
     >>> stream = ObjectStream(iter([b"head", b"er body"]))
     >>> stream.read(0, 6), stream.fill(7, memoryview(bytearray(4)))
     (b'header', None)
