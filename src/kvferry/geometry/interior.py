@@ -32,8 +32,13 @@ def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
     >>> [shard_heads(2, rank, 4) for rank in range(4)]
     [(0, 1), (0, 1), (1, 1), (1, 1)]
 
+    Args:
+        heads: number of heads over all ranks.
+        rank: tensor-parallel rank.
+        ranks: number of tensor-parallel ranks.
+
     Raises:
-        GeometryError: neither of the two numbers divides the other.
+        GeometryError: neither the number of heads nor the number of ranks divides the other.
     """
     if heads % ranks == 0:
         return rank * (heads // ranks), heads // ranks

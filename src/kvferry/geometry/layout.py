@@ -326,7 +326,11 @@ class _Pool:
 
 
 def _slot_bytes(engine: EngineShape, insides: Sequence[PageInterior]) -> int:
-    """Return the bytes of one block in one slot.
+    """Return the bytes of one block in one slot (the space for one layer's page of every group).
+
+    Args:
+        engine: settings of the engine.
+        insides: structure of a page of each group.
 
     Raises:
         GeometryError: pages of these shapes cannot share memory in this layout.

@@ -224,6 +224,11 @@ def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
     """Return True if two elements of a field may share a byte, in one block or in different blocks.
 
     No elements overlap if every stride is at least the extent of all loops with smaller strides.
+
+    Args:
+        field: field of a page.
+        blocks: number of blocks.
+        block_stride: bytes from one block to the next.
     """
     loops = [(blocks, block_stride), *(loop for axis in field.axes for loop in axis.loops)]
     extent = field.item_bytes

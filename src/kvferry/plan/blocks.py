@@ -68,9 +68,14 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
 
 
 def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, str]:
-    """Return the requested block size or else the size that vLLM's attention kernels need, and the reason.
+    """Return the number of tokens per block in a model without a mix of attention and state, and the reason.
 
-    The reason is empty for the requested size and for vLLM's ordinary size.
+    Without a requested size, it is the size that vLLM's attention kernels need. The reason is empty for the
+    requested size and for vLLM's ordinary size.
+
+    Args:
+        stores: caches of the layers.
+        asked: requested number of tokens per block; None for vLLM's choice.
     """
     if asked is not None:
         return asked, ""
@@ -216,5 +221,11 @@ def _needs(store: LayerCache) -> tuple[GroupKind, int]:
 
 
 def page_bytes(store: LayerCache, tp: int, tokens: int) -> int:
-    """Return the bytes of a page of `tokens` tokens, or of a snapshot of state, on one rank."""
+    """Return the bytes of a page of `tokens` tokens on one rank; for a state layer, of a snapshot.
+
+    Args:
+        store: cache of the layer, over all ranks.
+        tp: number of tensor-parallel ranks.
+        tokens: number of tokens per block; ignored for a snapshot.
+    """
     return page_interior(store, tokens, 1, 0, tp).page_bytes

@@ -73,7 +73,7 @@ def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
 
 
 def pinned(name: str) -> Strategy | None:
-    """Return the strategy called `name`; None, which stands for the cheapest, if `name` is `AUTO`.
+    """Return the strategy called `name`. If `name` is `AUTO`, return None, which stands for the cheapest one.
 
     Raises:
         ConfigError: no strategy has this name.

@@ -151,7 +151,12 @@ def _without_window(kind: GroupKind) -> GroupKind:
 
 
 def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
-    """Return the content bytes of the largest page in the groups with these indices."""
+    """Return the content bytes of the largest page in the groups with these indices; 0 without pages.
+
+    Args:
+        ranks: geometry of all ranks of an engine.
+        groups: indices of groups.
+    """
     pages = [layer.page for rank in ranks for number in groups for layer in rank.groups[number].layers[:1]]
     return max((page.content_bytes for page in pages), default=0)
 

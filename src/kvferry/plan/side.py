@@ -79,6 +79,10 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
     The reason is empty if all layers have the requested or ordinary block size.
 
+    Args:
+        reading: caches of the model's layers.
+        side: requested settings of the engine.
+
     Raises:
         GeometryError: the ranks can neither share nor copy the heads evenly.
     """

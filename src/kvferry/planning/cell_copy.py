@@ -101,7 +101,7 @@ class PoolDescriptors:
 
 
 def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
-    """Merge cell copies that have equal offsets, and drop those without strided copies.
+    """Merge cell copies that have equal offsets. Cell copies without strided copies are left out.
 
     >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
     >>> joined([k, v, CellCopy((0, 3), (0,), ())])

@@ -370,6 +370,12 @@ def _slowest(
 
     The value is 0 if the group needs no chunk. The needed chunks are those that hold `select.needed_tokens`,
     computed here for all boundaries at once.
+
+    Args:
+        group: attention pattern of the group.
+        chunked: the prompt, divided into chunks.
+        ends: boundaries in tokens, int64 of shape (`chunked.chunks`,).
+        tier_numbers: number of the fastest tier that holds each chunk of the group, int64 of the same shape.
     """
     if group.kind is GroupKind.STATE:
         return tier_numbers

@@ -137,7 +137,11 @@ def _axis(field: Field, name: str) -> Axis:
 
 
 def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:
-    """Return the byte offsets, on both sides, of the elements of an axis that both sides hold."""
+    """Return the byte offsets of the elements of an axis that both sides hold.
+
+    Returns:
+        (offsets at the source, offsets at the destination), int64 of shape (elements,).
+    """
     low, high = max(src.start, dst.start), min(src.stop, dst.stop)
     high = max(low, high)
     return src.offsets()[low - src.start : high - src.start], dst.offsets()[

@@ -131,6 +131,11 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
     """Return True if runs of `length` bytes in consecutive cells can be adjacent on both sides.
 
     The block tables then decide which runs are adjacent.
+
+    Args:
+        route: route to transfer.
+        cell_copy: cell copy of the route that contains the runs.
+        length: length of a run in bytes.
     """
     src_next, dst_next = route.src_stride + cell_copy.src_at[0], route.dst_stride + cell_copy.dst_at[0]
     src = length in cell_copy.src_steps or length == src_next - cell_copy.src_at[-1]

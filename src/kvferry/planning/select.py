@@ -72,10 +72,14 @@ def attends_to_all(kind: GroupKind) -> bool:
 
 
 def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -> Position:
-    """Return the first token that the token at `next_token` attends to.
+    """Return the position of the first token that the token at `next_token` attends to.
 
-    The result is 0 or negative if it attends to all earlier tokens. `next_token` is one position or an array
-    of positions; the result has the same shape.
+    The result is 0 or negative if that token attends to all earlier tokens.
+
+    Args:
+        kind, attention_span: kind and attention span of the group.
+        next_token: position of the attending token, or an array of positions, int64. The result has the same
+            shape.
 
     >>> first_attended(GroupKind.SLIDING, 24, 63), first_attended(GroupKind.CHUNKED, 32, 63)
     (40, 32)
@@ -90,7 +94,12 @@ def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -
 def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple[int, int]:
     """Return the tokens ``[low, high)`` that a load must transfer for a group.
 
-    These are the tokens that the next computed token attends to, except those that the destination has.
+    These are the tokens that the next computed token attends to, except those that the destination has. For a
+    state group, the load must transfer the snapshot after ``high`` tokens, unless the range is empty.
+
+    Args:
+        kind, attention_span: kind and attention span of the group.
+        span: tokens that the whole load transfers.
 
     >>> needed_tokens(GroupKind.SLIDING, 24, LoadSpan(0, total=64, prompt=64))   # next: 63, sees 40..63
     (40, 64)
@@ -99,8 +108,6 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
     >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
     >>> needed_tokens(GroupKind.FULL, 0, head), needed_tokens(GroupKind.SLIDING, 24, head)
     ((16, 48), (48, 48))
-
-    For a state group, the load must transfer the snapshot after ``high`` tokens unless the range is empty.
     """
     if attends_to_all(kind):
         low = span.begins
@@ -114,7 +121,9 @@ def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple
 def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
     """Return the position of the first token that attends to no token before `end`.
 
-    The group must have sliding-window or chunked attention.
+    Args:
+        kind, attention_span: kind and attention span of a group with sliding-window or chunked attention.
+        end: position in the prompt.
 
     >>> first_independent(GroupKind.SLIDING, 24, 64), first_independent(GroupKind.CHUNKED, 32, 48)
     (87, 64)

@@ -128,7 +128,7 @@ def strided_copies(
 
 
 def coalesce_copy(nest: StridedCopy) -> StridedCopy:
-    """Return the same runs with fewer loops, by joining loops that are contiguous on both sides."""
+    """Return a copy of the same runs with fewer loops. Loops that are contiguous on both sides are joined."""
     loops = sorted(nest.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
     run, kept = nest.run, list[Loop]()
     for loop in loops:
@@ -142,9 +142,9 @@ def coalesce_copy(nest: StridedCopy) -> StridedCopy:
 
 
 def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
-    """Return the same runs in fewer copies, by replacing equal copies at regular distances with a loop.
+    """Return the same runs in fewer copies. Equal copies at regular distances become one copy with a loop.
 
-    This joins K and V of a packed page, and the layers of a cross-layer cache.
+    For example, K and V of a packed page become one copy, and so do the layers of a cross-layer cache.
 
     >>> fuse_copies([StridedCopy(0, 0, 8), StridedCopy(100, 8, 8), StridedCopy(200, 16, 8)])
     (StridedCopy(src=0, dst=0, run=8, loops=(Loop(count=3, src=100, dst=8),)),)

@@ -399,6 +399,10 @@ def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[s
     For long prompts, the peer then keeps fewer tokens of these layers than this rank needs. This happens if
     the hybrid KV cache manager is enabled at the peer and disabled here, so that sliding-window layers count
     as full attention here.
+
+    Args:
+        srcs: geometry of all ranks of the peer.
+        dst: geometry of this rank.
     """
     theirs = {layer.identity: group for src in srcs for group in src.groups for layer in group.layers}
     found: dict[str, list[str]] = defaultdict(list)

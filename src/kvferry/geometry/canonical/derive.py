@@ -119,7 +119,16 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
 
 
 def _stored(group: Group, layer: Layer) -> _StoredLayer:
-    """Return the cache of a layer. Fields with large elements come first, so that every field is aligned."""
+    """Return the cache of a layer over all ranks.
+
+    Fields with large elements come first, so that every field is aligned.
+
+    Args:
+        group, layer: group and layer as one rank holds them.
+
+    Raises:
+        GeometryError: the layer has no canonical form.
+    """
     if layer.page.opaque:
         raise GeometryError(
             f"layer {layer.name!r}: {layer.page.content} has no canonical form, its bytes are opaque; "
@@ -136,7 +145,18 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
 
 
 def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
-    """Return the name of the axis that shards a field, the axis's total, and the field in a section."""
+    """Return the name of the axis along which a field is sharded, its total, and the field as stored.
+
+    The name is "" and the total is 1 for a field that every rank holds whole.
+
+    Args:
+        layer: layer as one rank holds it.
+        field: field of the layer's page.
+        kind: kind of the layer's group.
+
+    Raises:
+        GeometryError: the field has no canonical form.
+    """
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
     if others := [other for other, _, _ in field.held if other != name]:

@@ -117,7 +117,11 @@ def snapshot_interval(*blocks: int) -> int:
 def first_prefix(chunk_tokens: int, interval: int) -> int:
     """Return the length in tokens of the shortest prefix that can be loaded.
 
-    It consists of whole chunks, and all state groups may have a snapshot at its end.
+    This prefix consists of whole chunks, and all state groups may have a snapshot at its end.
+
+    Args:
+        chunk_tokens: number of tokens per chunk.
+        interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
 
     >>> first_prefix(256, 1), first_prefix(176, 1056), first_prefix(256, 1056)
     (256, 1056, 8448)
@@ -126,9 +130,9 @@ def first_prefix(chunk_tokens: int, interval: int) -> int:
 
 
 def divisor(interval: int, limit: int) -> int:
-    """Return the largest divisor of the snapshot `interval` up to `limit`, in tokens.
+    """Return the largest number of tokens up to `limit` that divides the snapshot interval.
 
-    Return `limit` if `interval` is 1, which means that there are no snapshots.
+    Return `limit` if `interval` is 1, because there are then no snapshots.
 
     >>> divisor(1, 256), divisor(1056, 256), divisor(128, 256)
     (256, 176, 128)

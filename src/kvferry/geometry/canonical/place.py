@@ -123,6 +123,13 @@ def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: i
     """Return a layer whose page starts at its first field.
 
     Equal layers then have equal page formats, so the planner computes their copies only once.
+
+    Args:
+        name: name of the layer.
+        fields: fields of the layer, with offsets from the start of the chunk.
+        scales: quantisation scales of the layer.
+        address: address of slot 0 of the pool.
+        stride: bytes from one slot to the next.
     """
     first = fields[0].offset
     placed = tuple(Field(f.name, f.item_bytes, f.offset - first, f.axes) for f in fields)

@@ -141,7 +141,7 @@ class AttentionReader:
 
 
 def query_heads(config: ModelConfig) -> int:
-    """Return the number of query heads of the model; 0 if unknown."""
+    """Return the number of query heads of the model; 0 if the file does not give it."""
     return config.maybe(*_QUERY_HEADS) or 0
 
 

@@ -54,7 +54,9 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
 
 
 def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
-    """Return the indexer cache of a layer of MiniMax-M3: one key for all heads. Empty for a dense layer.
+    """Return the indexer cache of a layer of MiniMax-M3, which has one key per token for all heads.
+
+    The result is empty for a dense layer.
 
     Raises:
         ConfigError: ``sparse_attention_config`` has no list of sparse layers, or a key is invalid.

@@ -102,7 +102,14 @@ _STATE_KEYS = (
 
 
 def _cover_absent(config: ModelConfig, used: set[Mixer]) -> None:
-    """Mark keys as read that no layer needs, in a model without attention or without recurrence."""
+    """Mark the keys of attention as read if no layer has attention, and likewise those of recurrence.
+
+    No layer needs these keys. Otherwise `check_unread` would reject them as not understood.
+
+    Args:
+        config: configuration of the model.
+        used: kinds of attention and recurrence that the layers have.
+    """
     if used <= RECURRENT:
         config.cover(*_ATTENTION_KEYS)
     if not used & RECURRENT:
@@ -137,7 +144,12 @@ def _stores(
 
 
 def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
-    """Return the element type that the model computes in, and notes for the user."""
+    """Return the element type that the model computes in, and notes for the user.
+
+    Args:
+        config: configuration of the model.
+        dtype: requested element type of the KV cache, same as in `read_model`.
+    """
     if dtype in FLOATS:
         return dtype, []
     value = config.get(*DTYPES)

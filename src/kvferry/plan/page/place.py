@@ -58,7 +58,12 @@ class DrawnLane:
         return self.starts[number] + inside * self.per_byte
 
     def interval(self, address: int, length: int) -> tuple[float, float]:
-        """Return the positions at which `length` bytes at `address` begin and end."""
+        """Return the horizontal positions at which a range of memory begins and ends.
+
+        Args:
+            address: address of the first byte.
+            length: length of the range in bytes.
+        """
         return self.at(address), self.at(address + length - 1) + self.per_byte
 
 
