@@ -15,11 +15,14 @@ _UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
 
 
 def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
-    """Return the identity of a model's weights, as engines compare it.
+    """Return a text that identifies a model's weights: a digest of the checkpoint, or else a description.
+
+    There is no digest if the checkpoint is not on this machine's disk, or vLLM loads no plain checkpoint.
 
     Args:
         vllm_config: the engine's configuration.
-        model, load_config: vLLM's configurations of the model and of its loading.
+        model: vLLM's ModelConfig of the model.
+        load_config: vLLM's LoadConfig, which says how the weights are loaded.
     """
     load_format = str(load_config.load_format)
     name = str(model.model_weights or model.model)
@@ -39,7 +42,10 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
 
 
 def uncertain(found: str) -> bool:
-    """Return True if `weights` found no digest. Equal descriptions may then stand for different weights."""
+    """Return True if a text from `weights` is a description, not a digest.
+
+    Engines with equal descriptions may have different weights.
+    """
     return found.startswith(_UNCERTAIN)
 
 

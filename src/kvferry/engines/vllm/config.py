@@ -1,4 +1,4 @@
-"""Connector settings from vLLM's configuration."""
+"""Functions that read and check the connector's settings in vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvferry.errors import ConfigError
 def read_settings(vllm_config: Any) -> ConnectorConfig:
     """Read the connector's settings from vLLM's configuration.
 
-    Replaces the host `NODE` by this node's address, and decides `host_buffer` if it is not set.
+    If a setting leaves the host open (`NODE`), this node's address takes its place. If `host_buffer` is not
+    set, it is chosen here.
 
     Raises:
         ConfigError: `parse_config` refuses a setting, or the settings do not fit together or with vLLM's.
@@ -44,7 +45,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def check_failure_policy(transfer: Any) -> None:
-    """Check that vLLM recomputes a request whose load has failed, rather than failing the request.
+    """Check that vLLM computes a request whose load has failed, rather than returning an error for it.
 
     Raises:
         ConfigError: the policy for failed loads is not ``recompute``.

@@ -1,9 +1,10 @@
-"""Layers of a draft model, and a digest that tells one draft from another.
+"""Layers of a draft model (for speculative decoding), and a digest that identifies the draft model.
 
-A draft's KV depends on the draft's own weights. Two engines that serve one model may have different drafts,
-or only one of them may have a draft. Then the model's layers move between them, and the draft's layers do
-not. So each layer of a draft carries a digest of the draft. Peers and stored chunks may have a layer of the
-same name from another draft, and the digest tells the two apart.
+The KV of a draft model depends on the draft model's own weights. Two engines that serve one model may have
+different draft models, or only one of them may have one. Then the KV of the model's own layers can move
+between the engines, but that of the draft layers cannot. So the description of each draft layer contains a
+digest of the draft model. It differs from that of a layer of the same name that belongs to another draft
+model.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _THE_MODELS_OWN = "the model's own"
 
 
 def draft_layers(vllm_config: Any) -> dict[str, str]:
-    """Return the draft model's digest for each layer that it keeps in the cache, by the layer's name.
+    """Return a digest of the draft model for each layer that it has in the KV cache, by the layer's name.
 
-    Call it in a worker. The result is empty without such a draft.
+    The result is empty if no draft model keeps layers in the KV cache. Call this in a worker.
     """
     names = draft_layer_names(vllm_config)
     return dict.fromkeys(names, _digest(vllm_config)) if names else {}
 
 
 def draft_weights(vllm_config: Any) -> str:
-    """Return the identity of the draft model's weights, as engines compare it.
+    """Return a text that identifies the draft model's weights; empty if it has no layers in the KV cache.
 
-    Empty if no draft keeps layers in the cache. Layers of multi-token prediction are part of the model's
-    checkpoint, which is compared anyway.
+    Layers of multi-token prediction are in the model's own checkpoint, which engines compare anyway. The
+    result then says just that.
     """
     if not keeps_draft_layers(vllm_config):
         return ""

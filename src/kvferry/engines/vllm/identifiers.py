@@ -1,10 +1,10 @@
 """Detection of identifiers that stand for more than one image, video or piece of audio.
 
-vLLM keeps an item's encoder output, and the blocks of prompts that contain the item, under the item's
-identifier. A client may choose the identifier (``uuid``), so two images can come under one identifier. vLLM
-then computes one prompt from the cached encoder output of the other image, and its KV is not that of the
-image in the request. As soon as a second image comes under an identifier, neither image has a reliable name.
-From then on, kvferry does not offer, store or look up KV of prompts with either of them.
+vLLM caches an item's encoder output, and the blocks of prompts that contain the item, under the item's
+identifier. A client may choose the identifier (``uuid``), so two images can have the same identifier. vLLM
+may then compute a prompt from the cached encoder output of the other image. The resulting KV does not belong
+to the image in the request. When kvferry sees a second image with an identifier, it stops trusting the names
+of both images. From then on, it does not offer, store or look up KV of prompts with either image.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvferry.engines.vllm import items
 from kvferry.errors import Unnameable
 
 MOST: Final = 65_536
-"""Number of identifiers to remember, the most recently used ones. vLLM keeps outputs and blocks of fewer."""
+"""Number of identifiers to remember: the most recently used ones. vLLM's caches hold fewer items."""
 
 
 class Identifiers:
-    """The content behind each identifier. Only the engine's thread calls it, with every new request."""
+    """Table of the content that each identifier has stood for. Only the engine's thread may use it."""
 
     def __init__(self, most: int = MOST) -> None:
         """Create an empty table that remembers up to `most` identifiers."""
@@ -33,7 +33,10 @@ class Identifiers:
         return len(self._known)
 
     def note(self, request: Any) -> None:
-        """Record the items of a new request, and detect identifiers that stood for other content before."""
+        """Record the items of a new request, and detect identifiers that have stood for other content before.
+
+        The record of its identifier is attached to each item (`items.identify`).
+        """
         for feature in request.mm_features or ():
             self._note(feature)
 

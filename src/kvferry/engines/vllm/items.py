@@ -1,10 +1,13 @@
 """Names of images, videos and audio in prompts: digests of the processor's output.
 
-vLLM's own identifiers do not name content. A client may choose them. Without prefix caching and processor
-cache, they are a counter that restarts with the engine. vLLM's digest of the media leaves the processor out
-and includes the model's path. KV depends only on the model's input: resized and normalised pixels, grids,
-lengths. A name is reliable only as long as vLLM has computed nothing else under the same identifier
-(`identifiers`).
+vLLM's own identifiers of these items do not identify their content. A client may choose an identifier.
+Without prefix cache and processor cache, identifiers are a counter that restarts with the engine. Otherwise,
+they are digests of the media, which do not depend on the processor's settings but do depend on the model's
+path. KV depends only on what the processor gives to the model: resized and normalised pixels, grids, lengths.
+So kvferry names items by a digest of the processor's output.
+
+vLLM caches what it computes of an item under the item's identifier. So a name is reliable only if vLLM has
+not seen other content under the same identifier (`identifiers`).
 """
 
 from __future__ import annotations
@@ -26,28 +29,34 @@ _IDENTIFIED = "kvferry_identified"
 
 @dataclass(slots=True)
 class Identified:
-    """Record of an item's identifier, shared by all requests that came with this identifier.
+    """Record of one identifier, shared by all items that have come with this identifier.
 
     Attributes:
-        name: name of the content behind the identifier; empty if there have been several contents.
+        name: name of the content behind the identifier. It is empty if the identifier has stood for several
+            contents, or first came with content that could not be named.
     """
 
     name: str
 
 
 def identify(feature: Any, identified: Identified) -> None:
-    """Attach the record of an item's identifier to the item; mutates `feature.data`."""
+    """Attach the record of an item's identifier to the item; mutates `feature.data`.
+
+    Args:
+        feature: vLLM's MultiModalFeatureSpec of the item.
+        identified: record of the item's identifier.
+    """
     setattr(feature.data, _IDENTIFIED, identified)
 
 
 def is_uncertain(feature: Any) -> bool:
-    """Return True if an item's identifier has also stood for other content."""
+    """Return True if an item's identifier has, or may have, stood for other content than the item's."""
     identified: Identified | None = getattr(feature.data, _IDENTIFIED, None)
     return identified is not None and not identified.name
 
 
 def name_of(feature: Any) -> str:
-    """Return the name of an item of a prompt, 32 hex digits.
+    """Return the name of an image or other item of a prompt: a digest of its content, 32 hex digits.
 
     Caches the name in `feature.data`, which vLLM keeps for later requests.
 
@@ -56,7 +65,7 @@ def name_of(feature: Any) -> str:
 
     Raises:
         Unnameable: the scheduler does not have the processor's output, no digest can be made of it, or the
-            item's identifier has also stood for other content.
+            item's identifier has, or may have, stood for other content.
     """
     if is_uncertain(feature):
         raise Unnameable(
@@ -85,7 +94,11 @@ def name_of(feature: Any) -> str:
 
 
 def _parts(value: Any, where: str) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a value in pieces. Different values yield different bytes.
+    """Yield the content of a value as byte strings, such that different values yield different strings.
+
+    Args:
+        value: tensor, array, plain value, or mapping or list of them.
+        where: name of the value, for the error.
 
     Raises:
         Unnameable: a part of the value has a type of which no digest can be made.

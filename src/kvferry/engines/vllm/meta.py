@@ -1,4 +1,4 @@
-"""Messages between the connector's two halves, in the classes that vLLM carries between its processes."""
+"""Messages between the connector's scheduler half and worker halves, as subclasses of vLLM's classes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     reports: StepReports = field(default_factory=StepReports)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge another worker's reports into these, and return the result; mutates this object."""
+        """Merge the reports of another worker into this object, and return this object."""
         assert isinstance(other, WorkerMeta)
         self.reports.add(other.reports)
         return self

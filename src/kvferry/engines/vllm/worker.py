@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMWorker:
-    """One rank of one engine: describes the rank's cache, and forwards vLLM's hooks to a `WorkerHalf`.
+    """One rank of an engine: describes the rank's cache, and forwards vLLM's hooks to a `WorkerHalf`.
 
     Attributes:
         engine_id: id of the engine.
@@ -85,11 +85,11 @@ class VLLMWorker:
         self.half.save(meta.orders, after_forward)
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests whose transfers have ended since the last call, in vLLM's class."""
+        """Return the ids of requests whose transfers have ended since the last call, and forget them."""
         ended = self.half.ended()
         return KVConnectorTransferResults(set(ended.sent), set(ended.received), set(ended.failed))
 
     def take_meta(self) -> WorkerMeta | None:
-        """Return the reports for the scheduler half since the last call, and clear them; None without any."""
+        """Return the reports to the scheduler half since the last call, and clear them; None without any."""
         reports = self.half.take_reports()
         return None if reports is None else WorkerMeta(reports)

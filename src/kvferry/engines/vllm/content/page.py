@@ -71,7 +71,7 @@ def _backend(layer: Any) -> str:
 def _kv_dtype(layer: Any, spec: Any) -> str:
     """Return the KV cache dtype that a layer names. If it names none, return that of its KV cache spec.
 
-    The result is ``auto`` if neither names a dtype. A layer that only holds a cache (an indexer) names none.
+    The result is ``auto`` if neither names a dtype. An indexer, which only holds a cache, may name none.
     """
     return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
 

@@ -22,9 +22,9 @@ class MultiMeta(KVConnectorMetadata):
 
     Attributes:
         children: message of each child, in the order of the configuration.
-        loads: index of the child that loads, by id of a request whose load starts. Only this child can report
-            the request as received.
-        holders: indices of the children that keep blocks, by id of an ended request.
+        loads: index of the child that loads, by request id, for each request whose load starts. Only this
+            child can report the request as received.
+        holders: indices of the children that keep blocks, by request id, for each request that has ended.
     """
 
     children: tuple[KVConnectorMetadata, ...]
@@ -34,7 +34,11 @@ class MultiMeta(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiWorkerMeta(KVConnectorWorkerMetadata):
-    """Message from a worker half to the scheduler half; None for a child without a message."""
+    """Message from a worker half to the scheduler half.
+
+    Attributes:
+        children: message of each child, in the order of the configuration; None for a child without one.
+    """
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
 
@@ -51,7 +55,11 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshake(KVConnectorHandshakeMetadata):
-    """Handshakes of a worker's children for their scheduler halves; None for a child without one."""
+    """Handshakes that a worker's children send to their scheduler halves.
+
+    Attributes:
+        children: handshake of each child, in the order of the configuration; None for a child without one.
+    """
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
@@ -59,19 +67,19 @@ class MultiHandshake(KVConnectorHandshakeMetadata):
 class MultiEvents(KVConnectorKVEvents):
     """KV cache events of a worker's children, which the engine merges over all workers.
 
-    vLLM merges by adding another worker's list of events and incrementing the number of workers. Here each
-    child counts workers on its own, because not every child of every worker has events in a step.
+    To merge, vLLM adds the events of another worker and increments the number of workers. Here each child
+    counts workers on its own, because a worker may have events of only some of its children in a step.
     """
 
     def __init__(self, children: tuple[KVConnectorKVEvents | None, ...]) -> None:
         self.children = list(children)
 
     def get_all_events(self) -> list[Any]:
-        """Return (index of the child, its events) for every child that has events."""
+        """Return (index of a child, KVConnectorKVEvents of this child) for every child that has events."""
         return [(place, of) for place, of in enumerate(self.children) if of is not None]
 
     def add_events(self, events: list[Any]) -> None:
-        """Add another worker's events, as `get_all_events` returns them."""
+        """Add the events of another worker, in the form in which its `get_all_events` returns them."""
         for place, theirs in events:
             mine = self.children[place]
             if mine is None:
@@ -88,7 +96,7 @@ class MultiEvents(KVConnectorKVEvents):
         """Do nothing: each child counts workers on its own."""
 
     def get_number_of_workers(self) -> int:
-        """Return the largest number of workers that any child counts."""
+        """Return the largest number of workers that a child counts; 0 if no child has events."""
         return max((of.get_number_of_workers() for of in self.children if of is not None), default=0)
 
     def clear_events(self) -> None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the children, with a label ``connector``, and of the choice between them."""
+"""Prometheus metrics of the children, with a label ``connector``, and of the choice between children."""
 
 from __future__ import annotations
 
@@ -59,13 +59,18 @@ class MultiMetrics(KVConnectorPromMetrics):
 
 
 class _Shared:
-    """Metrics by name, shared by all children. The label ``connector`` tells the children apart."""
+    """Prometheus metrics that the children share, by name. The label ``connector`` names the child."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the metric of that name, and create it at the first call."""
+        """Return the metric with the name given in the arguments, and create it if there is none yet.
+
+        Args:
+            make: class of the metric.
+            args, kwargs: arguments of `make`; the first one, or ``name``, is the name of the metric.
+        """
         name = str(kwargs["name"] if "name" in kwargs else args[0])
         if name not in self._made:
             self._made[name] = make(*args, **kwargs)

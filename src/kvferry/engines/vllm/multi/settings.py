@@ -27,22 +27,22 @@ TRANSFER_KEYS = (
 """Keys of vLLM's own ``KVTransferConfig`` that an entry of ``connectors`` may have."""
 
 INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
-"""Those of `TRANSFER_KEYS` whose default is the value that is set for the `FerryMultiConnector` itself."""
+"""Keys that a child inherits: by default, they have the value that the `FerryMultiConnector` itself has."""
 
 OWN_KEYS = ("name", "load_weight")
-"""Further keys of an entry of ``connectors``, which vLLM does not know."""
+"""Keys of an entry of ``connectors`` that kvferry adds to those of vLLM's ``KVTransferConfig``."""
 
 _KEYS = ("connectors", "source_policy", "patience_seconds", "attempts")
 
 
 class ChildSettings(msgspec.Struct, frozen=True):
-    """One entry of ``connectors``.
+    """Settings of one child connector: an entry of the list ``connectors``.
 
     Attributes:
-        name: unique name in errors and labels. By default it is the name of the class, with a number from the
-            second connector of that class on.
-        load_weight: weight of each token that the connector offers, for ``source_policy`` ``weight``.
-        transfer: keys and values for vLLM's ``KVTransferConfig``.
+        name: unique name of the child in errors and metric labels. The default is the name of its class. If
+            this name is taken, a number is appended, from 2 on.
+        load_weight: value of each token that the child offers. The policy ``weight`` multiplies offers by it.
+        transfer: settings of vLLM's ``KVTransferConfig``, by name.
     """
 
     name: str
@@ -54,10 +54,10 @@ class MultiSettings(msgspec.Struct, frozen=True):
     """Settings in ``kv_connector_extra_config`` of a `FerryMultiConnector`.
 
     Attributes:
-        children: settings of each child. The first of equally good children loads.
+        children: settings of each child. If two offers are equally good, the child listed first loads.
         source_policy: policy that chooses the child that loads a request (`connector.policies`).
         patience_seconds: maximum seconds that a request waits for a child that is still looking.
-        attempts: maximum number of loads for one request, before it is computed.
+        attempts: maximum number of loads that are tried for one request. After that, the request is computed.
     """
 
     children: tuple[ChildSettings, ...]
@@ -67,7 +67,7 @@ class MultiSettings(msgspec.Struct, frozen=True):
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
-    """The keys besides ``connectors``, as configured."""
+    """Settings of a `FerryMultiConnector` other than ``connectors``, as the user has written them."""
 
     source_policy: PolicyName = "weight"
     patience_seconds: float = 10.0

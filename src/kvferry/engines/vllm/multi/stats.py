@@ -1,7 +1,8 @@
-"""Transport to the engine's /metrics of the children's stats, and of the choice between children.
+"""Stats of the children and of the choice between them, on their way to the engine's /metrics.
 
-vLLM sends stats between processes as plain values. It restores them with the connector's class, which knows
-no configuration there. So each child's stats carry the path of the class that restores them.
+vLLM sends stats between processes as plain values (numbers, strings, lists and dicts). In the other process,
+it restores them with the connector's class, without the engine's configuration. So the stats of each child
+carry the module and name of the connector class that restores them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvferry.engines.vllm.multi.counts import Counts
 logger = logging.getLogger(__name__)
 
 ClassPath = tuple[str, str]
-"""Module and qualified name of a connector's class."""
+"""(module, qualified name) of a connector's class."""
 
 
 def path_of(cls: type) -> ClassPath:
@@ -29,9 +30,9 @@ class MultiStats(KVConnectorStats):
     """Stats of a step, from one worker or from the scheduler.
 
     Attributes:
-        data: ``children``: path of the connector's class, and its stats, by the child's name. ``more``:
-            (metric, child, outcome, increment) of each counter. ``pending``: number of asynchronous loads
-            under way, by child.
+        data: three entries. ``children``: (path of the connector's class, its stats), by name of the child.
+            ``more``: [metric, name of the child, outcome, increment] of each counter. ``pending``: number of
+            asynchronous loads under way, by name of the child.
     """
 
     data: dict[str, Any]
@@ -43,7 +44,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> MultiStats:
-        """Restore stats from the values of `to_dict`, in this process or another one."""
+        """Create stats from the plain values that `to_dict` has returned, in this process or another one."""
         if not data:
             return cls()
         children = {}
@@ -57,9 +58,11 @@ class MultiStats(KVConnectorStats):
     def of(
         cls, children: Mapping[str, tuple[ClassPath, KVConnectorStats]], counts: Counts | None
     ) -> MultiStats:
-        """Combine the children's stats with the counts of the choice between them.
+        """Combine the stats of the children with the counts of the choice between them.
 
-        Takes the increments out of `counts`, which may be None on a worker.
+        Args:
+            children: (path of the connector's class, its stats), by name of the child.
+            counts: counts of the choice, whose increments are cleared; None on a worker.
         """
         more = counts.take() if counts is not None else {}
         pending = dict(counts.pending) if counts is not None and more else {}
@@ -72,7 +75,7 @@ class MultiStats(KVConnectorStats):
         self.data = {"children": {}, "more": [], "pending": {}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stats as plain values, for `read`."""
+        """Return the stats as plain values, which `read` turns into stats again."""
         children = {
             name: [list(path), stats.to_dict()] for name, (path, stats) in self.data["children"].items()
         }
@@ -104,7 +107,10 @@ class MultiStats(KVConnectorStats):
 
 
 def _whole(path: ClassPath, data: Any) -> KVConnectorStats | None:
-    """Restore a child's stats from plain values with its class; return None if the class makes none."""
+    """Create a child's stats from plain values, with the connector's class.
+
+    Return None if this class makes no stats.
+    """
     module, name = path
     found: Any = importlib.import_module(module)
     for part in name.split("."):

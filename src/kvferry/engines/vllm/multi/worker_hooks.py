@@ -19,12 +19,15 @@ from kvferry.errors import ConfigError
 
 
 class WorkerHooks(KVConnectorBase_V1):
-    """The child connectors, and the hooks that vLLM calls on its workers."""
+    """Base class of `FerryMultiConnector`, with the hooks that vLLM calls on a worker.
+
+    It creates the children, and forwards each hook to all of them.
+    """
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, children: Sequence[Child]
     ) -> None:
-        """Create the children, in the scheduler as well as on workers.
+        """Create the children. This happens in the scheduler and on each worker.
 
         Args:
             vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
