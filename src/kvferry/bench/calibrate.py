@@ -189,6 +189,14 @@ class _Copy:
     """
 
     def __init__(self, run: int, cell: int, size: int, side: str) -> None:
+        """Allocate the memory and prepare the copies.
+
+        Args:
+            run: length of a contiguous run, in bytes.
+            cell: size of a cell, in bytes; a multiple of `run`.
+            size: number of bytes to copy; rounded down to whole cells, but at least one cell.
+            side: ``src`` for a gather, ``dst`` for a scatter.
+        """
         cells = max(1, size // cell)
         runs = cell // run
         pool, images = (torch.zeros(cells * cell * factor, dtype=torch.uint8) for factor in (2, 1))

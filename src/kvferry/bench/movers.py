@@ -149,6 +149,13 @@ class RawNixlMover:
     """A mover that uses NIXL alone: it creates a READ from prepared lists, posts it, and polls it."""
 
     def __init__(self, name: str, reads: RawReads, lists: PreparedLists) -> None:
+        """Set what to read.
+
+        Args:
+            name: name of the mover in reports.
+            reads: NIXL agent that reads.
+            lists: descriptor lists to read.
+        """
         self.name, self.bytes = name, lists.bytes
         self._reads, self._lists = reads, lists
 

@@ -53,6 +53,13 @@ class ChunkBodies:
     """
 
     def __init__(self, group: CanonicalGroup, chunk_tokens: int, count: int) -> None:
+        """Allocate the memory and fill it with random bytes.
+
+        Args:
+            group: format of the chunks.
+            chunk_tokens: number of tokens per chunk.
+            count: number of chunks.
+        """
         self.group, self.chunk_bytes = chunk_group(group, chunk_tokens), group.chunk_bytes
         self.keys = [blake2b(b"%d" % number).digest()[:32] for number in range(count)]
         self.arena = Arena.create(count * self.chunk_bytes)

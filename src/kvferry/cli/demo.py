@@ -88,6 +88,18 @@ def demo(
 def _models(
     model: str | None, families: str, arguments: list[str], screen: Screen, signals: StopSignals
 ) -> Iterator[DemoModel]:
+    """Yield the models to serve: the given model, or the tiny checkpoint of each family.
+
+    Args:
+        model: path or id of a model; None for tiny checkpoints. A text that begins with ``-`` is an argument.
+        families: names of model families, separated by commas.
+        arguments: additional arguments of vLLM's API server.
+        screen: output for the user.
+        signals: stop signals.
+
+    Raises:
+        ConfigError: both a model and families are given, or a family is unknown.
+    """
     from kvferry.serving.demo import DemoModel, family_model
 
     if model is not None and model.startswith("-"):

@@ -75,6 +75,7 @@ def _nothing(answers: AllAnswers, request_id: str | None) -> str:
 
 
 def _plain(told: EngineTrace) -> dict[str, Any]:
+    """Return a trace and a description of its engine as values that can be written as JSON."""
     from kvferry.observe.wire import trace_to_dict
 
     engine = told.answer.engine

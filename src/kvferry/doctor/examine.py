@@ -78,6 +78,12 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
 def _this_machine(
     configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None]
 ) -> tuple[list[Finding], ReadTimings | None]:
+    """Check this machine. Return the findings, and the times of READs; None if no READ was timed.
+
+    Args:
+        configs: settings of the checked configuration; empty for none.
+        progress: function that is called with a short text before each slow step.
+    """
     found = run_check("limits", _QUICK_SECONDS, machine.check)
     if not any(config.secret_file or not config.transfers for config in configs):
         found.append(listening.key(None))

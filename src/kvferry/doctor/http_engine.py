@@ -95,6 +95,7 @@ def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.en
 
 
 async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFindings:
+    """Examine the server at `url`. Takes `headers`, which are sent with every request, for the API key."""
     seen = UrlFindings()
     async with client(headers) as http:
 
@@ -127,6 +128,7 @@ def _router(health: HttpReply) -> dict[str, Any] | None:
 
 
 def _behind(said: dict[str, Any]) -> UrlFindings:
+    """Return the engines of a router and findings about them, from the JSON object of its `/health`."""
     seen = UrlFindings()
     try:
         health = msgspec.convert(said, Health)

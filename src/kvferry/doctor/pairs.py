@@ -92,6 +92,14 @@ def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
 
 
 def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> list[Finding]:
+    """Return the findings about engine `here` reading from engine `there`.
+
+    Args:
+        there: engine that has the KV.
+        here: engine that reads the KV.
+        costs: costs that the transfer planner assumes.
+        local: description of the speed of READs between two processes of this machine; empty if unknown.
+    """
     different = differences(there, here)
     found = [bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE)) for text in different]
     if is_loopback(there.address[0]) and not is_loopback(here.address[0]):

@@ -51,6 +51,11 @@ def read_file(path: str) -> ConfigFile:
 
 
 def _json(path: str) -> dict[str, Any]:
+    """Return the JSON object in a configuration file of at most 1 MiB.
+
+    Raises:
+        ConfigError: the file cannot be read, is too large, or is not a JSON object.
+    """
     try:
         with Path(path).open("rb") as file:
             text = file.read(_MOST_BYTES + 1)

@@ -170,6 +170,13 @@ def _made(default: str) -> str:
 
 
 def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Iterator[Finding]:
+    """Check whether the disk has room for the capacity of a file tier.
+
+    Args:
+        subject: subject of the finding.
+        settings: settings of the file tier.
+        told: values that the check of the directory printed, by name.
+    """
     ledger = told.get("ledger")
     free, used = told["free"], ledger[1] if ledger else 0
     if settings.capacity is None:
@@ -190,6 +197,7 @@ def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Ite
 
 
 def _mount(subject: str, path: str, mount: Mount) -> Finding:
+    """Report the kind of file system on which a file tier's directory is."""
     where = f"{path} is on {mount.kind} ({mount.source}, mounted on {mount.point})"
     if mount.in_memory:
         return note(

@@ -141,6 +141,13 @@ class _ServedEngine:
     """
 
     def __init__(self, engine: SimulatedEngine, incarnation: int, keys: Keys) -> None:
+        """Allocate and fill the memory of all ranks, and start their threads and the control server.
+
+        Args:
+            engine: engine to run.
+            incarnation: random number that identifies this run of the engine.
+            keys: CURVE keys of all channels.
+        """
         self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
         self._threads: list[Transfers] = []
         for number, cache in enumerate(self._caches):

@@ -128,6 +128,7 @@ class MetricsListener:
             request.until[event.attempt] = max(event.end, request.until.get(event.attempt, 0))
 
     def _load_ended(self, event: events.LoadEnded) -> None:
+        """Count the outcome of a load. Remember for its request whether the load succeeded."""
         began = self._loads.pop(event.load, None)
         if began is None:
             return
@@ -159,6 +160,7 @@ class MetricsListener:
             counted.sample("transfer_seconds", "check", of=(figures.check_seconds,))
 
     def _settled(self, event: events.Scheduled) -> None:
+        """Count the tokens that failed loads left to compute. The first time, also count hits and misses."""
         request = self._requests.get(event.request_id)
         if request is None:
             return

@@ -163,6 +163,14 @@ class SpanListener:
         said: Attributes,
         failure: str = "",
     ) -> None:
+        """Emit the span of an operation between two events.
+
+        Args:
+            name: name of the span.
+            began, ended: events of the beginning and the end.
+            said: attributes of the span.
+            failure: reason of the failure; empty if the operation succeeded.
+        """
         parent = self._parents.get(began.request_id, ())
         self._emit(
             TraceSpan(

@@ -119,6 +119,7 @@ class TraceServer:
             asking.sendall(msgspec.json.encode({"error": str(error)}) + b"\n")
 
     def _answer(self, line: bytes) -> Iterator[bytes]:
+        """Yield the lines that answer a question: the description of the engine, then one line per trace."""
         question = read_question(line)
         yield msgspec.json.encode(
             msgspec.structs.replace(

@@ -137,6 +137,7 @@ class TraceBuffer:
             self._events -= len(kept.events)
 
     def _add(self, kept: _GrowingTrace, event: RequestEvent) -> None:
+        """Add an event to a request's trace. Count heartbeats and stores instead of keeping their events."""
         if isinstance(event, events.LeaseExtended):
             kept.heartbeats += 1
         elif isinstance(event, events.StoreBegan):

@@ -62,6 +62,7 @@ class TransferLog:
             self._file = None
 
     def _write(self, began: LoadBegan, ended: LoadEnded) -> None:
+        """Write the line of a load to the file. Stop logging if that fails."""
         if self._file is None:
             return
         figures = ended.figures

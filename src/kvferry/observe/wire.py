@@ -63,6 +63,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Trace(msgspec.Struct, frozen=True):
+    """The JSON form of a `RequestTrace`. Each event is a pair of its class name and its fields."""
+
     request_id: str
     events: list[tuple[str, dict[str, Any]]]
     left_out: int

@@ -85,6 +85,16 @@ class EngineProcess:
     """
 
     def __init__(self, spec: EngineSpec, log_path: Path, grace_seconds: float) -> None:
+        """Start the guard, which starts the engine.
+
+        Args:
+            spec: specification of the engine.
+            log_path: path of the log file; an existing file is overwritten.
+            grace_seconds: time that a stopped engine has to end before the guard kills it.
+
+        Raises:
+            OSError: the log file or the process cannot be created.
+        """
         self.spec = spec
         self.log_path = log_path
         self.state = EngineState.STARTING

@@ -30,6 +30,8 @@ def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProc
 
 
 class _Lines:
+    """Prints a line for each engine whose state has changed."""
+
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown: dict[str, EngineState] = {}

@@ -84,6 +84,11 @@ class _KeepServing:
         self._dead: set[str] = set()
 
     def __call__(self) -> bool:
+        """Return False once a signal was received, otherwise True.
+
+        Raises:
+            FleetLost: no decode engine is left.
+        """
         if self._signals.received is not None:
             return False
         for engine in self._fleet.engines:
@@ -93,6 +98,11 @@ class _KeepServing:
         return True
 
     def _announce(self, engine: EngineProcess) -> None:
+        """Print that an engine has ended, and what the other engines do now.
+
+        Raises:
+            FleetLost: no decode engine is left.
+        """
         peers = [one for one in self._fleet.engines if one.spec.role is engine.spec.role]
         left = sum(one.state is not EngineState.DEAD for one in peers)
         notice = death_notice(engine)

@@ -35,6 +35,7 @@ _ASKED = "kvferry_multi_queries_total"
 
 
 def _flow(values: Values) -> ActivityCounts:
+    """Return the activity counts in the values of metrics, which are either rates or totals."""
     sources = {
         source for name in ("queries", "loads") for (source,) in values.by(f"kvferry_{name}_total", "source")
     }

@@ -56,6 +56,13 @@ class Poller:
     """
 
     def __init__(self, http: httpx.AsyncClient, urls: Sequence[str], changed: Callable[[], None]) -> None:
+        """Set the addresses to read.
+
+        Args:
+            http: HTTP client of this event loop.
+            urls: base URLs of engines and routers.
+            changed: function that is called after each reading of an address.
+        """
         self._http = http
         self._seen = {url: PolledAddress(url) for url in urls}
         self._changed = changed

@@ -78,6 +78,11 @@ def ask(
 def _choices(
     client: httpx.Client, url: str, body: Mapping[str, Any], request_id: str
 ) -> Iterator[dict[str, Any]]:
+    """Send a completion request, and yield the choices in the streamed events.
+
+    Raises:
+        CompletionError: the endpoint cannot be reached, or answers with an error.
+    """
     try:
         with client.stream("POST", url, json=body, headers={"X-Request-Id": request_id}) as response:
             if response.status_code != httpx.codes.OK:

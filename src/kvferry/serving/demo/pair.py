@@ -113,6 +113,16 @@ def _measured(
     count: int,
     answer_tokens: int,
 ) -> Sequence[RequestRow]:
+    """Start two engines and a router, send the requests, stop everything, and return the results.
+
+    Args:
+        specs: specifications of the engines.
+        log: path of the decode engine's transfer log.
+        screen: output for the user.
+        signals: stop signals that are checked between steps.
+        count: number of requests.
+        answer_tokens: length of each answer, in tokens.
+    """
     with Fleet(specs, log.parent) as fleet:
         with screen.starting() as show:
 
@@ -139,6 +149,18 @@ def _measured(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
+    """A run of the demo with started engines.
+
+    Attributes:
+        client: HTTP client.
+        url: base URL of the router.
+        single_url: base URL of the engine that also answers alone, for the comparison.
+        answer_tokens: length of each answer, in tokens.
+        log: path of the decode engine's transfer log.
+        screen: output for the user.
+        signals: stop signals that are checked between steps.
+    """
+
     client: httpx.Client
     url: str
     single_url: str
@@ -148,6 +170,7 @@ class _Run:
     signals: StopSignals
 
     def rows(self, count: int) -> Sequence[RequestRow]:
+        """Send `count` requests through the router, then to the single engine, and return the results."""
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         *texts, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
@@ -170,6 +193,13 @@ class _Run:
         ]
 
     def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:
+        """Ask the single engine for the same completion, and return the comparison of both answers.
+
+        Args:
+            body: body of the request without the prompt.
+            text: prompt.
+            answer: answer of the prefill/decode pair.
+        """
         # A separate cache salt keeps the single engine from reusing the KV that it computed for the pair.
         alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}
         single = self._ask(self.single_url, {**alone, "prompt": text})

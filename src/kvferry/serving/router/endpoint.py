@@ -79,6 +79,14 @@ class RouterEndpoint:
         hop: Hop,
         max_body_bytes: int,
     ) -> None:
+        """Set the handler and its limits.
+
+        Args:
+            handler: coroutine function that answers a `Call` through an ASGI `send` function.
+            ongoing: requests under way, to which each request is added while the handler runs.
+            hop: this router's entry in Via headers.
+            max_body_bytes: size of the largest accepted request body, in bytes.
+        """
         self._handler = handler
         self._ongoing, self._hop = ongoing, hop
         self._max_body_bytes = max_body_bytes

@@ -61,6 +61,14 @@ class CompletionFlow:
     def __init__(
         self, settings: RouterSettings, prefill: Pool, decode: Pool, client: httpx.AsyncClient
     ) -> None:
+        """Set the engines and the client for them.
+
+        Args:
+            settings: settings of the router.
+            prefill: pool of the prefill engines.
+            decode: pool of the decode engines.
+            client: HTTP client for all engines.
+        """
         self._settings = settings
         self._prefill = prefill
         self._decode = decode

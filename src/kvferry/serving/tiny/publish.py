@@ -40,6 +40,7 @@ def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
+    """Do the work of `publish`; raise OSError if the folder cannot be written."""
     final = directory / name
     if final.is_dir():
         return final
