@@ -71,7 +71,7 @@ class PlacedField:
 
         Args:
             head_stride: bytes from one head to the next.
-            tokens: loops of the token axis; empty in a snapshot.
+            tokens: (count, stride in bytes) of each loop of the token axis; empty in a snapshot.
         """
         axes = [Axis(TOKEN, tokens)] if tokens else []
         if self.stored.heads:

@@ -23,6 +23,7 @@ from kvferry.geometry.interior import page_interior
 from kvferry.geometry.store import LayerCache
 
 BLOCK_TOKENS = 16
+"""vLLM's ordinary number of tokens per block."""
 _HYBRID_LATENT_ALIGNMENT = 128
 _INDEXED = {GroupKind.MLA: 64, GroupKind.FULL: 128}
 """Number of tokens per block in models with a sparse-attention indexer. Keys: the kind of the main cache,

@@ -54,7 +54,7 @@ class Forecast:
         source, destination: settings of both engines.
         blocks: number of tokens per block at the source and at the destination.
         tokens: length of the prompt in tokens.
-        rows: forecasts by kind of layer.
+        rows: forecast for each kind of layer.
         whole: transfer of all layers.
         notes: assumptions and choices that were made, one sentence each.
     """

@@ -22,6 +22,7 @@ from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import NAMESPACE_BYTES, Chunk
 
 PROMPT_TOKENS = 128 << 10
+"""Default length in tokens of the prompt whose storage is forecast."""
 _NAME = bytes(NAMESPACE_BYTES)
 
 

@@ -32,7 +32,8 @@ class TransferEstimate:
         full_bytes: value that `bytes` would have if all layers were full attention; None if the model has no
             attention to compare with.
         run_bytes: weighted median of the run length in bytes: half of all bytes are in runs at least as long.
-        block_run_bytes: length in bytes of the longest run inside one cell.
+        block_run_bytes: length in bytes of the longest run inside one cell (part of a block that is copied as
+            one unit).
         strategy: name of the strategy, or `MIXED`.
         read_descriptors, read_bytes: number of descriptors and bytes of all READs.
         seconds: expected duration in seconds on the slowest rank.

@@ -76,7 +76,7 @@ class CellCopy:
 
 @dataclass(frozen=True, slots=True)
 class PoolCopies:
-    """Strided copies between the blocks of a pool and packed cells.
+    """Strided copies between the blocks of a pool and packed cells, the same for every cell of a block.
 
     Attributes:
         at: byte offset of each cell in its block.
@@ -89,7 +89,7 @@ class PoolCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolDescriptors:
-    """Descriptors between the blocks of a pool and packed cells.
+    """Descriptors between the blocks of a pool and packed cells, the same for every cell of a block.
 
     Attributes:
         at: byte offset of each cell in its block.

@@ -1,8 +1,9 @@
 """Descriptors of one request as indices into prepared descriptor lists.
 
 Before any request, a transport prepares one descriptor for every row (run of a cell) of a route, every cell
-of a block, and every block. Its index in the prepared list is ``base + (row·cells + cell)·blocks + block``
-(`PreparedEntries`). A request is then one array of indices per side.
+of a block, and every block. The index of a descriptor in the prepared list is
+``base + (row·cells + cell)·blocks + block`` (`PreparedEntries`). A request is then one array of indices per
+side.
 """
 
 from __future__ import annotations

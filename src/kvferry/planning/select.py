@@ -18,6 +18,7 @@ from kvferry.planning.descriptors import Int64s
 from kvferry.planning.template import Route
 
 NULL_BLOCK = 0
+"""Id of the null block, which holds no tokens."""
 
 STATE_BLOCKS = 2
 """Maximum number of blocks that a load may write in a state group: the loaded snapshot and the running

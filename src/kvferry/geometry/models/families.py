@@ -37,7 +37,7 @@ class ModelFamily:
     """Properties of a model family that are needed to read its ``config.json``.
 
     Attributes:
-        recurrent: kind of recurrence of the recurrent layers; None for a family without such layers.
+        recurrent: kind of recurrence of the recurrent layers; None for a family without recurrent layers.
         everywhere: True if every layer is recurrent.
         beside_attention: True if every layer has attention in addition to recurrence (with `everywhere`).
         window_offset: number of tokens to add to ``sliding_window`` for the length of the window.

@@ -20,6 +20,7 @@ Mixers: TypeAlias = tuple[Mixer, ...]
 side."""
 
 Rule: TypeAlias = Callable[[ModelConfig, ModelFamily], list[Mixers] | None]
+"""Function that returns the mixers of every layer; None if the file does not have the rule's key."""
 
 _FULL: Mixers = (Mixer.FULL,)
 _WORDS: Mapping[str, Mixers] = {
@@ -59,7 +60,13 @@ _KIMI_KEYS = (
 
 
 def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
-    """Return the mixers of every layer.
+    """Return the mixers of every layer: those of the first rule that finds its key in the file.
+
+    If no rule does, all layers have the same attention: sliding windows if the file gives a window, otherwise
+    full attention.
+
+    Args:
+        config, family: configuration and family of the model.
 
     Raises:
         ConfigError: the file contradicts itself or contains an unknown kind of layer.

@@ -19,7 +19,9 @@ from kvferry.planning.template import Route
 MAX_RANKS = 4
 """Maximum number of drawn ranks per side."""
 MAX_STRIPS = 1200
+"""Maximum number of strips in a picture of several layers. Layers are left out if there are more strips."""
 MAX_RIBBONS = 600
+"""Maximum number of runs that are drawn one by one. If there are more, runs between two strips are joined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,8 @@ def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | N
     Args:
         setting: engines and request.
         group: index of the group at the destination.
-        one_layer: True to draw only the first layer, with one ribbon per run if there are not too many; False
-            to draw all layers, with all runs between two strips as one ribbon.
+        one_layer: True to draw only the first layer, with one ribbon per run if there are at most
+            `MAX_RIBBONS` runs. False to draw all layers, with all runs between two strips as one ribbon.
     """
     srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
     routes = [
