@@ -70,7 +70,7 @@ class Tables:
 
 
 def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
-    """Return the block tables of all groups on one side. No block is in two tables or is the null block.
+    """Return the block tables of all groups on one side. No table contains the null block or a shared block.
 
     Args:
         reading: caches of the model's layers.

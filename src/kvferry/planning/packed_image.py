@@ -64,7 +64,7 @@ class PackedImage:
 
 
 def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
-    """Return the layout of images (packed cells) that the source packs in the byte order of the destination.
+    """Return the layout of images: cells that the source packs in the byte order of the destination.
 
     Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 
@@ -88,7 +88,7 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
 def fetch_image(
     cell_copies: Iterable[CellCopy], gap_bytes: int, cuts: Sequence[int] = ()
 ) -> PackedImage | None:
-    """Return the layout of images (packed cells), in the source's byte order, that the destination unpacks.
+    """Return the layout of images: cells packed in the source's byte order, which the destination unpacks.
 
     Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 

@@ -62,8 +62,8 @@ _KIMI_KEYS = (
 def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
     """Return the mixers of every layer: those of the first rule that finds its key in the file.
 
-    If no rule does, all layers have the same attention: sliding windows if the file gives a window, otherwise
-    full attention.
+    If no rule finds its key, all layers have the same attention: sliding windows if the file gives a window
+    and does not disable it, otherwise full attention.
 
     Args:
         config, family: configuration and family of the model.
