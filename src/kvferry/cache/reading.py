@@ -249,7 +249,14 @@ class Reading:
         self._queues[incoming.source].read(slot.key, incoming.group, self._body(slot))
 
     def _keep(self, incoming: _Incoming, name: str) -> None:
-        """Commit a chunk that was read, queue it for faster tiers, and hold it for the waiting fetches."""
+        """Make a chunk that was read readable, queue it for faster tiers, and give it to the waiting fetches.
+
+        If the cache was reset during the read, the fetches fail instead.
+
+        Args:
+            incoming: chunk whose read has ended with a hit.
+            name: name of the tier that the chunk came from.
+        """
         key = incoming.slot.key
         if not self._host.commit(incoming.slot):
             self._fail(incoming, "the cache was reset")

@@ -194,7 +194,10 @@ class ChunkKeys:
         return digest.digest()
 
     def _before(self, index: int) -> bytes:
-        """Return the key of the chunk before chunk `index`; for the first chunk, the root digest."""
+        """Return the key of the chunk before chunk `index`. For the first chunk, return the root digest.
+
+        The root digest covers the chunk size, the LoRA adapter and the cache salt.
+        """
         return self._chunks[index - 1] if index else self._root
 
 

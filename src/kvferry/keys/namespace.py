@@ -60,7 +60,7 @@ class Namespace:
         form: Sequence[str],
         name: str,
     ) -> Namespace:
-        """Return the namespace of an engine.
+        """Create the namespace of an engine from facts about its model and the format of its chunks.
 
         Args:
             weights: digest of the content of the weights.
@@ -227,7 +227,7 @@ def _plain(where: str, value: Any, depth: int) -> Any:
 
 
 def _name(where: str, key: Any) -> str:
-    """Return the key of a mapping. Raises Unnameable if it is not a text that JSON can hold exactly."""
+    """Return `key`, a key of a mapping of facts. Raises Unnameable if JSON cannot hold it exactly."""
     if type(key) is not str:
         raise Unnameable(f"namespace: {where} has the key {key!r}, which is no text; 1 and '1' would be one")
     return _encodable(f"{where}.{key!a}", key)

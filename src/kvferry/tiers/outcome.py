@@ -58,12 +58,12 @@ class TierStats:
 
     @property
     def dropped(self) -> dict[PutOutcome, int]:
-        """Numbers of chunks that were not stored, by reason."""
+        """Number of chunks that were not stored, for each reason."""
         return {reason: count for reason, count in self.puts.items() if reason.dropped}
 
     @property
     def misses(self) -> dict[GetOutcome, int]:
-        """Numbers of fetches that missed, by reason."""
+        """Number of fetches that missed, for each reason."""
         return {reason: count for reason, count in self.gets.items() if reason is not GetOutcome.HIT}
 
 

@@ -130,13 +130,18 @@ def temporary_path(final: str, reserved: int) -> str:
 
 
 def chunk_identity(path: str) -> tuple[bytes, bytes]:
-    """Return the namespace digest and the key in a path that `chunk_path` made."""
+    """Return the digest of the namespace and the chunk key in the path of a chunk file."""
     folders, name = os.path.split(path)
     return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
 
 
 def quarantine_path(root: str, path: str) -> str:
-    """Return an unused path in quarantine for a bad file at a path that `chunk_path` made."""
+    """Return an unused path in the quarantine folder, for a bad chunk file.
+
+    Args:
+        root: path of the directory.
+        path: path of the chunk file.
+    """
     return f"{root}/{quarantine_name(*chunk_identity(path))}"
 
 
@@ -227,7 +232,12 @@ def folders(root: str) -> Iterator[str]:
 
 
 def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
-    """Yield the kvferry files in the folder of a namespace."""
+    """Yield the kvferry files in the folder of one namespace.
+
+    Args:
+        folder: path of the folder.
+        namespace: digest of the namespace, 64 hex digits.
+    """
     for name, is_folder, entry in _scan(folder):
         if is_folder and is_chunk_folder(name):
             yield from _files(

@@ -36,7 +36,9 @@ class StoreUsage:
 
 
 class StorageTier(Protocol):
-    """The chunks of one namespace, in storage that processes may share. Any thread may call any method.
+    """A storage tier with the chunks of one namespace. Other processes may use the same storage.
+
+    Any thread may call any method.
 
     If a disk, a network or another process fails, calls return an outcome and raise no exception. Failures
     are counted, and the first of each kind is logged with advice.

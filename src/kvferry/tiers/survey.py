@@ -23,12 +23,13 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class NamespaceUsage:
-    """The chunks of one namespace.
+    """The chunks of one namespace (scope of chunk keys: model, weights and format) in a cache.
 
     Attributes:
         namespace: digest of the namespace, 64 hex digits.
-        name: name of the model, as the first writer of the note gave it; empty if there is no valid note.
-        facts: facts that the namespace was made from; empty if there is no valid note.
+        name: name of the model, from the file that describes the namespace (its note); empty if there is no
+            valid note.
+        facts: facts about model and format that the namespace was made from; empty if there is no valid note.
         chunks: number of chunk files.
         tokens: sum of the tokens of all chunks. For a chunk with several KV cache groups, the group with the
             most tokens counts.

@@ -53,7 +53,7 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """Check the queues, the limits of the ghosts, and the target. Raises AssertionError."""
+        """Check the queues of keys and of remembered keys, and the target. Raises AssertionError."""
         super().check_integrity()
         recent = self._recent.total + self._recent_ghosts.total
         everything = recent + self._frequent.total + self._frequent_ghosts.total
@@ -85,7 +85,7 @@ class ARC(EvictionPolicy):
         return True
 
     def _trim(self) -> None:
-        """Drop the oldest ghosts beyond the limits in the module's docstring."""
+        """Forget the oldest evicted keys (ghosts), so that T1 + B1 and all four queues keep their limits."""
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total
         self._frequent_ghosts.trim(rest)

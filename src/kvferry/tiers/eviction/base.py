@@ -129,10 +129,17 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key into a resident queue, and drop its ghost. The caller has checked that it fits."""
+        """Put a new key into a queue of admitted keys. If an earlier eviction is remembered, forget it.
+
+        The caller has checked that the chunk fits into the capacity.
+
+        Args:
+            key: key of the chunk.
+            size: bytes of the chunk.
+        """
 
     def _queue_of(self, key: bytes) -> ByteQueue:
-        """Return the resident queue that has a key. Raises KeyError if none has."""
+        """Return the queue that has an admitted key. Raises KeyError if the key is not admitted."""
         for queue in self._resident:
             if key in queue:
                 return queue

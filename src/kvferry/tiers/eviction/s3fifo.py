@@ -62,7 +62,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check the queues, the limit of the ghosts, and the counts of uses. Raises AssertionError."""
+        """Check the queues, the limit of remembered keys, and the counts of uses. Raises AssertionError."""
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")

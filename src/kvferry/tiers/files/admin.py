@@ -60,7 +60,7 @@ class DirectoryAdmin(CacheAdmin):
             os.close(fd)
 
     def space(self) -> SpaceUsage:
-        """Return capacity and bytes in use from the ledger, and the free bytes of the disk.
+        """Return the capacity, the bytes in use, and the free bytes of the disk.
 
         Raises:
             ConfigError: the directory cannot be used.

@@ -25,7 +25,9 @@ _PAUSE_SECONDS = 0.001
 
 
 class DirectoryIndex:
-    """Keeps the known keys of one namespace up to date with the directory. Any thread may use it.
+    """Keeps the known chunk keys of one namespace up to date with a directory that other processes change.
+
+    Any thread may use it.
 
     Args:
         root: directory of the tier.
@@ -90,7 +92,7 @@ class DirectoryIndex:
         return {part: time_ns for part, time_ns in found.items() if self._read_at.get(part) != time_ns}
 
     def _read(self, part: int) -> None:
-        """Update the known keys of one part from its folder."""
+        """Update the known keys of one folder from the names of its files. `part` is the keys' first byte."""
         with self._listed.listing((part,)):
             names = self._list(part)
             for at in range(0, len(names), _PAGE_NAMES):
@@ -100,7 +102,11 @@ class DirectoryIndex:
                 self._pause(_PAUSE_SECONDS)
 
     def _list(self, part: int) -> list[str]:
-        """Return the names of all files in the folder of a part; none if it cannot be read."""
+        """Return the names of all files in one folder; none if the folder cannot be read.
+
+        Args:
+            part: first byte of the keys in the folder.
+        """
         try:
             return os.listdir(f"{self._folder}/{part:02x}")
         except OSError:

@@ -88,7 +88,9 @@ class HeldLedger:
 
 
 class Ledger:
-    """The ledger of one directory, and its lock. Any thread may use it.
+    """The ledger of one directory: a file with its capacity and bytes in use, and a lock.
+
+    Any thread may use it.
 
     Args:
         root: path of the directory. It must stay on the device where it was when the ledger was first held.
@@ -139,7 +141,11 @@ class Ledger:
             yield account
 
     def _get(self, deadline: float) -> HeldLedger:
-        """Lock and read the ledger; create it anew if it was lost. Raises LockTimeout or OSError."""
+        """Lock and read the ledger; create a new one if the file was lost. Raises LockTimeout or OSError.
+
+        Args:
+            deadline: time at which to give up, in seconds of the clock.
+        """
         fd = self._lock(deadline)
         try:
             account = HeldLedger(fd, self._root, self.capacity)
@@ -188,7 +194,14 @@ class Ledger:
 
 
 def read_ledger(root: str) -> tuple[int, int] | None:
-    """Return the capacity and the bytes in use without the lock; None if the ledger cannot be read."""
+    """Read the capacity and the bytes in use of a directory, without the lock of its ledger.
+
+    Args:
+        root: path of the directory.
+
+    Returns:
+        The two numbers of bytes; None if the ledger cannot be read.
+    """
     try:
         return _parse(read_regular(f"{root}/{LEDGER}", LEDGER_BYTES))
     except OSError:

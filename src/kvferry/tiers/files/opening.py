@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_directory(root: str) -> None:
-    """Check that a directory exists, and that its marker, if it has one, has the version of this release.
+    """Check that a directory exists, and that its layout, if kvferry has used it, has this release's version.
 
     Raises:
         ConfigError: the directory is missing, has another version, or has an invalid marker.
@@ -52,7 +52,7 @@ def check_directory(root: str) -> None:
 
 
 def read_marker(root: str) -> object | None:
-    """Return the layout version in the marker of a directory; None if there is no marker.
+    """Return the layout version of a directory, from its marker file; None if there is no such file.
 
     Raises:
         ConfigError: the marker cannot be read or is invalid.
@@ -163,7 +163,7 @@ def _check_again(root: str) -> None:
 
 
 def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Create missing folders, marker and note, and ignore errors. The caller holds the ledger."""
+    """Create the missing files and folders of a directory as `_furnish` does, but ignore errors."""
     # Notes are only for people. If one cannot be written, chunks are still stored.
     with suppress(ConfigError, OSError):
         _furnish(root, namespace, account, room)

@@ -51,7 +51,7 @@ class DirectoryFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """The result of a walk of the directory.
+    """The result of a walk, which visits all kvferry files of a directory.
 
     Attributes:
         temporary: entries of the temporary files, of live and dead writers.
@@ -205,7 +205,16 @@ class DirectorySpace:
         return goal >= 0
 
     def _create(self, account: HeldLedger, final: str, size: int) -> tuple[int, str]:
-        """Charge `size` bytes, and create an empty temporary file. Return its descriptor and its path."""
+        """Count `size` bytes as used, and create an empty temporary file for them.
+
+        Args:
+            account: ledger of the directory, which the caller holds.
+            final: path that the file will get when it is complete.
+            size: bytes of the complete file.
+
+        Returns:
+            The descriptor of the file, and its path.
+        """
         check_folders(self._root, final)
         path, fd = temporary_path(final, size), -1
         account.charge(size)
@@ -269,7 +278,12 @@ class DirectorySpace:
         return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
     def _take_in(self, found: _Walked, account: HeldLedger) -> None:
-        """Process the result of a walk: remove files of dead writers, and keep the list for eviction."""
+        """Process the result of a walk: remove files of dead writers, and keep the list for eviction.
+
+        Args:
+            found: result of the walk.
+            account: ledger of the directory, which the caller holds.
+        """
         if found.charged > account.used:
             # Files were added without being charged. Count again, so that evicting them can release bytes.
             account.count()

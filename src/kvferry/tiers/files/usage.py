@@ -51,7 +51,11 @@ class UsageReader:
         return next((digest for digest, name in sorted(names.items()) if name and name == self._name), "")
 
     def _model_name(self, digest: str) -> str:
-        """Return the model's name in the note of a namespace; empty if there is no valid note."""
+        """Return the name of a namespace's model, from the note in the directory; empty without valid note.
+
+        Args:
+            digest: digest of the namespace, in hex.
+        """
         try:
             note = f"{self._root}/{note_name(bytes.fromhex(digest))}"
             check_folders(self._root, note)

@@ -41,7 +41,7 @@ class Slabs:
     """
 
     def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:
-        """Create an allocator whose slabs are all spare.
+        """Create an allocator with no allocated slot.
 
         Args:
             capacity_bytes: bytes of the arena.
@@ -117,7 +117,14 @@ class Slabs:
         )
 
     def slots(self, slab: int) -> range:
-        """Return the byte offsets of all slots of a slab, allocated or free; empty if the slab is spare."""
+        """Return the byte offsets of all slots of a slab, allocated or free.
+
+        Args:
+            slab: index of the slab.
+
+        Returns:
+            The offsets in the arena; empty if the slab is not cut into slots.
+        """
         stride = self._stride.get(slab)
         first = slab * self.slab_bytes
         return range(first, first + self.slab_bytes // stride * stride, stride) if stride else range(0)
@@ -146,7 +153,7 @@ class Slabs:
             )
 
     def _assign(self, slab: int, stride: int) -> None:
-        """Cut a spare slab into free slots of one stride."""
+        """Cut an unused slab into free slots of `stride` bytes."""
         self._stride[slab] = stride
         free = list(self.slots(slab))
         free.reverse()
@@ -155,7 +162,7 @@ class Slabs:
         self._idle[stride] += len(free)
 
     def _retire(self, slab: int) -> None:
-        """Return a slab to the spare slabs. All its slots must be free."""
+        """Make a slab available for slots of any size again. All its slots must be free."""
         stride = self._stride.pop(slab)
         self._idle[stride] -= len(self._free.pop(slab))
         del self._open[stride][slab]
@@ -163,9 +170,14 @@ class Slabs:
 
 
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
-    """Return the size of a slab in bytes: the multiple of the largest stride that wastes least.
+    """Choose the size of a slab in bytes: the multiple of the largest slot size that wastes the fewest bytes.
 
-    The waste is that of the worst stride, if all slabs were cut into slots of this stride.
+    The waste is computed for each slot size, as if all slabs were cut into slots of this size. The largest
+    waste counts.
+
+    Args:
+        capacity_bytes: bytes of the arena.
+        strides: sizes of slots in bytes.
     """
     largest = max(strides)
     most = capacity_bytes // (largest * 4 * len(strides))

@@ -138,7 +138,7 @@ class SlotTable:
         return self._hold(self.ready[key], self._reads)
 
     def close(self, slot: Slot) -> bool:
-        """Release the hold of a read. Return True if the chunk is READY and has no other hold.
+        """Release the hold of a read. Return whether the chunk is still READY and has no other hold.
 
         Raises KeyError if the hold was released before.
         """
@@ -230,7 +230,7 @@ class SlotTable:
         return chunk
 
     def _free_if_over(self, chunk: ResidentChunk) -> None:
-        """Move the slot of a chunk from EVICTED to FREE if it has no hold."""
+        """Free the slot of a chunk that is evicted and that no read or fill uses any more."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]
             self.slabs.free(chunk.offset)

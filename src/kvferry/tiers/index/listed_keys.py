@@ -89,9 +89,12 @@ class ListedKeys:
                     self._discarded.pop(part, None)
 
     def show(self, page: Iterable[bytes]) -> None:
-        """Add the keys of a page of a listing, as far as `max_keys` allows.
+        """Add the keys on one page of a listing, as long as there are fewer than `max_keys`.
 
         Keys that were discarded since the listing began are skipped.
+
+        Args:
+            page: keys of the listed chunks.
         """
         with self._lock:
             room = self._max_keys - len(self)
@@ -108,7 +111,7 @@ class ListedKeys:
                 known[key] = self._listings[key[0]]
 
     def _remove_unlisted(self, part: int) -> None:
-        """Remove the keys of a part that its latest listing did not show."""
+        """Remove the keys with first byte `part` that the latest listing did not show."""
         with self._lock:
             known, latest = self._keys[part], self._listings[part]
             missing = [key for key, listing in known.items() if listing < latest]

@@ -29,7 +29,9 @@ _PAUSE_SECONDS = 0.001
 
 
 class BucketIndex:
-    """Keeps the known keys of one namespace up to date with the bucket. Any thread may use it.
+    """Keeps the known chunk keys of one namespace up to date with a bucket that other processes change.
+
+    Any thread may use it.
 
     Args:
         bucket: bucket to list.
@@ -84,7 +86,7 @@ class BucketIndex:
             self._listing.release()
 
     def _list(self, seconds: float) -> None:
-        """List the namespace, and write its note if the listing did not show it.
+        """Update the known keys from a listing, and write the note that describes the namespace if missing.
 
         Raises:
             Unavailable: a request failed.
@@ -140,7 +142,7 @@ class BucketIndex:
                     yield from bucket.list(f"{folder}/{number:02x}")
 
     def _keys(self, page: Sequence[ListedObject]) -> Iterator[tuple[bytes, str]]:
-        """Yield key and ETag of each chunk in a page."""
+        """Yield the key and the ETag (content tag) of each chunk in one page of a listing."""
         for one in page:
             key = key_of(one.path.rpartition("/")[2])
             if key is not None and one.path == chunk_name(self._namespace.digest, key):
