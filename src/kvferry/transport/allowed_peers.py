@@ -1,7 +1,7 @@
 """The setting ``peers``: machines that this engine may connect to, and that may connect to it.
 
-A peer must have the key as well. A request or a peer can name any address for the engine to connect to. These
-rules limit the addresses.
+A peer must have the key as well. A request or a peer can name any address, and the engine connects to it.
+These rules limit the addresses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AllowedPeers:
     names: tuple[str, ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Return whether `networks` allow this address. Names are not considered.
+        """Return whether the allowed networks contain this address. Host names are not considered.
 
         Multicast addresses and the unspecified address are never allowed.
 
@@ -53,7 +53,11 @@ class AllowedPeers:
         return normalize_name(name) in self.names
 
     def could_be(self, host: str) -> bool:
-        """Return whether a host may be a peer, without resolving names. If unknown, return True."""
+        """Return False if a host is certainly not an allowed peer, and True otherwise. Resolve no names.
+
+        Args:
+            host: name or address.
+        """
         address = _address_of(host)
         if address is None:
             return self.lists(host)
@@ -66,7 +70,7 @@ class AllowedPeers:
 
 
 ANY_PEER = AllowedPeers()
-"""Allows all addresses, and no names."""
+"""Rules that allow all addresses. No host name may be resolved."""
 
 
 def normalize_name(name: str) -> str:

@@ -101,7 +101,11 @@ def _check_words(card: RankCard) -> None:
 
 
 def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
-    """Raise ProtocolError unless these are all ranks of one engine, and all have the same KV cache groups."""
+    """Check that these are all ranks of one engine, and that all have the same KV cache groups.
+
+    Raises:
+        ProtocolError: a rank is missing, or two ranks contradict each other.
+    """
     if not ranks:
         return
     first = ranks[0]

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 2.0
-"""Timeout of a client's authentication in seconds; a peer needs milliseconds."""
+"""Timeout in seconds for a client to authenticate. A peer with the key needs milliseconds."""
 
 BACKLOG = 128
 _SHARE_OF_DESCRIPTORS = 4
@@ -48,7 +48,7 @@ class ConnectionLimiter:
     Attributes:
         open: number of open connections.
         paused: True while new connections are not accepted.
-        events: monitor socket to poll; readable if `process_events` has work.
+        events: ZeroMQ monitor socket, for use in a poller. It is readable if `process_events` has work.
     """
 
     def __init__(self, listener: zmq.Socket[Any], max_connections: int | None = None) -> None:
@@ -78,7 +78,7 @@ class ConnectionLimiter:
         self.events.connect(told)
 
     def process_events(self) -> None:
-        """Process the queued connection events; pause or resume accepting."""
+        """Process the queued connection events: count connections, and pause or resume accepting new ones."""
         while (said := self._next()) is not None:
             event, value = said
             if event == zmq.EVENT_LISTENING:
@@ -106,7 +106,7 @@ class ConnectionLimiter:
             self._accepting.close()
 
     def _next(self) -> tuple[int, int] | None:
-        """Return the next (event, value), as in zmq_socket_monitor(3); None if no event is queued."""
+        """Return the next queued event: (event, value) as in zmq_socket_monitor(3); None if there is none."""
         try:
             frames = self.events.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -115,7 +115,13 @@ class ConnectionLimiter:
         return event, value
 
     def _on_failed_handshake(self, cause: int) -> None:
-        """Log that a client has another key. The message cannot name the client: ZeroMQ hides its address."""
+        """Log that a client could not authenticate, if the cause is that it has another key.
+
+        The message cannot name the client, because ZeroMQ hides its address.
+
+        Args:
+            cause: value of ZeroMQ's event.
+        """
         if cause == _OTHER_KEY:
             self._log.say(
                 "key",

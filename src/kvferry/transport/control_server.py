@@ -55,7 +55,7 @@ _REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ProducerCard:
-    """Facts and ranks of a producer, which answer handshakes.
+    """Description of a producer, which its control server sends in reply to handshakes.
 
     Attributes:
         facts: facts about the producer.
@@ -89,7 +89,7 @@ def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class LeasesClaimed:
-    """Event: a consumer redeemed the tickets of these leases, or sent a heartbeat for them.
+    """Event: a consumer redeemed the tickets of these leases, or sent a heartbeat for the leases.
 
     Attributes:
         leases: names of the leases in this engine.
@@ -114,8 +114,8 @@ class ControlServer:
 
     Attributes:
         port: port that the server listens on.
-        events: queue of events about leases, oldest first. The thread appends, the engine removes. The number
-            of events per sender is limited.
+        events: queue of events about leases, oldest first. The server's thread appends events, and the
+            engine's thread removes them. The number of queued events of each sender is limited.
         rejected: number of messages that could not be decoded.
         tickets: tickets that consumers can exchange for grants (block tables and lease).
         turns: index of the earlier turns whose KV this engine keeps.
@@ -152,10 +152,11 @@ class ControlServer:
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """The latest consumers that did a handshake with this engine and keep earlier turns themselves.
+        """Consumers that keep the KV of earlier turns of conversations, so that this engine can ask them.
 
-        Keys are the (host, port) at which they answer queries for turns, values the incarnations that they
-        last reported.
+        Only the latest consumers that did a handshake with this engine are included. Each key is the (host,
+        port) at which the consumer answers queries for turns. The value is the incarnation (random number of
+        the run) that the consumer reported last.
         """
         return self._keepers.copy()
 

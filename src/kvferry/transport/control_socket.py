@@ -29,7 +29,7 @@ class ControlSocket:
         Args:
             context: ZeroMQ context.
             host: name or address of the producer.
-            port: port of its control channel.
+            port: port of the producer's control channel.
             keys: CURVE keys.
 
         Raises:

@@ -16,10 +16,10 @@ _UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, Re
 
 @contextmanager
 def as_protocol_error(what: str) -> Iterator[None]:
-    """Convert errors of decoders and checks inside the ``with`` block into ProtocolError.
+    """Convert errors of decoders and checks inside the ``with`` statement into ProtocolError.
 
     Args:
-        what: expected message, for the error's text "not {what}: …".
+        what: name of the expected message, for the error's text "not {what}: …".
     """
     try:
         yield

@@ -30,9 +30,9 @@ class ExportedMemory:
 
         Args:
             geometry: addresses and layout of this worker's KV cache.
-            words: lease words of this worker; one word per unit of the staging area is appended.
+            words: lease words of this worker. One word is appended for each unit of the staging area.
             settings: settings of transfers, such as the size of the staging area.
-            agent: NIXL agent that nothing else uses; `close` closes it.
+            agent: NIXL agent that nothing else uses. `close` closes the agent.
 
         Raises:
             ConfigError: the address cannot be bound, or the memory cannot be registered.

@@ -17,10 +17,10 @@ from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
 def resolve_gather_address(
     card: RankCard, address: Address, names: PeerResolver, log: LimitedLog
 ) -> RankCard:
-    """Return a copy of a card in which the address of the gather channel is numeric.
+    """Return a copy of a rank's description in which the address of its gather channel is numeric.
 
     If the address is not allowed or not resolved yet, the copy has no gather channel. Workers connect to the
-    address in the card, so they never resolve a name.
+    address in the description, so they never resolve a name.
 
     Args:
         card: peer's description of one of its ranks.

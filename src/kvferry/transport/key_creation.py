@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError
 from kvferry.transport.security import SECRET_BYTES
 
 KEY_NAME = "key"
-"""Name of the file with the machine's key."""
+"""Name of the file with the machine's key: the secret that all engines of a user on a machine share."""
 
 REMEDY = "set secret_file to a file with the engines' secret (kvferry keygen FILE makes one)"
 
@@ -84,7 +84,7 @@ def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
 
 
 def make_key(folder: Path, directory: int) -> None:
-    """Create the file with the machine's key. Keep the existing key if another engine has just created one.
+    """Create the file with the machine's key. If another engine has just created it, keep that file.
 
     Args:
         folder: path of the directory, for error messages.

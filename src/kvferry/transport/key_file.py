@@ -134,7 +134,7 @@ def _machine_secret(place: KeyLocation, directory: int) -> bytes:
 
 
 def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
-    """Check an open file, return the secret in it, and close it.
+    """Check that an open file is safe, return the secret in the file, and close the file.
 
     Args:
         descriptor: file descriptor.

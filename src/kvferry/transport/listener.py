@@ -44,7 +44,7 @@ class Listener:
             channel: name of the channel in error messages.
             host: address to bind.
             port: port to bind; 0 for any free port.
-            keys: CURVE keys; a client without them is refused.
+            keys: CURVE keys. A client without the same keys is refused.
             max_message_bytes: maximum size of a message; a peer that sends a longer one is disconnected.
             max_connections: maximum number of open connections; None for the default of `ConnectionLimiter`.
             peers: machines that may connect.
@@ -74,7 +74,10 @@ class Listener:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a message; return whether one has arrived. Process connection events."""
+        """Wait at most `seconds` for a message, and return whether one has arrived.
+
+        Meanwhile, count connections that open or close, and enforce the limit on their number.
+        """
         heard = dict(self._poller.poll(int(seconds * 1000)))
         if self._connections.events in heard:
             self._connections.process_events()
@@ -92,7 +95,12 @@ class Listener:
         return frames[0], frames[1]
 
     def send(self, to: bytes, message: bytes) -> None:
-        """Send a reply to the peer with id `to`. It is dropped if the peer has disconnected."""
+        """Send a reply to a peer. The reply is dropped if the peer has disconnected.
+
+        Args:
+            to: id of the peer, from `receive`.
+            message: bytes of the reply.
+        """
         self._socket.send_multipart([to, message])
 
     def close(self) -> None:

@@ -55,7 +55,8 @@ class Metadata:
     Attributes:
         name: name of the agent.
         regions: memory that the agent has registered.
-        sealed: metadata to load, with bytes appended to each address and key at which UCX stops parsing.
+        sealed: metadata for NIXL to load. It is the received metadata with bytes appended to each address and
+            key; UCX stops parsing at these bytes.
     """
 
     name: str
@@ -87,10 +88,10 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 def check_metadata(card: RankCard) -> Metadata:
-    """Parse a worker's metadata, and check that it registers all memory that the worker's card names.
+    """Parse a worker's metadata, and check that it covers all memory that the worker's description names.
 
     Raises:
-        ProtocolError: the metadata is invalid, or a region of the card is not registered.
+        ProtocolError: the metadata is invalid, or lacks a region of memory in the description.
     """
     metadata = parse_metadata(card.agent)
     claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]
@@ -131,10 +132,10 @@ def _section(items: _ItemReader) -> Iterator[Region]:
 
 
 def _check_key(key: bytes) -> None:
-    """Check that a packed key has a known memory type and all parts that its bit map lists.
+    """Check that a packed key of UCX has a known memory type and all parts that its bit map lists.
 
     Raises:
-        ProtocolError: it does not.
+        ProtocolError: the memory type is unknown, or the key is truncated.
     """
     if len(key) < _KEY_HEAD or key[_KEY_HEAD - 1] >= _MEMORY_TYPES:
         raise ProtocolError(

@@ -69,9 +69,9 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetadataSandbox:
-    """A child process that tries metadata.
+    """A child process that tries peers' transport metadata.
 
-    Only the thread that starts it may use it. The child ends with that thread.
+    Only the thread that starts the child may use it. The child ends when that thread ends.
     """
 
     def __init__(self, host: str) -> None:
@@ -97,7 +97,7 @@ class MetadataSandbox:
         self._ready = False
 
     def wait_ready(self) -> str:
-        """Wait until the child is ready. Return an error message; empty if it is ready."""
+        """Wait until the child is ready. Return an error message; an empty text if the child is ready."""
         try:
             if not self._ready and self._connection.poll(START_SECONDS):
                 self._ready = bool(self._connection.recv_bytes())
@@ -117,8 +117,8 @@ class MetadataSandbox:
             seconds: timeout of the trial.
 
         Returns:
-            Reason why the metadata cannot be used; empty if it can. If it is not empty, the child may be
-            damaged, so `kill` it.
+            Reason why the metadata cannot be used; empty if it can be used. After a failed trial the child
+            may be damaged, so the caller must `kill` it.
         """
         try:
             self._connection.send_bytes(encode_trial(card))
@@ -143,7 +143,10 @@ class MetadataSandbox:
 
 
 def encode_trial(card: RankCard) -> bytes:
-    """Encode the request to try a worker's metadata. It contains everything that the result depends on."""
+    """Encode the request to the child to try a worker's metadata, as MessagePack.
+
+    The request contains everything that the result depends on.
+    """
     return msgspec.msgpack.encode(_TrialRequest(card.agent, card.words_address, card.incarnation))
 
 

@@ -26,7 +26,7 @@ from kvferry.transport.metadata_sandbox import MetadataSandbox, encode_trial
 logger = logging.getLogger(__name__)
 
 TRY_SECONDS = 10.0
-"""Timeout in seconds for trying the metadata of all ranks of a peer in the child."""
+"""Timeout in seconds for trying the metadata of all ranks of a peer in the child process."""
 
 REFUSED_SECONDS = 1.0
 """Seconds for which a refusal is remembered, so that all lanes get the same result."""
@@ -34,7 +34,10 @@ REFUSED_SECONDS = 1.0
 MAX_PASSED = 65_536
 
 MAX_TRIALS = 64
-"""Maximum number of trials in one child: peers keep a connection for each trial until the child ends."""
+"""Maximum number of trials in one child process.
+
+Peers keep a connection for each trial until the child ends.
+"""
 
 
 @dataclass(slots=True)
@@ -72,8 +75,8 @@ class _ValidationRequest:
 
     Attributes:
         cards: descriptions of all ranks of the peer; empty to only start the child process.
-        verdict: result to set.
-        wake: function to call when the result is set.
+        verdict: result that the thread sets.
+        wake: function that the thread calls when it has set the result.
     """
 
     cards: tuple[RankCard, ...]
@@ -90,7 +93,7 @@ class SandboxValidator:
         """Start the thread. The child starts with the first validation, or with `warm_up`.
 
         Args:
-            start: function that starts a child process.
+            start: function that starts a child process and returns the object that controls it.
             clock: function that returns the time in seconds.
         """
         self._start, self._clock = start, clock
@@ -150,7 +153,7 @@ class SandboxValidator:
         return next(filter(None, (self._passes(card, deadline) for card in cards)), "")
 
     def _passes(self, card: RankCard, deadline: float) -> str:
-        """Try a worker's metadata unless the result is known.
+        """Try a worker's metadata in the child process, unless the result is already known.
 
         Args:
             card: description of the worker.
@@ -182,7 +185,11 @@ class SandboxValidator:
         return reason
 
     def _unready(self) -> str:
-        """Wait until a child is ready; start one if needed. Return an error message, empty if it is ready."""
+        """Wait until a child process is ready; start one if needed.
+
+        Returns:
+            Error message; empty if the child is ready.
+        """
         if self._sandbox is None:
             self._replace()
         if self._sandbox is None:
@@ -192,7 +199,7 @@ class SandboxValidator:
         return reason
 
     def _replace(self) -> None:
-        """Kill the child, if there is one, and start a new one."""
+        """Kill the child process, if there is one, and start a new one."""
         if self._sandbox is not None:
             self._sandbox.kill()
             self._sandbox = None
@@ -211,5 +218,8 @@ def _nobody() -> None:
 
 
 def _digest(card: RankCard) -> bytes:
-    """Return the digest of a trial request. `check_metadata` checks the rest of the card every time."""
+    """Return a digest of everything in a worker's description on which the result of a trial depends.
+
+    The rest of the description is checked every time, by `check_metadata`.
+    """
     return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

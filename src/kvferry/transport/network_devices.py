@@ -49,10 +49,13 @@ def is_local_address(host: str) -> bool:
 
 @contextmanager
 def restrict_ucx_to(host: str) -> Iterator[None]:
-    """Restrict NIXL agents that are created in the ``with`` block to the devices of `host`.
+    """Restrict NIXL agents that are created inside the ``with`` statement to the devices of `host`.
 
-    UCX reads its settings from the environment when an agent is created. So this sets ``UCX_NET_DEVICES``
-    until the block ends. A value that the operator has set is kept.
+    UCX reads its settings from the environment when an agent is created. So ``UCX_NET_DEVICES`` is set until
+    the ``with`` statement ends. A value that the operator has set is kept.
+
+    Args:
+        host: address of this machine, or a name that resolves to one.
     """
     with _lock:
         if (given := os.environ.get(VARIABLE)) is not None:

@@ -107,7 +107,10 @@ class PeerResolver:
         return str(address) if admitted else None
 
     def is_allowed(self, address: IP) -> bool | None:
-        """Return whether a peer may have this address; None while a name that may have it is looked up."""
+        """Return whether a peer may have this address.
+
+        Return None while this is unknown, because a name in the setting ``peers`` is still being looked up.
+        """
         if self._peers.allows(address):
             return True
         with self._lock:
@@ -150,7 +153,7 @@ class PeerResolver:
     # -- with the lock ------------------------------------------------------------------------------------
 
     def _current(self, entry: _Name) -> _Name:
-        """Remove the addresses of an entry if they are too old, and return the entry."""
+        """Remove the addresses of a name if they are too old, and return the same entry."""
         if self._clock() - entry.found_at > STALE_SECONDS:
             entry.addresses = ()
         return entry
@@ -159,7 +162,13 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start to look up a name, if its addresses are older than `seconds` and no look-up failed lately."""
+        """Start to look up a name, unless its addresses are recent or its last look-up failed lately.
+
+        Args:
+            name: host name.
+            entry: latest results for the name.
+            seconds: age in seconds up to which addresses count as recent.
+        """
         now = self._clock()
         tried = now - entry.failed_at < min(seconds, RETRY_SECONDS)
         if entry.asked_at is not None or now - entry.found_at < seconds or tried:

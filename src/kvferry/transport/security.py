@@ -34,7 +34,7 @@ class Keys:
 
     @property
     def fingerprint(self) -> str:
-        """Eight hex digits to compare keys by. The key cannot be derived from them."""
+        """Eight hex digits that identify the key pair in messages. The keys cannot be derived from them."""
         return hashlib.blake2b(self.public, digest_size=4, person=b"kvferry-finger").hexdigest()
 
 
