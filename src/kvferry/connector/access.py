@@ -51,7 +51,7 @@ def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
     """Check that all ranks of the engine have the same key as its scheduler.
 
     Raises:
-        ConfigError: a rank has a different key, because its machine has a key of its own.
+        ConfigError: a rank has a different key, because the rank's machine has a key of its own.
     """
     for worker in workers:
         if worker.key not in (None, keys.fingerprint):

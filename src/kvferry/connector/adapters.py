@@ -60,6 +60,10 @@ class _Adapter:
         """Return whether the files could not be read and may be read again now.
 
         They may be read again from time `again` on, if they are unchanged or there were no weights at first.
+
+        Args:
+            seen: present state of the files.
+            now: present time, monotonic seconds.
         """
         failed = self.done.is_set() and self.digest is None
         return failed and now >= self.again and (self.absent or seen == self.seen)

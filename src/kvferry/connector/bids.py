@@ -138,7 +138,12 @@ class Bidding:
         self._left, self._brought = self._left + self._brought, 0
 
     def strike(self, source: str, reason: str) -> bool:
-        """Exclude a source for this request; return False if the source was excluded before."""
+        """Exclude a source for this request; return False if the source was excluded before.
+
+        Args:
+            source: name of the source: a peer's name, or ``tiers``.
+            reason: reason as text for people.
+        """
         if source in self._struck:
             return False
         self._struck[source] = reason

@@ -81,15 +81,20 @@ class BlockPool(Protocol):
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. A block without references is free. Mutates the pool.
 
-        Blocks that become free are reused in this order, first block first. The connector drops only
-        references that it has added.
+        The connector drops only references that it has added.
+
+        Args:
+            ordered_blocks: blocks in the order in which they should be reused, first block first.
         """
 
     def get_num_free_blocks(self) -> int:
         """Return the number of blocks without references."""
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Remove blocks from the prefix cache. References to them stay valid. Mutates the pool."""
+        """Remove the blocks with these ids from the prefix cache. Mutates the pool.
+
+        Requests that hold references to the blocks keep them.
+        """
 
 
 class LoraAdapter(Protocol):

@@ -202,7 +202,7 @@ class StoreEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """The producer keeps the blocks of a prompt for a consumer, or of a whole request for its next turn.
+    """The producer keeps blocks for peers: those of a prompt, or of a finished request for its next turn.
 
     Attributes:
         tokens: number of tokens offered.

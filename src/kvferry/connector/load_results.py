@@ -55,7 +55,10 @@ class LoadFigures:
     check_seconds: float = 0.0
 
     def with_other(self, other: LoadFigures) -> LoadFigures:
-        """Return the merged figures of two workers for the same load: sums of amounts, maxima of times."""
+        """Return these figures merged with `other`, another worker's figures for the same load.
+
+        Amounts are added. Of sizes of pieces and of times, the larger one is taken.
+        """
         longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
         others = other.bytes_by_group or (0,) * len(longer)
         return LoadFigures(

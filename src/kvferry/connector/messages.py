@@ -102,7 +102,7 @@ class Report:
         return "ready" if self.failure is None else "expired" if self.late else "failed"
 
     def with_other(self, other: Report) -> Report:
-        """Return the merged report of two workers about the same load."""
+        """Return this report merged with `other`, another worker's report about the same load."""
         return Report(
             self.failure or other.failure,
             late=self.late or other.late,
@@ -133,7 +133,7 @@ class StepReports:
     stale: int | None = None
 
     def add(self, other: StepReports) -> None:
-        """Merge another worker's reports into this object. Mutates this object."""
+        """Merge the reports of `other`, another worker, into this object. Mutates this object."""
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for key, moved in other.moved.items():

@@ -29,7 +29,7 @@ class _Part:
         group: number of the block's KV cache group.
         at: position of the block in the request's block table.
         block: block id.
-        until: number of computed tokens from which on the request no longer attends to the block.
+        until: number of computed tokens at which the request stops attending to the block.
     """
 
     group: int
@@ -136,7 +136,7 @@ class PartBlocks:
     def goes_on(self, request_id: str) -> None:
         """Record that a request goes on after its load, and evict its partly loaded blocks.
 
-        By then the engine has cached all its loaded blocks that are full.
+        By then the engine has put all full blocks of the load into its prefix cache.
         """
         if request_id in self._loading:
             self._evict(self._loading)

@@ -68,7 +68,13 @@ class Pins(Generic[BlockT]):
         return len(self._pins)
 
     def hold(self, key: str, source: str, blocks: Sequence[BlockT]) -> None:
-        """Record the blocks that a new load pins. The caller has already taken a reference to each."""
+        """Record the blocks that a new load pins. The caller has already taken a reference to each block.
+
+        Args:
+            key: unique name of the load.
+            source: name of the load's source.
+            blocks: all blocks that the load may write.
+        """
         if key in self._pins:
             raise ValueError(f"load {key!r} is pinned already")
         self._pins[key] = _Pin(source, blocks, self._workers)
@@ -96,7 +102,11 @@ class Pins(Generic[BlockT]):
         return sum(self._late.values())
 
     def landed(self, key: str, workers: int = 1) -> Sequence[BlockT]:
-        """Record that `workers` more workers have nothing of a load in flight.
+        """Record that `workers` more workers have no transfer of a load in flight any more.
+
+        Args:
+            key: unique name of the load.
+            workers: number of these workers.
 
         Returns:
             The blocks whose references the caller must drop now: all blocks of the load if these were the

@@ -41,7 +41,7 @@ class Policy(Protocol):
 
 
 class First:
-    """Gives all bids the same value, so that the first one wins."""
+    """Gives all bids the same value, so that the first bid is chosen."""
 
     def value(self, bid: Bid | None, rest: int) -> float:
         """Return 1 for every bid and 0 for computing."""

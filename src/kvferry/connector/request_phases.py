@@ -188,7 +188,13 @@ class RequestPhases:
         self.headroom.loads(request.request_id, total, request.num_tokens)
 
     def ended(self, state: RequestState[Any], request_id: str, *, failed: bool) -> None:
-        """Record that all loads of a request have ended."""
+        """Record that all loads of a request have ended.
+
+        Args:
+            state: state of the request.
+            request_id: id of the request.
+            failed: True if any of the loads has failed.
+        """
         if failed:
             state.phase = RequestPhase.FAILED
             self.headroom.forget(request_id)

@@ -179,7 +179,7 @@ class SchedulerHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps even without requests."""
+        """Whether the producer or the tiers need engine steps even without requests."""
         return self._producer.busy or (self._tiering is not None and self._tiering.busy)
 
     @property

@@ -26,7 +26,15 @@ class Source(Protocol):
     name: str
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Handle a new request; return whether this source may be able to load KV for it."""
+        """Handle a new request.
+
+        Args:
+            request: the request.
+            bidding: excluded sources and remaining attempts of the request.
+
+        Returns:
+            Whether this source may be able to load KV for the request.
+        """
 
     def declined(self, request: Request) -> SourceMiss | None:
         """Return why this source cannot serve the request.
@@ -41,7 +49,7 @@ class Source(Protocol):
         """
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return why the last call of `bids` returned no bid."""
+        """Return why the last call of `bids`, with the same arguments, returned no bid."""
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
         """Return a bid for the start of a prefix whose rest another source loads; None if there is none.
@@ -82,15 +90,29 @@ class Source(Protocol):
         """Return the origin of a load's KV: ``peer``, or the name of the slowest tier that the load uses."""
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that a load has copied, per KV cache group. Called before `forget`."""
+        """Return the number of bytes that a load has copied, per KV cache group. Called before `forget`.
+
+        Args:
+            load: the load.
+            report: merged report of all workers about the load.
+        """
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return the reason why a load has failed. Called before `forget`."""
+        """Return the reason why a load has failed. Called before `forget`.
+
+        Args:
+            load: the load.
+            report: merged report of all workers about the load.
+        """
 
     def ended(self, load: Load, report: Report) -> None:
         """Handle a load that all workers have reported as ended.
 
         If the load has failed, exclude the peer or the tiers that caused the failure for this request.
+
+        Args:
+            load: the load.
+            report: merged report of all workers about the load.
         """
 
     def forget(self, load: Load) -> None:

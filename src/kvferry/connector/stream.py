@@ -22,7 +22,7 @@ Listener: TypeAlias = Callable[[Event], None]
 
 
 def log_errors(emit: Callable[_P, None]) -> Callable[_P, None]:
-    """Wrap a function that emits events so that it never raises; the first exception is logged.
+    """Return a function that calls `emit`, logs the first exception, and never raises.
 
     An error in the code that observes a request must not affect the request.
     """
@@ -52,7 +52,7 @@ class EventStream:
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
-        """Call every listener with the event. Its request id is shortened to `MAX_ID_CHARACTERS`.
+        """Call every listener with the event. A long request id is shortened to `MAX_ID_CHARACTERS`.
 
         A listener that raises is removed, and the exception is logged.
         """

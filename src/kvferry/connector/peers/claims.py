@@ -23,7 +23,7 @@ already connected answers within this time, so the prompt need not wait for the 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One request's share in a redemption.
+    """One request's share in the redemption of a ticket, the random id that claims a lease.
 
     Attributes:
         address: address of the producer's control channel.
@@ -54,7 +54,7 @@ class _Shared:
 
 
 class Claims:
-    """The claims of an engine's requests, by ticket. Only the engine's thread calls it."""
+    """The claims of an engine's requests on leases at producers. Only the engine's thread calls it."""
 
     def __init__(self, client: ControlClient) -> None:
         """Create the record without claims. `client` is the control channel to the producers."""
@@ -67,7 +67,7 @@ class Claims:
         return len(self._shared)
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Claim:
-        """Redeem a ticket for a request, or join the redemption of the same ticket and prompt.
+        """Redeem a request's ticket: send it to the producer, unless it was sent before for the same prompt.
 
         Args:
             address: address of the producer's control channel.
@@ -83,9 +83,10 @@ class Claims:
         return Claim(address, ticket, content, number)
 
     def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
-        """Return the producer's answer; Pending if it does not arrive in this step's remaining waiting time.
+        """Return the producer's answer to the ticket of a claim.
 
-        Return Unusable with the reason if the producer refuses.
+        Wait for the answer for as long as this step may still wait, then return Pending. Return Unusable
+        with the reason if the producer refuses.
         """
         began = time.monotonic()
         answer = self._client.redemption(claim.number, self._wait_seconds)
@@ -97,7 +98,7 @@ class Claims:
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def end(self, claim: Claim) -> None:
-        """End a request's claim. The last claim on a ticket releases the lease."""
+        """End a request's claim on a lease. After the last claim with the same ticket, release the lease."""
         name = claim.address, claim.ticket
         shared = self._shared[name]
         shared.users[claim.number] -= 1

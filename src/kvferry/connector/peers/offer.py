@@ -52,7 +52,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def wants_prefill(params: Any) -> bool:
-    """Return whether a request's parameters ask this engine to compute a prompt for another engine."""
+    """Return whether a request's ``kv_transfer_params`` ask this engine to prefill for another engine."""
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 

@@ -46,7 +46,10 @@ LEASE_SLOTS = 8192
 
 
 class Producer:
-    """Grants leases for finished prompts, and ends them. Only the engine's thread calls it."""
+    """Keeps the blocks of finished prompts under leases, so that other engines (consumers) can read them.
+
+    Only the engine's thread calls it.
+    """
 
     def __init__(
         self,
@@ -125,9 +128,9 @@ class Producer:
         return None if self._turns is None else (self._host, self.port)
 
     def on_new_request(self, request: Request) -> None:
-        """Drop the last prompt token of a request to be offered, because the consumer computes it.
+        """Prepare a new request. If another engine will read its KV, drop the last prompt token.
 
-        Mutates `request`.
+        That engine computes the last token itself. Mutates `request`.
         """
         self._wanted.add(request)
         if wants_prefill(request.kv_transfer_params) and request.trim_prompt():
@@ -136,7 +139,7 @@ class Producer:
                 self._adapters.name(request.adapter)  # starts to read it while the prompt is computed
 
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Request]:
-        """Return the requests to be offered whose prompt the coming step completes.
+        """Return the requests whose prompt the coming step completes, and whose KV will be offered to a peer.
 
         Args:
             scheduled: number of tokens that the step computes, by request id.
@@ -225,7 +228,7 @@ class Producer:
         orders.ended.update(expired)
 
     def _end_unclaimed(self, orders: StepOrders) -> None:
-        """End as many unclaimed leases as requests wait for blocks. Mutates `orders`."""
+        """End leases that no consumer has claimed, if requests wait for their blocks. Mutates `orders`."""
         leases = self._ended(self._book.end(self._unclaimed.leases_to_end()), expired=True)
         for name in leases:
             self._log.say(
@@ -246,14 +249,14 @@ class Producer:
         return leases
 
     def reset(self) -> None:
-        """Withdraw all offers and kept turns, because the KV computed so far must not be used again."""
+        """Withdraw all offers and all KV kept for next turns, because it must not be used again."""
         self._withdrawn = [name for name in self._book.held if self._turns is None or name not in self._turns]
         self._tickets.withdraw(self._withdrawn)
         if self._turns is not None:
             self._turns.give_up()
 
     def stop_offering(self) -> None:
-        """Withdraw all offers and kept turns, and make no new ones from now on."""
+        """Withdraw all offers and all KV kept for next turns. Offer and keep nothing from now on."""
         self.reset()
         self._stopped = True
 

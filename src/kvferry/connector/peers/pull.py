@@ -64,7 +64,7 @@ class Pull:
 
 
 def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
-    """Return the tokens per block and the layer identities, over all ranks, of each KV cache group.
+    """Return (tokens per block, identities of the layers on all ranks) of each KV cache group.
 
     Layers identify a group, because another engine may keep a windowed layer as full attention.
     """

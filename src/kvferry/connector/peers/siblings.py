@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Siblings:
-    """The offers that samples share, by parent request, until their leases end."""
+    """The offers that the samples of a prompt share. Each is kept until its lease ends."""
 
     def __init__(self, parent_of: Callable[[str], str | None]) -> None:
         """Create the record without offers.

@@ -107,9 +107,16 @@ class PeerSource:
         return len(self._pulls)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Redeem the ticket of a new request. Without a ticket, ask peers for an earlier turn.
+        """Send the ticket of a new request to its peer. Without a ticket, ask peers for an earlier turn.
 
-        Return whether peers may be able to serve the request.
+        The peer replies with a lease on the blocks that hold the KV of the prompt.
+
+        Args:
+            request: the request.
+            bidding: excluded sources and remaining attempts of the request.
+
+        Returns:
+            Whether peers may be able to serve the request.
         """
         name = request.request_id
         try:
@@ -195,7 +202,7 @@ class PeerSource:
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Request) -> None:
-        """Order all workers to read the load's KV, and to connect the peer first if they do not know it."""
+        """Order all workers to read the load's KV, and to connect to the peer first if it is new to them."""
         pull = self._pulls[load.request_id]
         assert pull.grant is not None
         assert pull.incarnation is not None
@@ -264,7 +271,7 @@ class PeerSource:
         """Do nothing: reads in flight cannot be cancelled, and the workers report their end."""
 
     def settled(self, request_id: str) -> None:
-        """End the request's claim on its lease. The last claim on a ticket releases the lease."""
+        """End the request's claim on a peer's lease. After the last claim, tell the peer to end the lease."""
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)
         if pull is None or pull.settled:
@@ -309,7 +316,7 @@ class PeerSource:
         orders.reads, self._reads = self._reads, []
 
     def _redeem(self, pull: Pull, request: Request) -> None:
-        """Begin to redeem the ticket, or exclude the peer if its offer cannot be used.
+        """Begin to redeem the ticket: send it to the peer. Exclude the peer if its offer cannot be used.
 
         Do nothing yet while the digest of the request's LoRA adapter is being computed.
         """

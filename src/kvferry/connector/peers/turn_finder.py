@@ -21,7 +21,7 @@ from kvferry.transport.turns import TurnContent, shared_tokens
 
 @dataclass(frozen=True, slots=True)
 class FoundTurn:
-    """A turn at a peer with which a prompt begins.
+    """A turn that a peer keeps, and that shares its first tokens with the prompt of a request.
 
     Attributes:
         tokens: number of usable tokens, from the start of the prompt.
@@ -35,12 +35,12 @@ class FoundTurn:
 
 
 class TurnFinder:
-    """Asks peers for earlier turns of requests. Only the engine's thread calls it."""
+    """Asks peers for kept KV of a conversation's earlier turns. Only the engine's thread calls it."""
 
     def __init__(
         self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
     ) -> None:
-        """Create a finder without questions.
+        """Create a finder that has asked nothing yet.
 
         Args:
             client: control channel to the peers.
@@ -84,7 +84,7 @@ class TurnFinder:
         return FoundTurn(*max(usable, key=lambda one: one[0])) if usable else None
 
     def drop(self, request_id: str) -> None:
-        """Forget a request and drop its unanswered question."""
+        """Forget a request, and drop the question to peers about it."""
         number, _ = self._asked.pop(request_id, (None, None))
         if number is not None:
             self._client.drop_question(number)

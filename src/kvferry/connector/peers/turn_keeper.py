@@ -55,7 +55,10 @@ class _Turn:
 
 
 class TurnKeeper:
-    """Keeps and releases the turns of an engine. Only the engine's thread calls it."""
+    """Keeps blocks of finished requests for the next turn of their conversation, and releases them.
+
+    Only the engine's thread calls it.
+    """
 
     def __init__(
         self,

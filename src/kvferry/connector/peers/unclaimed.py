@@ -17,7 +17,7 @@ from kvferry.transport.lease import LeaseBook
 
 
 class UnclaimedLeases:
-    """Chooses the unclaimed leases to end. Only the engine's thread calls it.
+    """Chooses the leases without a consumer that end early. Only the engine's thread calls it.
 
     Attributes:
         seconds: minimum seconds that an unclaimed lease lasts. After this time the lease may be ended early.
@@ -41,7 +41,12 @@ class UnclaimedLeases:
         self._pool = pool
 
     def granted(self, lease: str, block_ids: BlockIds) -> None:
-        """Record a granted lease and the number of blocks that it holds."""
+        """Record a granted lease and the number of blocks that it holds.
+
+        Args:
+            lease: name of the lease.
+            block_ids: block table of the leased blocks for each KV cache group.
+        """
         self._blocks[lease] = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
 
     def ended(self, leases: Collection[str]) -> None:

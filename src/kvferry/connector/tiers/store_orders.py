@@ -42,7 +42,9 @@ class _Store:
 
 
 class StoreOrders:
-    """Orders stores and completes them. Only the engine's thread calls it.
+    """Orders and completes stores, copies of chunks from KV blocks to host memory.
+
+    Only the engine's thread calls it.
 
     Attributes:
         dropped: number of chunks that were not stored, by reason.

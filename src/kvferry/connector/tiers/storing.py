@@ -82,7 +82,7 @@ class Storing:
         self._progress: dict[str, Progress] = {}
 
     def on_new_request(self, request: Request) -> None:
-        """Follow a new request whose chunks have keys, or may have them later."""
+        """Prepare to store the chunks of a new request, whose keys are known or may become known."""
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
 
     def schedule(self, step: Step) -> None:

@@ -138,7 +138,7 @@ class Tiering:
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """Begin to store the chunks of a new request, unless its chunks can have no keys."""
+        """Prepare to store the chunks of a new request, unless its chunks can have no keys."""
         if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
@@ -155,7 +155,7 @@ class Tiering:
         orders.chunks.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
-        """Complete the stores and parts of loads that all ranks have reported."""
+        """Process the ranks' reports. Complete the stores and parts of loads that all ranks have reported."""
         for key, moved in reports.moved.items():
             whole = self._moved[key].with_other(moved) if key in self._moved else moved
             self._moved[key] = whole
@@ -177,7 +177,12 @@ class Tiering:
         self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Order the last stores of a request that has ended, and forget it."""
+        """Order the last stores of a request that has ended, and forget the request.
+
+        Args:
+            request: the request.
+            block_ids: block table of the request for each KV cache group, up to the last computed token.
+        """
         self._storing.finished(request, block_ids)
         self._prompts.remove(request.request_id)
 

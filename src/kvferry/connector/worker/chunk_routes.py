@@ -47,7 +47,9 @@ def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> N
 
 
 class ChunkRoutes:
-    """Copies chunks between one rank's KV blocks and the arena. Only one thread may use it.
+    """Copies chunks between one rank's KV blocks and the host memory that holds chunks (the arena).
+
+    Only one thread may use it.
 
     Every method returns only when its copies are complete.
     """
@@ -88,7 +90,7 @@ class ChunkRoutes:
         ]
 
     def store(self, order: StoreOrder) -> tuple[int, ...]:
-        """Copy this rank's part of chunks from its blocks to the arena.
+        """Copy this rank's part of chunks from its blocks to the host memory that holds chunks.
 
         Args:
             order: chunks to store, their offsets in the arena, and the blocks that hold their tokens.
@@ -120,7 +122,7 @@ class ChunkRoutes:
     def load(
         self, pieces: Sequence[Piece], span: LoadSpan, tables: Sequence[Int64s], *, first: bool
     ) -> tuple[int, ...]:
-        """Copy this rank's part of chunks from the arena to its blocks.
+        """Copy this rank's part of chunks from the host memory that holds chunks to its blocks.
 
         Args:
             pieces: chunks to copy, sorted by group, then by number.
@@ -162,7 +164,7 @@ class ChunkRoutes:
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """A route, and the object that copies its cells."""
+    """A route (mapping of bytes between blocks and chunks), and the object that copies its cells."""
 
     route: Route
     copies: ChunkCopies

@@ -40,10 +40,15 @@ class CacheMirror(Protocol):
     """A copy of the KV cache in host memory, for a cache that cannot be registered with the transport."""
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from the cache to host memory. `blocks` has the block ids of each group."""
+        """Copy blocks from the KV cache to host memory.
+
+        Args:
+            groups: the KV cache groups of this rank.
+            blocks: ids of the blocks to copy, int64, for each group.
+        """
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from host memory to the cache. `blocks` has the block ids of each group."""
+        """Copy blocks from host memory to the KV cache. Takes the same arguments as `save`."""
 
 
 class WorkerHalf:

@@ -72,7 +72,7 @@ class Loads:
         return len(self._deadlines) + len(self._expired)
 
     def begin(self, key: str, timeout_seconds: float) -> None:
-        """Add a load that begins now, with a deadline in `timeout_seconds` seconds."""
+        """Add a load with the name `key`. It begins now, and its deadline is in `timeout_seconds` seconds."""
         if key in self._deadlines or key in self._expired:
             raise ValueError(f"load {key!r} has begun already")
         self._deadlines[key] = self._clock() + timeout_seconds
@@ -83,7 +83,7 @@ class Loads:
             self._given_up[key] = why
 
     def landed(self, key: str, failure: str | None) -> None:
-        """Record that nothing of a load is in flight any more. `failure` is None if it succeeded."""
+        """Record that nothing of a load is in flight any more. `failure` is None if the load succeeded."""
         self._landed[key] = failure
 
     def settle(self) -> Settled:

@@ -53,7 +53,7 @@ class ChunkMover:
         self._thread.start()
 
     def load(self, orders: ChunkOrders) -> None:
-        """Queue the copies of a step's loads. Attach the arena first if the orders describe it."""
+        """Queue the copies of a step's loads. If the orders describe the arena, attach its memory first."""
         if orders.arena is not None:
             self._put(_FIRST, partial(self._attach, orders.arena))
         for part in orders.parts:
@@ -72,7 +72,7 @@ class ChunkMover:
             self._put(_STORE, partial(self._store, order, computed))
 
     def refuse(self, orders: ChunkOrders, why: str) -> None:
-        """Report every store of a step as failed, for the reason `why`."""
+        """Report every store in a step's orders as failed, for the reason `why`."""
         self._moved.extend(Moved(order.key, why, (), 0.0) for order in orders.stores)
 
     def moved(self) -> list[Moved]:

@@ -16,12 +16,12 @@ from kvferry.tiers.host.arena import ArenaHandle
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk of one KV cache group, and its position in the arena.
+    """A chunk of one KV cache group, and its position in host memory.
 
     Attributes:
         group: number of the KV cache group in the storage format.
         number: index of the chunk in the prompt.
-        offset: byte offset of the chunk in the arena.
+        offset: byte offset of the chunk in the arena, the host memory that holds chunks.
     """
 
     group: int
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ArenaCard:
-    """The description of the arena, which a rank needs before the first order.
+    """The description of the arena, the host memory that holds chunks. Ranks need it before the first order.
 
     Attributes:
         name: handle by which a process attaches the arena.
