@@ -148,7 +148,7 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, 
     Args:
         job: sizes to measure.
         reader: side that reads.
-        alone: NIXL agent of the first thread; the others get their own.
+        alone: NIXL agent of the first thread. Each other thread gets a new agent.
         run: size of a descriptor, in bytes.
         room: number of bytes that can be read.
     """

@@ -126,7 +126,7 @@ def _in_runs(ranks: RankPair, direction: str, share: range) -> Callable[[], obje
 
 
 def _memories(ranks: RankPair, direction: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return the memory to copy to and the memory to copy from, both uint8."""
+    """Return the destination and the source of a copy in this direction, both uint8."""
     if direction == "store":
         return ranks.arena.memory, ranks.source.buffer.numpy()
     return ranks.destination.buffer.numpy(), ranks.arena.memory

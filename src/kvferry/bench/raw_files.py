@@ -36,7 +36,7 @@ class FioWrites:
 
         Args:
             folder: folder with room for the files.
-            depth: number of fio jobs, each of which writes one file at a time.
+            depth: number of fio jobs. Each writes one file at a time.
             files: number of files.
             size: size of each file in bytes, a multiple of the page size.
         """

@@ -40,7 +40,7 @@ class MoverRounds:
         return Spread.of([self.bytes / s / 1e9 for s in self.seconds])
 
     def times(self, other: MoverRounds) -> Spread:
-        """Return the speed of this mover as a multiple of the other's in the same round."""
+        """Return this mover's speed as a multiple of the other mover's speed in the same round."""
         return Spread.of(
             [
                 (self.bytes / mine) / (other.bytes / theirs)

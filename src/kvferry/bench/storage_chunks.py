@@ -1,7 +1,7 @@
 """Movers that store and load chunks between host memory and a storage tier with the connector's `TierQueue`.
 
-The depth is the number of chunks in flight. The queue works on as many of them at once as it has threads. It
-is polled for results in the same way as in an engine's step, but more often.
+The depth is the number of chunks in flight. Each thread of the queue works on one of them at a time. The
+movers poll the queue for results in the same way as an engine's step, but more often.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None])
         queue: queue for the tier.
         count: number of chunks.
         depth: number of chunks in flight.
-        begin: function that begins to store or load the chunk with the given number.
+        begin: function that takes the number of a chunk, and begins to store or load the chunk.
     """
     begun = ended = 0
     started = time.perf_counter()

@@ -81,7 +81,7 @@ def _this_machine(
     """Check this machine. Return the findings, and the times of READs; None if no READ was timed.
 
     Args:
-        configs: settings of the checked configuration; empty for none.
+        configs: settings of the checked configuration; empty if no configuration is checked.
         progress: function that is called with a short text before each slow step.
     """
     found = run_check("limits", _QUICK_SECONDS, machine.check)
@@ -114,7 +114,7 @@ def _timed(timed: list[ReadTimings]) -> list[Finding]:
 
 
 def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> list[Finding]:
-    """Check whether this machine provides what the configurations need: address, costs file, tiers."""
+    """Check the addresses, costs files and tiers that the configurations name, on this machine."""
     found: list[Finding] = []
     for config in configs:
         found += run_check("listening", _QUICK_SECONDS, partial(listening.check, config))

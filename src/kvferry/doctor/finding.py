@@ -45,17 +45,34 @@ class ReportSection:
 
 
 def ok(subject: str, found: str) -> Finding:
-    """Return a finding that needs no action."""
+    """Return a finding that needs no action.
+
+    Args:
+        subject: name of the checked thing, in a few words.
+        found: description of the result, without a full stop.
+    """
     return Finding(subject, State.OK, found)
 
 
 def note(subject: str, found: str, advice: str = "") -> Finding:
-    """Return a finding that is worth knowing."""
+    """Return a finding that is worth knowing.
+
+    Args:
+        subject: name of the checked thing, in a few words.
+        found: description of the result, without a full stop.
+        advice: advice to the user; empty for none.
+    """
     return Finding(subject, State.NOTE, found, advice)
 
 
 def bad(subject: str, found: str, advice: str) -> Finding:
-    """Return a finding that must be fixed."""
+    """Return a finding that must be fixed.
+
+    Args:
+        subject: name of the checked thing, in a few words.
+        found: description of the result, without a full stop.
+        advice: advice to the user.
+    """
     return Finding(subject, State.BAD, found, advice)
 
 

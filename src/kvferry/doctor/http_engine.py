@@ -95,7 +95,7 @@ def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.en
 
 
 async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFindings:
-    """Examine the server at `url`. Takes `headers`, which are sent with every request, for the API key."""
+    """Examine the server at `url`, and return the result. Send `headers` with every request."""
     seen = UrlFindings()
     async with client(headers) as http:
 

@@ -142,7 +142,7 @@ def _fact_of(difference: str) -> str:
 
 
 def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
-    """Report how bytes would travel between two engines, with measured speeds if there are any."""
+    """Report how `here` would read bytes from `there`, with measured speeds if there are any."""
     took = " and ".join(
         map(format_seconds, sorted(identity.round_trip_seconds for identity in (there, here)))
     )

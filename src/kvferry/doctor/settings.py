@@ -125,7 +125,7 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
 
 
 def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Finding]:
-    """Check the settings of a `FerryMultiConnector`, without those of its connectors.
+    """Check a `FerryMultiConnector`'s own settings. Its connectors are not checked.
 
     Args:
         given: value of ``--kv-transfer-config``.

@@ -221,7 +221,12 @@ def _remedy(number: int) -> str:
 
 
 def trial(subject: str, settings: StorageSettings) -> list[Finding]:
-    """Check whether data can be written to the storage and removed again."""
+    """Check whether data can be written to the storage and removed again.
+
+    Args:
+        subject: subject of the findings.
+        settings: settings of the storage tier.
+    """
     try:
         result = settings.try_out()
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Fill a request's blocks with values that identify their position, and compare memory.
 
 The value of an element depends on its layer, field, token, head and position within the head. It does not
-depend on the engine's layout or parallel sizes, and it is written through the same views that an engine uses.
+depend on the engine's layout or parallel sizes. It is written through the views that an engine uses.
 So the expected memory after a transfer can be computed without a transfer, and compared byte for byte.
 """
 

@@ -88,7 +88,7 @@ def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: st
 
     Args:
         name: name or path of the model, same as in `kvferry plan`.
-        changes: values that replace those of the model's ``config.json``; None for none.
+        changes: values by field that replace values of the model's ``config.json``; None to replace nothing.
         dtype: element type of the KV cache, same as in `kvferry plan`.
 
     Raises:

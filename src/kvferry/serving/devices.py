@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Fraction of the memory that the ranks on a device may use in total. On a CPU the memory is that of the whole
-# machine, so other programs need the rest.
+# Fraction of the memory that the ranks on a device may use in total. On a CPU this is the whole machine's
+# memory, so other programs need the rest.
 _GPU_SHARE = 0.9
 _CPU_SHARE = 0.5
 _MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")

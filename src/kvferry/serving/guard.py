@@ -69,7 +69,7 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -> None:
-    """Wait until the tree must end. If the lifeline closes, send SIGTERM and wait the grace period."""
+    """Wait until the tree must end. If the lifeline closes, send SIGTERM and wait for the root to end."""
     ended = os.pidfd_open(root.pid)
     readable, _, _ = select.select([ended, lifeline], [], [])
     if ended in readable or os.read(lifeline, 1):

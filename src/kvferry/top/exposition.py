@@ -43,7 +43,7 @@ class Scrape:
 
 
 def parse_page(text: str, at: float) -> Scrape:
-    """Parse the metrics on a page, of which only those that `kvferry top` uses are kept.
+    """Parse a page of metrics. Keep only the metrics that `kvferry top` uses.
 
     Args:
         text: content of the page.

@@ -51,7 +51,7 @@ class Column:
 
 
 def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, least: int = MARGIN) -> str:
-    """Return a row of a table as text: the name, then as many columns as fit, from the first on.
+    """Return a row of a table as text: the name, then the first columns, as many of them as fit.
 
     Args:
         name: text of the first column.
@@ -94,7 +94,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
-    """Yield lines with as many items per line as fit. The first line begins with the heading.
+    """Yield lines that are filled with items up to `width` cells. The first line begins with the heading.
 
     >>> list(wrapped("peers", ["plan 1.5 ms", "read 17.5 ms, p99 24.9 ms"], 33))
     ['peers     plan 1.5 ms', '          read 17.5 ms, p99', '          24.9 ms']

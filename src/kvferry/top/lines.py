@@ -68,7 +68,13 @@ def _body(about: Figures, width: int, room: int) -> list[TextLine]:
 
 
 def text(fleet: FleetView, width: int, every: float) -> str:
-    """Return all lines as text, for output to a file or a pipe."""
+    """Return all lines as text, for output to a file or a pipe.
+
+    Args:
+        fleet: state of all engines.
+        width: width of the lines, in cells.
+        every: time between readings, in seconds.
+    """
     lines = [title(fleet, width, every), *map(TextLine, broken(_about(fleet, None), width))]
     if fleet.together is not None:
         lines += [*detail(fleet.together, width), *extra(fleet.together, width)]
@@ -81,14 +87,26 @@ def text(fleet: FleetView, width: int, every: float) -> str:
 
 
 def title(fleet: FleetView, width: int, every: float) -> TextLine:
-    """Return the first line: number of engines, time between readings, and clock."""
+    """Return the first line: number of engines, time between readings, and clock.
+
+    Args:
+        fleet: state of all engines.
+        width: width of the line, in cells.
+        every: time between readings, in seconds.
+    """
     said = f"kvferry top  {fleet.answering} of {len(fleet.engines)} engines answer, read every {every:g} s"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
     return TextLine(fit(said, max(0, width - len(clock) - 1)) + f" {clock}", TextStyle.TITLE)
 
 
 def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
-    """Return the line that names the engine shown in detail."""
+    """Return the line that names the engine shown in detail.
+
+    Args:
+        fleet: state of all engines.
+        chosen: index of the engine that is shown in detail; None for all engines together.
+        width: width of the line, in cells.
+    """
     return TextLine(fit(_about(fleet, chosen), width), TextStyle.CHOSEN)
 
 
@@ -106,7 +124,7 @@ def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = F
     Args:
         fleet: state of all engines.
         width: width of the lines, in cells.
-        chosen: index of the engine to highlight; None for none.
+        chosen: index of the engine to highlight; None to highlight none.
         whole: True to show errors in full, in several lines if needed.
     """
     columns = (*_COLUMNS, *(_WIDE if width >= _WIDE_FROM else ()))

@@ -36,6 +36,10 @@ def parse_address(text: str) -> str:
 async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
     """Read `/metrics` of an engine, or `/health` of a router, which has no metrics.
 
+    Args:
+        http: HTTP client of this event loop.
+        url: base URL of the engine or router.
+
     Raises:
         ProtocolError: the address does not answer, or serves neither.
     """

@@ -21,7 +21,7 @@ def quantile(q: float, buckets: Sequence[HistogramBucket]) -> float | None:
 
     The rule is that of Prometheus's `histogram_quantile` (`bucketQuantile` in promql/quantile.go):
     observations are assumed to be spread evenly within their bucket, the lowest bucket begins at 0, and
-    observations beyond the last finite end count as equal to it.
+    observations above the last finite end count as equal to that end.
 
     Args:
         q: quantile, above 0 and at most 1.

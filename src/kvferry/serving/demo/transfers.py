@@ -42,7 +42,12 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def read_transfer(log: Path, request_id: str) -> Transfer | None:
-    """Return the last successful load of a request, or else its last load; None if there is no load."""
+    """Return the last successful load of a request, or else its last load; None if there is no load.
+
+    Args:
+        log: path of the decode engine's transfer log; it may not exist yet.
+        request_id: id that the client gave the request. The engine's id contains it.
+    """
     if not log.exists():
         return None
     lines = [line for line in log.read_bytes().splitlines() if request_id.encode() in line]

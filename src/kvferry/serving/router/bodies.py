@@ -153,6 +153,10 @@ def decodes_alone(path: str, body: dict[str, Any]) -> bool:
       asks for them in a chat, and together with ``logprobs`` (also 0) in a completion.
     - Beam search or prompt embeddings: the requests inside the engine have no parameters, or no token ids.
     - The request generates no token.
+
+    Args:
+        path: path of the endpoint, such as ``/v1/completions``.
+        body: parsed body of the request.
     """
     prompt = body.get("prompt")
     return bool(

@@ -37,7 +37,12 @@ class Failures:
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
-        """Count an engine that closed the connection, timed out or answered with a server error."""
+        """Count an engine that closed the connection, timed out or answered with a server error.
+
+        Args:
+            backend: engine that failed.
+            reason: description of the failure.
+        """
         self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
 
     def reply(self, echoed: Headers) -> Reply:
@@ -46,7 +51,7 @@ class Failures:
         A header of the reply tells the client not to send the request again.
 
         Args:
-            echoed: headers for the client, of which the first is the x-request-id. Only used for the log.
+            echoed: headers for the client; the first is x-request-id. They are only used for the log.
         """
         engines = "; ".join(self._seen)
         count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"

@@ -1,6 +1,6 @@
 """Detect request loops with the Via header (RFC 9110, section 7.6.3).
 
-A router adds its own entry to Via in every request to an engine. It thereby recognizes a request that it has
+A router adds its own entry to Via in every request to an engine. So it recognizes a request that it has
 forwarded to itself, directly or through other routers. Without this, a loop would use up all file
 descriptors.
 """

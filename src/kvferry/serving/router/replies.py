@@ -36,21 +36,44 @@ class Reply:
 
 
 def error_body(message: str, kind: str, code: str) -> bytes:
-    """Return an OpenAI error object as JSON."""
+    """Return an OpenAI error object as JSON.
+
+    Args:
+        message: text of the error.
+        kind: value of the error's ``type``.
+        code: value of the error's ``code``.
+    """
     error = {"message": message, "type": kind, "param": None, "code": code}
     return json.dumps({"error": error}).encode()
 
 
 def bad_request(message: str, code: str = "invalid_request", status: int = 400) -> Reply:
-    """Return an error reply for a mistake of the client."""
+    """Return an error reply for a mistake of the client.
+
+    Args:
+        message: text of the error.
+        code: value of the error's ``code``.
+        status: HTTP status.
+    """
     return Reply(status, (JSON_TYPE,), error_body(message, "invalid_request_error", code))
 
 
 def unavailable(message: str, code: str = "engine_unavailable", status: int = 503) -> Reply:
-    """Return an error reply for a failure of the engines or the router."""
+    """Return an error reply for a failure of the engines or the router.
+
+    Args:
+        message: text of the error.
+        code: value of the error's ``code``.
+        status: HTTP status.
+    """
     return Reply(status, (JSON_TYPE,), error_body(message, "server_error", code))
 
 
 def error_event(message: str, code: str) -> bytes:
-    """Return an error as a server-sent event, to end a stream with."""
+    """Return an error as a server-sent event, to end a stream with.
+
+    Args:
+        message: text of the error.
+        code: value of the error's ``code``.
+    """
     return b"data: " + error_body(message, "server_error", code) + b"\n\n"

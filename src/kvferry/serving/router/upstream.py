@@ -48,6 +48,10 @@ def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
     Each connection serves one request. Engines close idle connections, and a request sent at that moment
     would fail as if the engine were dead. The number of connections is unlimited, so that requests queue in
     the engines and not in the router.
+
+    Args:
+        settings: settings of the router, with the timeouts.
+        hop: this router's entry in Via headers.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(settings.decode_idle_seconds, connect=settings.connect_seconds)
@@ -62,7 +66,14 @@ async def opened(
 ) -> AsyncIterator[httpx.Response]:
     """Send a request, and yield the response before its body is read.
 
-    Leaving the block closes the connection. The engine then aborts the request if it is not complete.
+    The end of the ``with`` block closes the connection. The engine then aborts an incomplete request.
+
+    Args:
+        client: HTTP client for all engines.
+        method: HTTP method.
+        url: URL of the endpoint at the engine.
+        headers: headers of the request.
+        body: complete body of the request.
 
     Raises:
         httpx.TransportError: no answer arrived.
