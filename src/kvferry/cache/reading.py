@@ -61,13 +61,13 @@ class Reading:
         file: Callable[[int, int], ChunkGroup],
         counts: CacheCounts,
     ) -> None:
-        """Create the object without reads.
+        """Prepare to read from the slow tiers, with no read in flight.
 
         Args:
             host: host tier that chunks are read into.
             writing: write queues of the slow tiers, the fastest tier first. A chunk that was read from one
                 tier is queued for all faster ones.
-            body: function that returns the writable memory of a slot.
+            body: function that returns the memory of a slot (space of one chunk in host memory), writable.
             file: function that takes the index of a KV cache group and the number of tokens in a chunk, and
                 returns the description of the chunk's content for storage.
             counts: counts of the cache; reads update them.
@@ -195,7 +195,14 @@ class Reading:
     def _coming(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
         """Return the number of the tier that each chunk is being read from, or 0 if it is not being read.
 
-        The number is `NO_TIER` if that tier hangs or is excluded.
+        The number is `NO_TIER` if that tier hangs or is excluded. At least one chunk must be in `incoming`.
+
+        Args:
+            tags: tags (last 8 bytes) of the chunks' keys, uint64.
+            without: names of tiers to exclude.
+
+        Returns:
+            The numbers, int64 of shape (len(tags),).
         """
         reads = [
             NO_TIER if queue.name in without or queue.stuck_for_reading else number
@@ -215,7 +222,14 @@ class Reading:
     def _bring(self, fetch: Fetch, want: WantedChunk) -> bool:
         """Hold a chunk that is in host memory, start its read, or wait for a read that another load started.
 
-        Return False if host memory has no room for the chunk yet.
+        If no tier has the chunk any more, the fetch fails.
+
+        Args:
+            fetch: fetch that needs the chunk.
+            want: chunk to bring to host memory.
+
+        Returns:
+            False if host memory has no room for the chunk yet, else True.
         """
         if incoming := self.incoming.get(want.key):
             incoming.waiting.append(fetch)

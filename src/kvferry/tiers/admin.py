@@ -17,7 +17,7 @@ class SpaceUsage:
 
     Attributes:
         capacity: maximum bytes of all files together.
-        charged: bytes in use by the cache's own account, including space reserved for chunks being written.
+        charged: bytes in use, as recorded by the cache; includes space reserved for chunks being written.
         free: free bytes on the disk.
     """
 

@@ -273,7 +273,7 @@ def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.D
 def _check_gone(path: str) -> None:
     """Check that a path that was reported missing does not exist.
 
-    If a mount fails for a moment, its files must not be taken for removed: they still use space.
+    If a mount fails for a moment, its files must not be treated as removed, because they still use space.
 
     Raises:
         OSError: the path still exists.

@@ -20,7 +20,7 @@ TIER_KINDS = (PEER, HOST, *STORAGE_TIERS)
 
 
 def medium_of(name: str) -> Medium:
-    """Return the medium of the tier with a given name.
+    """Return the medium (peer, host, disk or network) of the tier with a given name.
 
     >>> medium_of("file.2")
     <Medium.DISK: 3>

@@ -97,7 +97,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def trial_seconds(self) -> float:
-        """Time limit for `try_out`, in seconds."""
+        """Time limit for a trial write to the storage (`try_out`), in seconds."""
         raise NotImplementedError
 
     def try_out(self) -> TrialResult:

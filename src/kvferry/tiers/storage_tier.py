@@ -121,7 +121,7 @@ class StorageTier(Protocol):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of this process since it opened the tier."""
+        """Counts of stored, fetched and evicted chunks in this process since it opened the tier."""
         ...
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class _WaitingThreads(Generic[T]):
 
 
 class LockHandoff(Generic[T]):
-    """A resource under a lock, used by one thread of one process at a time. Any thread may use it.
+    """Gives a locked resource to one thread of one process at a time. Any thread may use it.
 
         free ─get─▶ used ─another thread waits─▶ handed over ─▶ used ─no thread waits, or after 20 ms─▶ free
 
@@ -109,7 +109,10 @@ class LockHandoff(Generic[T]):
         return self._own
 
     def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
-        """Wait until no other thread of this process uses the resource. Raises LockTimeout."""
+        """Wait until no other thread of this process uses the resource, and mark it as used by this thread.
+
+        Raises LockTimeout if that takes longer than `seconds`.
+        """
         with queue.changed:
             queue.waiting += 1
             try:

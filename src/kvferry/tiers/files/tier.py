@@ -111,7 +111,7 @@ class FileTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of this process since it opened the directory."""
+        """Counts of stored, fetched and evicted chunks in this process since it opened the directory."""
         return self._counter.stats()
 
     def __len__(self) -> int:

@@ -32,13 +32,18 @@ def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float])
 
 
 def _mark_used(root: str, path: str, latest: int, now: int) -> int:
-    """Record that a file was used now, but after the previous file; return the latest time so far.
+    """Set the time of a file to now, or to just after the time of the previous file.
+
+    A recent time that is later than that of the previous file is kept.
 
     Args:
         root: directory of the tier.
         path: path of the file.
         latest: time of the previous file, in nanoseconds since 1970.
         now: current time, in nanoseconds since 1970.
+
+    Returns:
+        The latest time of all files so far, in nanoseconds since 1970.
     """
     check_folders(root, path)
     last = os.lstat(path).st_mtime_ns

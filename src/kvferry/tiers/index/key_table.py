@@ -116,7 +116,10 @@ class KeyTable:
             return self._rows.count(bit)
 
     def _grow(self) -> None:
-        """Move some rows to a table of twice the size. Both tables are updated until all rows have moved."""
+        """Move some rows to a table of twice the size, which replaces the current one when all have moved.
+
+        Until then, changes go to both tables, and look-ups use the current one.
+        """
         if self._next is self._rows:
             self._next = TagRows(2 * len(self._rows))
         self._next.copy_rows(self._rows, self._moved, self._moved + _ROWS_PER_STEP)

@@ -112,7 +112,7 @@ class ObjectTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of this process since it opened the store."""
+        """Counts of stored, fetched and quarantined chunks in this process since it opened the store."""
         return self._counter.stats()
 
     @property
@@ -177,7 +177,7 @@ class ObjectTier(StorageTier):
         """Do nothing. Only connections stay open between calls, and they close when the client is deleted."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
-        """Store a chunk unless the store has an object of its length. Raises `Unavailable`."""
+        """Store a chunk, unless the store has an object of the same name and length. Raises `Unavailable`."""
         path = chunk_name(self._namespace, chunk.key)
         with self._bucket.writing() as bucket:
             # Looking the object up is cheaper than sending a chunk that another engine stored. It also avoids
