@@ -17,11 +17,11 @@ def guard_arrivals() -> None:
     """Patch vLLM's `Scheduler` once, so that no request can terminate the engine.
 
     - A request that the API server has refused gets a new id. vLLM takes its id from the client's body,
-      without the random digits that all other ids end with. If it equals the id of a running request, or of a
-      request whose blocks are kept, an assertion in `Scheduler.add_request` would terminate the engine.
-    - Parameters for connectors are removed from what vLLM sends to workers, which do not use them. vLLM
-      pickles them for every worker. Objects nested 600 levels deep would terminate the engine, and large ones
-      would delay a step.
+      without the random digits at the end of all other ids. If this id equals that of a running request, or
+      of a request whose blocks are kept, an assertion in `Scheduler.add_request` terminates the engine.
+    - Workers no longer receive a request's parameters for connectors, which they do not use. vLLM pickles
+      these parameters for every worker. Parameters nested 600 levels deep would terminate the engine, and
+      large ones would delay a step.
     """
     add = Scheduler.add_request
     if getattr(add, _GUARDED, False):
@@ -39,9 +39,9 @@ def guard_arrivals() -> None:
 
 
 def _keep_from_workers(request: Any) -> None:
-    """Remove parameters for connectors from a request's sampling parameters; mutates `request`.
+    """Remove the parameters for connectors from a request's sampling parameters; mutates `request`.
 
-    The request itself keeps them.
+    vLLM sends the sampling parameters to workers. The request itself keeps its parameters for connectors.
     """
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and not extra.keys().isdisjoint(_FOR_CONNECTORS):

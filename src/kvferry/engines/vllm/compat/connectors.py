@@ -80,6 +80,6 @@ def current_config() -> Any:
 
 
 def as_current_config(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
-    """Return a context in which vLLM treats this configuration as that of the engine being set up."""
+    """Return a context manager. Within it, vLLM uses this configuration for the engine that it sets up."""
     context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
     return context

@@ -14,7 +14,8 @@ def keeps_draft_layers(vllm_config: VllmConfig) -> bool:
 def reads_ahead(vllm_config: VllmConfig) -> int:
     """Return the number of tokens beyond a position that a draft model reads to compute that position.
 
-    0: there is no draft model, or it reads no later tokens. 1: it combines the model's output with the next
-    token (EAGLE, MTP). More: it has several MTP modules, and each reads one token further.
+    The number is 0 if there is no draft model, or it reads no later tokens. It is 1 if the draft model
+    combines the model's output with the next token (EAGLE, MTP). It is greater if the draft model has several
+    MTP modules, each of which reads one token further.
     """
     return int(vllm_config.num_prefill_lookahead_tokens)

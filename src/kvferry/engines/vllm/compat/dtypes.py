@@ -18,7 +18,7 @@ def cache_dtype(vllm_config: VllmConfig) -> str:
 
 
 def state_dtypes(kv_cache_config: KVCacheConfig) -> str:
-    """Return the resolved element types of recurrent state; empty if no layer has such state."""
+    """Return the resolved element types of recurrent state as a text; empty if no layer has such state."""
     groups = kv_cache_config.kv_cache_groups
     layers = [layer for group in groups for layer in layer_specs(group.kv_cache_spec).values()]
     found = {tuple(layer.dtypes) for layer in layers if is_recurrent(layer)}

@@ -10,26 +10,29 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 
 def operators_layout() -> str | None:
-    """Return the layout that the operator has set; None without one. If it is set, vLLM asks no connector."""
+    """Return the layout that the operator has set with ``VLLM_KV_CACHE_LAYOUT``; None without one.
+
+    If it is set, vLLM does not ask the connector for a layout.
+    """
     named: str | None = envs.VLLM_KV_CACHE_LAYOUT
     return named
 
 
 def supported_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Return the layouts that every attention backend of the model declares; all if none declares any.
+    """Return the layouts that every attention backend of the model supports; all if no backend declares any.
 
-    An engine core with several workers has no layers of its own. It uses the backend that the workers would
-    choose.
+    In an engine with several workers, the scheduler's process has no layers. vLLM then determines the backend
+    that the workers would choose.
     """
     backends = get_current_attn_backends(vllm_config)
     return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
 
 
 def declared_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Return the layouts that every attention backend declares; empty if a declaration is not reliable.
+    """Return the layouts that every attention backend supports; empty if a declaration is not reliable.
 
-    To vLLM, a declaration of None means any layout. But MLA backends that declare None do not always support
-    all: the one for CPUs fails in its first step if blocks do not lie side by side.
+    For vLLM, a backend that declares None supports every layout. But some MLA backends that declare None do
+    not: the one for CPUs fails in its first step if blocks do not lie side by side.
     """
     for backend in get_current_attn_backends(vllm_config):
         if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
@@ -43,9 +46,10 @@ def attention_backends(vllm_config: VllmConfig) -> list[str]:
 
 
 def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
-    """Return True if all kernels can use whole engine blocks.
+    """Return True if the kernels of all attention backends can use blocks of the engine's block size.
 
-    If blocks are outermost, vLLM does not split them into smaller kernel blocks.
+    vLLM splits blocks into smaller kernel blocks for other kernels. It does not split blocks in a layout
+    whose outermost axis is the block.
     """
     block = vllm_config.cache_config.block_size
     return all(
@@ -58,7 +62,7 @@ def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def layers_are_alike(vllm_config: VllmConfig) -> bool:
-    """Return True if all layers of the model keep the same amount and kind of data for a token.
+    """Return True if all layers of the model keep the same amount and kind of data per token.
 
     This requires a single kind of attention, no draft model and no indexer.
     """

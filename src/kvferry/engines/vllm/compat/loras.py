@@ -11,21 +11,22 @@ from vllm.v1.executor import Executor
 
 
 class _Listener(Protocol):
-    """Receiver of a call before each load of an adapter."""
+    """Object whose method `on_load` is called before each load of a LoRA adapter."""
 
     def on_load(self, lora: LoRARequest) -> None:
-        """Handle that the engine is about to load an adapter."""
+        """Handle the coming load of an adapter; called just before the engine loads it."""
 
 
 _LISTENERS = WeakSet[_Listener]()
 
 
 def hook_adapter_loads(listener: _Listener) -> None:
-    """Call a listener, while it is alive, before each load of an adapter through the engine's API.
+    """Make vLLM call a listener before each load of a LoRA adapter through the engine's API.
 
-    Call this in the scheduler's process. It patches vLLM's `Executor` once. If a process has several engines,
-    each load reaches the listeners of all of them. Another engine's adapter may then lose its name without
-    need, and kvferry no longer keeps its KV.
+    Use this in the scheduler's process. It patches vLLM's `Executor` once. The listener is called as long as
+    it exists; this function does not keep it alive. If a process has several engines, the listeners of all
+    engines are called for each load. Then an adapter of another engine may needlessly count as reloaded, and
+    kvferry no longer stores its KV.
     """
     _LISTENERS.add(listener)
     if hasattr(Executor.add_lora, "__wrapped__"):

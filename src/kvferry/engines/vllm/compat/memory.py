@@ -15,8 +15,8 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 _GIVES_UP = ("sleep", "discard")
 """Methods of a worker behind ``/sleep``, ``/release_kv_cache_memory`` and the same calls in Python.
 
-They do not check ``enable_sleep_mode``. With only ``enable_cumem_allocator``, or with another
-``sleep_mode_backend``, they release the memory of the KV cache.
+These methods do not check ``enable_sleep_mode``. They release the memory of the KV cache even if only
+``enable_cumem_allocator`` or another ``sleep_mode_backend`` is set.
 """
 
 

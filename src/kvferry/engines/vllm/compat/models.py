@@ -37,8 +37,9 @@ class Models:
 def built_models(vllm_config: VllmConfig) -> Models:
     """Return the models of the worker in this process that has this configuration.
 
-    The worker is found among all Python objects, by its table of layers, and then remembered. Call this once
-    before vLLM warms up: on a GPU, the warm-up hides all objects from the garbage collector.
+    The function searches all Python objects for the worker, which it recognises by its table of layers. It
+    remembers the worker for later calls. The first call must precede vLLM's warm-up: on a GPU, the warm-up
+    hides all objects from the garbage collector.
 
     Raises:
         ConfigError: there is no such worker.
@@ -65,7 +66,7 @@ def worker_of(vllm_config: VllmConfig) -> WorkerBase:
 
 
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
-    """Return the names of the layers that only the draft model has. Call it in a worker.
+    """Return the names of the layers that only the draft model has. Use this in a worker.
 
     Names and positions of layers do not tell draft layers apart, and KV cache groups mix them with the
     target's layers. So the layer objects of both models are compared.
@@ -89,9 +90,10 @@ def vocabulary_size(vllm_config: VllmConfig) -> int:
 
 
 def pools_every_token(vllm_config: VllmConfig) -> str:
-    """Return the pooling of a model that needs every prompt token computed; empty for other models.
+    """Return the name of the pooling if a model pools over all prompt tokens; empty for other models.
 
-    vLLM caches no prefixes for such a model, but still asks a connector for them.
+    Such a model must compute every prompt token. So vLLM does not use its own prefix cache for it, but still
+    asks a connector for KV of prefixes.
     """
     model = vllm_config.model_config
     pooler = getattr(model, "pooler_config", None)

@@ -27,16 +27,19 @@ def share_logging() -> None:
 def leave_cores_to_others(vllm_config: VllmConfig) -> None:
     """Make an engine on CPUs sleep between two checks of its queues, where vLLM spins on ``sched_yield``.
 
-    The engine runs steps as long as a lease or a load is open. With several processes on few cores, the
-    spinning delayed messages of the control channel by 4 to 60 s (two ranks on two cores, Linux 6.18). Sleeps
-    of 20 us still delayed messages in 4 of 10 runs with three ranks on two cores.
+    The engine runs steps as long as a peer holds a lease or a load is under way. If processes share few
+    cores, the spinning delayed messages of the control channel by 4 to 60 s (two ranks on two cores, Linux
+    6.18). Sleeps of 20 us still delayed messages in 4 of 10 runs with three ranks on two cores.
     """
     if vllm_config.device_config.device_type == "cpu":
         shm_broadcast.sched_yield = lambda: time.sleep(_LOOK_SECONDS)
 
 
 def after_forward() -> Callable[[], None]:
-    """Return a function that waits, in any thread, for the work that the device has been given so far."""
+    """Return a function that waits until the GPU has done all work queued on the current stream so far.
+
+    The function may be called in any thread. Without a GPU in use, it returns at once.
+    """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return lambda: None
     event = torch.cuda.Event()

@@ -9,27 +9,27 @@ from vllm.v1.request import RequestStatus
 
 
 def finished_whole(request: Any) -> bool:
-    """Return True if the request ended by itself, so everything that it needed has been computed."""
+    """Return True if a request ended by itself (it stopped or reached its length), and was not aborted."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 def waits_for_blocks(request: Any) -> bool:
-    """Return True if the request is queued and holds no blocks: not yet, or no longer after a preemption."""
+    """Return True if a request is queued and holds no blocks, because it is new or was preempted."""
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def was_rejected(request: Any) -> bool:
-    """Return True if the API server refused the request, or its client left before the engine received it.
+    """Return True if the API server refused a request, or its client left before the engine received it.
 
-    vLLM then sends the engine a request of one made-up token, which ends at once.
+    vLLM then sends the engine a placeholder request with one token, which ends at once.
     """
     return bool(request.abort_immediately)
 
 
 def own_hit(request: Any) -> int | None:
-    """Return the number of tokens that the engine's prefix cache had when it first admitted a request.
+    """Return the number of a request's tokens that the engine's prefix cache had when it first admitted it.
 
-    None for a request that was preempted: vLLM reports the number for first admissions only.
+    Return None if the request was preempted, because vLLM reports the number for first admissions only.
     """
     stats = None if request.num_preemptions else request.prefill_stats
     return None if stats is None else int(stats.num_local_cached_tokens)
@@ -51,17 +51,18 @@ def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int 
     that already includes the last token.
 
     Returns:
-        True if the token was dropped. False, and the request is unchanged, in these cases: there is only one
-        token; the prompt is not made of token ids; the client wants logprobs of the prompt (the answer has
-        them for every token); or the request reads no cache, so its consumer would load nothing.
+        True if the token was dropped. Otherwise False, and the request is unchanged. This happens if the
+        prompt has only one token or is not made of token ids. It also happens if the client wants logprobs of
+        the prompt, which the answer has for every token. And it happens if the request may read no cache, so
+        its consumer would load nothing.
 
     Args:
         request: vLLM's request.
         hash_block_tokens: number of tokens per hashed block; None or 0 without prefix caching.
-        sampled_below: exclusive upper bound of token ids; 0 without a draft model. If the dropped token's id
-            is below it, the engine has to sample that token as its answer. (An id beyond the vocabulary would
-            terminate the engine.) A draft model combines the model's output for a token with the next token.
-            After the last prompt token, the next token is the sampled one.
+        sampled_below: number of token ids that the engine can sample; 0 without a draft model. If the id of
+            the dropped token is below this number, the engine is made to sample that token. (To sample any
+            other id would terminate the engine.) A draft model needs this: to compute a token's KV, it also
+            reads the next token. After the shortened prompt, the next token is the one that is sampled.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False

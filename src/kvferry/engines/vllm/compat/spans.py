@@ -13,7 +13,7 @@ REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
 
 
 def is_traced(vllm_config: VllmConfig) -> bool:
-    """Return True if the engine exports spans; the scheduler's process then has OpenTelemetry set up."""
+    """Return True if the engine exports spans. OpenTelemetry is then set up in the scheduler's process."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None and is_tracing_available()
 
 

@@ -53,7 +53,7 @@ KINDS: dict[type[KVCacheSpec], GroupKind] = {
     MambaSpec: GroupKind.STATE,
     CircularBufferSpec: GroupKind.STATE,
 }
-"""Specs that kvferry can move, with the kind of their groups."""
+"""KV cache specs that kvferry can move, and the kind of group that each describes."""
 
 _HISPARSE = (
     "HiSparse keeps the cache in a pool of its own in host memory, which kvferry cannot read; serve without "
@@ -76,16 +76,16 @@ REFUSED: dict[type[KVCacheSpec], str] = {
     HiSparseHotSpec: _HISPARSE,
     HiSparseResidentSpec: _HISPARSE,
 }
-"""Specs that kvferry cannot move, with the reason and the way out."""
+"""KV cache specs that kvferry cannot move, with the reason and what the user can do."""
 
 
 def layer_specs(spec: KVCacheSpec) -> dict[str, Any]:
-    """Return the spec of each layer in a group, by the layer's name; by ``""`` if all layers share one."""
+    """Return the KV cache spec of each layer in a group, by name of the layer; ``""`` means all."""
     return dict(spec.kv_cache_specs) if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
 
 
 def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
-    """Return the spec of one layer. A group's spec may contain one spec per layer."""
+    """Return the KV cache spec of one layer. The spec of its group may contain one spec per layer."""
     found = layer_specs(spec)
     return found.get("", None) or found[name]
 
@@ -140,10 +140,10 @@ def _attention_span_of_layer(spec: Any) -> int:
 def state_block_tokens(spec: KVCacheSpec) -> int:
     """Return the number of tokens per entry of a state group's block table.
 
-    0 if the table's first entry is the only state, and for other kinds of groups. Without prefix caching, the
-    table has one running state (and scratch for speculative decoding after it). With prefix caching, entries
-    stand for positions, and the state after a token is kept in the block of that token. A ring (`is_ring`) is
-    the only block of its table.
+    Return 0 for other kinds of groups, and if only the first entry of the table holds a state. This is the
+    case without prefix caching, where the table has one running state (followed by scratch blocks for
+    speculative decoding). With prefix caching, each entry stands for a range of tokens, and the state after a
+    token is kept in the entry of that token. A ring (`is_ring`) is the only block of its table.
     """
     first = next(iter(layer_specs(spec).values()))
     if not isinstance(first, MambaSpec) or first.mamba_cache_mode == "none":
@@ -154,9 +154,10 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:
     """Return the smallest distance between two snapshots of a state group, in tokens.
 
-    0 if the group announces no snapshots, None for other kinds of groups. A snapshot is the recurrent state
-    at one position. In `align` mode, snapshots lie at ends of blocks where a step ended, and vLLM announces
-    them step by step. In other modes it announces none. A ring has none either.
+    A snapshot is the recurrent state at one position. Return None for other kinds of groups, and 0 for state
+    groups whose snapshots vLLM does not announce. If vLLM's Mamba cache mode is `align`, vLLM takes a
+    snapshot where the end of a step is the end of a block, and announces it after the step. In other modes,
+    and for rings (`is_ring`), it announces none.
     """
     first = next(iter(layer_specs(spec).values()))
     if kind_of(spec) is not GroupKind.STATE:
@@ -174,7 +175,7 @@ def is_recurrent(spec: KVCacheSpec) -> bool:
 def is_replicated(spec: Any) -> bool:
     """Return True if all tensor-parallel ranks hold the same data of a layer.
 
-    This holds for a latent, and for a layer whose spec has one shard.
+    This holds for the latent vectors of MLA, and for layers whose spec allows one shard only.
     """
     return isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)) or spec.max_tp_shards == 1
 
@@ -190,7 +191,10 @@ def has_rings(kv_cache_config: Any) -> bool:
 
 
 def names_prompts_only(kv_cache_config: Any) -> bool:
-    """Return True if generated tokens have other KV than the same tokens would have in a prompt."""
+    """Return True if the KV of a generated token differs from that of the same token in a prompt.
+
+    kvferry then stores and offers the KV of prompts only.
+    """
     return _any_layer(kv_cache_config, RSWASpec)
 
 

@@ -23,7 +23,12 @@ these, and trainers call them in a worker."""
 def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
     """Call `changed` before each call that changes weights, in the thread that runs the worker's steps.
 
-    Code that writes to parameters without any of these calls is not detected. Mutates the worker's objects.
+    Mutates the objects of the worker. Code that writes to parameters directly, without such a call, is not
+    detected.
+
+    Args:
+        vllm_config: the engine's configuration.
+        changed: function to call, without arguments.
 
     Raises:
         ConfigError: the worker is not in this process.
