@@ -178,7 +178,13 @@ class Admission:
         return self._best(known, request, local_tokens)
 
     def allocated(self, request: Request, blocks: RequestBlocks, external: int) -> None:
-        """Begin to load `external` tokens into the blocks just allocated to the request; 0 for no load."""
+        """Begin the loads of a request for which the engine has just allocated blocks.
+
+        Args:
+            request: the request.
+            blocks: all blocks of the request, into which the loads write.
+            external: number of tokens to load, the last result of `matched`; 0 for no load.
+        """
         known = self._known.get(request.request_id)
         if known is not None and known.phase is RequestPhase.SERVED:
             self._parts.goes_on(request.request_id)
@@ -318,10 +324,7 @@ class Admission:
         return [plan for plan in found if not self._in_part(plan, request, local_tokens)]
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan's loads leave enough blocks to other requests.
-
-        They must do so even if they write to their blocks beyond their deadline.
-        """
+        """Return whether a plan's loads leave enough blocks to other requests, even beyond their deadline."""
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
             source.room(bid, self._most_written(span))

@@ -57,7 +57,7 @@ class Composition:
             engine: facts about the engine.
             config: the connector's settings.
             pool: the engine's block pool.
-            groups: the KV cache groups in the geometry of one rank.
+            groups: the engine's KV cache groups, as one rank describes them.
             workers: number of workers, each of which reports every load.
             events: stream that receives the events.
             adapters: the engine's LoRA adapters.

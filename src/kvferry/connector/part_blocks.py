@@ -61,7 +61,7 @@ class PartBlocks:
         """Create an empty record.
 
         Args:
-            groups: the KV cache groups in the geometry of one rank.
+            groups: the engine's KV cache groups, as one rank describes them.
             pool: the engine's block pool.
             refused: True if no load may fill a block only in part.
         """

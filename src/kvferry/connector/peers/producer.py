@@ -68,7 +68,7 @@ class Producer:
             config: the connector's settings.
             incarnation: random number of this run of the engine.
             events: stream that receives the events of each lease.
-            names: computes the names of prompt content, under which peers find finished requests.
+            names: object that computes the names of prompt content, under which peers find finished requests.
             adapters: the engine's LoRA adapters.
         """
         self._engine, self._adapters = engine, adapters

@@ -46,7 +46,7 @@ class TurnFinder:
             client: control channel to the peers.
             keepers: function that returns the addresses of the peers that keep turns, each with its
                 incarnation, a random number of the peer's run.
-            names: computes the names of the content of prompts.
+            names: object that computes the names of the content of prompts.
         """
         self._client, self._keepers, self._names = client, keepers, names
         self._asked: dict[str, tuple[int, TurnContent]] = {}

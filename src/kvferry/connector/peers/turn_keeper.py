@@ -76,7 +76,7 @@ class TurnKeeper:
         Args:
             engine: facts about the engine.
             book: record that grants leases.
-            names: computes the names of content, by which peers find turns.
+            names: object that computes the names of content, by which peers find turns.
             wanted: counter of the blocks that requests wait for.
             events: stream that receives an event for each granted lease.
             seconds: seconds for which a turn is kept.

@@ -24,7 +24,7 @@ def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
     Args:
         chunks: chunk keys of the request.
         found: result of the look-up.
-        labels: label (number and kind) of each stored KV cache group.
+        labels: label (number and kind) of each KV cache group in the storage format.
         cache: cache that was searched.
     """
     chunked, lacking = found.chunked, found.missing

@@ -41,7 +41,7 @@ class Prompts:
 
     @property
     def widest(self) -> int:
-        """Number of the stored KV cache group that needs most chunks of a prefix.
+        """Index, in the storage format, of the KV cache group that needs most chunks of a prefix.
 
         It is a group that attends to all tokens, else the group with the longest window, else a group of
         recurrent state.

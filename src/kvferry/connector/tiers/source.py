@@ -93,7 +93,7 @@ class _Brought:
     """The bytes of a load that the ranks have copied so far.
 
     Attributes:
-        sizes: number of bytes over all ranks, by number of the stored KV cache group.
+        sizes: number of bytes over all ranks, by index of the KV cache group in the storage format.
         miss: reason to report if the load has failed.
     """
 
@@ -124,7 +124,7 @@ class TierSource:
         Args:
             cache: the chunks in host memory and in the slower tiers.
             prompts: chunk keys of the engine's requests.
-            groups: the KV cache groups in the geometry of one rank.
+            groups: the engine's KV cache groups, as one rank describes them.
             canonical: format in which chunks are stored.
             refusals: log of the requests that a tier cannot serve.
             apart: True to make further bids for shorter prefixes that need no chunk of the slowest tiers.
@@ -189,7 +189,10 @@ class TierSource:
         return bids
 
     def _naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return a bid marked as looking while the digest of the request's LoRA adapter is computed."""
+        """Return a bid marked as looking while the digest of the request's LoRA adapter is computed.
+
+        Return no bid if the request's chunk keys can never be known, or if no token is left to load.
+        """
         most = request.num_tokens - 1 - local_tokens
         if most <= 0 or not self._prompts.are_pending(request.request_id):
             return ()
@@ -224,7 +227,7 @@ class TierSource:
         return miss_of(chunks, asked.looked, self._labels, self._cache)
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return True: late chunks arrive in host memory, and ranks no longer copy them to blocks."""
+        """Return True, because chunks that arrive late stay in host memory and are not copied to blocks."""
         return True
 
     def begin(self, load: Load, request: Request) -> None:
@@ -251,7 +254,7 @@ class TierSource:
         return self._cache.reading.origin(self._loading[load.key].fetch)
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that ranks have copied, per stored KV cache group."""
+        """Return the number of bytes that ranks have copied, per KV cache group of the storage format."""
         sizes = self._brought[load.key].sizes
         return tuple(
             GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size

@@ -59,7 +59,7 @@ class StoreOrders:
         Args:
             cache: the chunks in host memory and in the slower tiers.
             pool: the engine's block pool.
-            labels: label (number and kind) of each stored KV cache group.
+            labels: label (number and kind) of each KV cache group in the storage format.
             events: stream that receives the events of each store.
         """
         self.dropped: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class StoreOrders:
 
         Args:
             request_id: id of the request that the chunks belong to.
-            group: number of the stored KV cache group.
+            group: index of the KV cache group in the storage format.
             wanted: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a state snapshot.
             stretches: part of the block table that holds the chunks, for each KV cache group of the engine;
                 None for groups without chunks in this order.

@@ -59,7 +59,7 @@ class Storing:
             cache: the chunks in host memory and in the slower tiers.
             prompts: chunk keys of the engine's requests.
             canonical: format in which chunks are stored.
-            groups: the KV cache groups in the geometry of one rank.
+            groups: the engine's KV cache groups, as one rank describes them.
             parts: record of the blocks that loads fill only in part, which are not stored.
             orders: record of the stores under way, which passes new orders to the ranks.
             snapshot_tokens: distance in tokens between positions at which windows and snapshots are kept, a
@@ -147,7 +147,7 @@ class Storing:
 
         Args:
             progress: progress of the request.
-            group: number of the stored KV cache group.
+            group: index of the KV cache group in the storage format.
             keys: key of each candidate chunk by its index in the prompt.
             tables: block table of each KV cache group of the engine.
             until: number of tokens, from the start of the prompt, that the blocks hold.

@@ -96,7 +96,7 @@ class ChunkRoutes:
             order: chunks to store, their offsets in the arena, and the blocks that hold their tokens.
 
         Returns:
-            Number of bytes copied, per stored KV cache group.
+            Number of bytes copied, per KV cache group of the storage format.
 
         Raises:
             TransferError: the order names blocks that do not hold the tokens.
@@ -132,7 +132,7 @@ class ChunkRoutes:
                 set to zero first.
 
         Returns:
-            Number of bytes copied, per stored KV cache group.
+            Number of bytes copied, per KV cache group of the storage format.
 
         Raises:
             TransferError: the tables name blocks that cannot hold the tokens.

@@ -125,7 +125,7 @@ class WorkerHalf:
             self._transfers.words.invalidate_all()
 
     def begin(self, orders: StepOrders) -> None:
-        """Begin a step: start to carry out its orders. Stores and saves wait for `save`."""
+        """Begin a step: start to carry out its orders, except the stores and saves, which `save` starts."""
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
         for load in orders.loads:

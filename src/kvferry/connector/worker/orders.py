@@ -19,7 +19,7 @@ class Piece:
     """A chunk of one KV cache group, and its position in host memory.
 
     Attributes:
-        group: number of the KV cache group in the storage format.
+        group: index of the KV cache group in the storage format.
         number: index of the chunk in the prompt.
         offset: byte offset of the chunk in the arena, the host memory that holds chunks.
     """
@@ -121,7 +121,7 @@ class Moved:
     Attributes:
         key: key of the store or of the part of a load.
         failure: reason for the failure; None if the order was carried out.
-        bytes_by_group: number of bytes that this rank copied, per stored KV cache group.
+        bytes_by_group: number of bytes that this rank copied, per KV cache group of the storage format.
         seconds: seconds that the copy took.
     """
 
@@ -137,7 +137,8 @@ class MovedByAll:
 
     Attributes:
         key, failure: same as in `Moved`.
-        bytes_by_group: number of bytes that these ranks copied together, per stored KV cache group.
+        bytes_by_group: number of bytes that these ranks copied together, per KV cache group of the storage
+            format.
         seconds: seconds that the slowest rank took.
         ranks: number of merged reports.
     """
