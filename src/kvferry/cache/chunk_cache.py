@@ -217,7 +217,7 @@ class ChunkCache:
             queue.close(max(ends - time.monotonic(), 0))
 
     def _body(self, slot: Slot) -> memoryview:
-        """Return the writable memory of a slot."""
+        """Return the memory of a slot (space of one chunk in host memory), writable."""
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
 
     def _file(self, group: int, tokens: int) -> ChunkGroup:

@@ -30,7 +30,7 @@ class _Incoming:
 
     Attributes:
         slot: slot of host memory that the read fills.
-        group: group, shape and tokens of the chunk.
+        group: description of the content: KV cache group, number of tokens and layout.
         source: index of the slow tier that the chunk is read from.
         others: indices of the slow tiers to try after a miss, the fastest first.
         waiting: fetches that need the chunk.

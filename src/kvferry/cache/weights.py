@@ -138,7 +138,7 @@ def _digest(file: FileIO, progress: _Progress) -> str:
 
 
 def _default_memory() -> Path | None:
-    """Return the default memory file; None if the user has no cache directory."""
+    """Return the path of the default memory file; None if the user has no cache directory."""
     try:
         return user_cache() / "weights.json"
     except ConfigError:

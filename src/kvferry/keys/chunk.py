@@ -166,7 +166,11 @@ class ChunkKeys:
         return np.frombuffer(self._digests[first * KEY_BYTES :], np.uint8).reshape(-1, KEY_BYTES)
 
     def chunk(self, number: int) -> bytes:
-        """Return the key of the complete chunk with index `number`."""
+        """Return the key of a complete chunk.
+
+        Args:
+            number: index of the chunk in the request.
+        """
         return self._chunks[number]
 
     def at(self, tokens: int) -> bytes:
@@ -213,7 +217,7 @@ def _text(text: str) -> bytes:
 
 
 def _items(items: Sequence[Item]) -> bytes:
-    """Encode the number of items, and each item."""
+    """Encode multimodal items for a digest: their number, then each item."""
     parts = [_count(item.start) + _count(item.tokens) + _text(item.identity) for item in items]
     return _count(len(items)) + b"".join(parts)
 

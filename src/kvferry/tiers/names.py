@@ -40,7 +40,7 @@ def tier_name(kind: str, before: int) -> str:
 
 
 def tier_kind(name: str) -> str:
-    """Return the kind of the tier with a given name.
+    """Return the kind of the tier with a given name: the name without its number.
 
     >>> tier_kind("file"), tier_kind("file.2")
     ('file', 'file')

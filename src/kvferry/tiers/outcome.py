@@ -21,7 +21,7 @@ class PutOutcome(StrEnum):
 
     @property
     def dropped(self) -> bool:
-        """Return whether the chunk was dropped, so that the tier does not have it."""
+        """Return whether the chunk was not stored, so that the tier does not have it."""
         return self not in (PutOutcome.STORED, PutOutcome.PRESENT)
 
 

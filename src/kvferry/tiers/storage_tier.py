@@ -112,7 +112,7 @@ class StorageTier(Protocol):
     def refresh(self) -> int:
         """Update `keys` with chunks that other processes stored or evicted.
 
-        The call blocks. A background thread makes it every few seconds.
+        The method blocks. A background thread calls it every few seconds.
 
         Returns:
             The number of folders (or of listings, in object storage) that have changed since the last call.

@@ -191,7 +191,13 @@ def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk |
 
 
 def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -> NamespaceUsage:
-    """Return the usage of one namespace, from the entries of all its files."""
+    """Return the usage of one namespace, computed from all files of the namespace.
+
+    Args:
+        cache: cache with the files.
+        namespace: digest of the namespace, 64 hex digits.
+        entries: all files of the namespace.
+    """
     chunks = [entry for entry in entries if entry.kind is EntryKind.CHUNK]
     tokens = list(_of_each(chunks, lambda entry: _tokens(cache, entry)))
     used = [entry.used_ns / 1e9 for entry in chunks]

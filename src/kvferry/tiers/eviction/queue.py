@@ -57,11 +57,11 @@ class ByteQueue:
             self._unpinned.move_to_end(key)
 
     def pin(self, key: bytes) -> None:
-        """Exclude a key from the order until it is unpinned."""
+        """Take a key out of the order, so that `pop` does not return it until `unpin`."""
         self._pinned[key] = self._unpinned.pop(key)
 
     def unpin(self, key: bytes) -> None:
-        """Put a pinned key back as the newest."""
+        """Put a pinned key back into the order, as the newest key."""
         self._unpinned[key] = self._pinned.pop(key)
 
     def move(self, key: bytes, to: ByteQueue) -> None:
@@ -77,7 +77,7 @@ class ByteQueue:
             self.pop()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the total is wrong or a key is both pinned and in the order."""
+        """Check the total, and that no key is both pinned and in the order. Raises AssertionError."""
         found = sum(self._unpinned.values()) + sum(self._pinned.values())
         if found != self.total:
             raise AssertionError(f"a queue of {found} bytes says {self.total}")

@@ -69,7 +69,7 @@ class HeldLedger:
         self._set(self.capacity, max(0, self.used - size))
 
     def limit(self, capacity: int) -> None:
-        """Set the capacity for all processes."""
+        """Set the capacity of the directory, in bytes, for all processes."""
         self._set(capacity, self.used)
 
     def count(self) -> None:
@@ -162,7 +162,11 @@ class Ledger:
         return account
 
     def _lock(self, deadline: float) -> int:
-        """Lock the ledger's file and return its descriptor. Raises LockTimeout or OSError."""
+        """Open and lock the ledger's file, and return its descriptor. Raises LockTimeout or OSError.
+
+        Args:
+            deadline: time at which to give up, in seconds of the clock.
+        """
         start = self._clock()
         while True:
             fd = self._open()

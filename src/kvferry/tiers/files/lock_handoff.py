@@ -101,7 +101,10 @@ class LockHandoff(Generic[T]):
             self._leave(queue, sound=sound)
 
     def _queue(self) -> _WaitingThreads[T]:
-        """Return the state of this process. After a fork, create it, and close the parent's resource here."""
+        """Return the state of this process. After a fork, create a new state.
+
+        The resource that was inherited from the parent process is closed in this process.
+        """
         if self._own.pid != os.getpid():
             inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
             if inherited.resource is not None:

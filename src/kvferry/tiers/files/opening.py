@@ -123,7 +123,13 @@ def unusable_directory(root: str, error: OSError) -> ConfigError:
 
 
 def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
-    """Return the capacity to use, in bytes. Raises ConfigError if more is requested than the disk has."""
+    """Return the capacity to use, in bytes. Raises ConfigError if more is requested than the disk has.
+
+    Args:
+        root: path of the directory.
+        account: ledger of the directory.
+        asked: requested capacity in bytes; None for the current one, or a tenth of the free space.
+    """
     space = os.statvfs(root)
     free = space.f_bavail * space.f_frsize
     if asked is None:

@@ -104,7 +104,7 @@ class DirectorySpace:
 
         Args:
             final: path that the file will get when it is complete.
-            size: bytes of the complete file, which are charged to the ledger.
+            size: bytes of the complete file, which count as used from now on.
 
         Returns:
             The descriptor of the file, open for writing and locked with flock, and its path.
@@ -250,7 +250,11 @@ class DirectorySpace:
         return account.used <= goal
 
     def _look(self) -> _Walked:
-        """Walk the directory and return the result. Raises OSError if a folder cannot be read."""
+        """List all files of the directory: those to evict first, the temporary ones, and the bytes in use.
+
+        Raises:
+            OSError: a folder cannot be read.
+        """
         temporary: list[CacheEntry] = []
         charged = 0
 

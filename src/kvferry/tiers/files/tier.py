@@ -251,7 +251,7 @@ class FileTier(StorageTier):
         return GetOutcome.HIT
 
     def _on_evicted(self, path: str) -> None:
-        """Remove the key of an evicted file from `keys`, if it is a chunk of this namespace."""
+        """Remove the key of an evicted file from `keys`, if the file was a chunk of this namespace."""
         folder, name = os.path.split(path)
         key = key_of(name)
         if key is not None and folder.startswith(f"{self._root}/{self._namespace.hex()}/"):

@@ -15,7 +15,7 @@ _MAX_NOTE_BYTES = 1 << 20
 
 
 class UsageReader:
-    """A reader of the usage of a directory. Not thread-safe; every call blocks.
+    """Reads the capacity and the bytes in use of a directory. Not thread-safe; every call blocks.
 
     Args:
         root: path of the directory.

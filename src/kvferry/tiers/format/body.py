@@ -131,7 +131,7 @@ def _digests(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> I
 
 
 def _arriving(view: memoryview, begin: int, end: int, wait: Callable[[int], object]) -> Iterator[memoryview]:
-    """Yield the pieces of a range of bytes, each after it has arrived."""
+    """Yield the pieces of a range of bytes, each piece after its bytes have arrived."""
     for at, stop in _pieces(begin, end, PIECE_BYTES):
         wait(stop)
         yield view[at:stop]

@@ -72,7 +72,7 @@ class ChunkSection:
 
 @dataclass(frozen=True, slots=True)
 class ChunkGroup:
-    """The part of a chunk that belongs to one KV cache group.
+    """The description of the part of a chunk that belongs to one KV cache group.
 
     Attributes:
         name: name of the group, unique in the chunk: 1 to 31 printable ASCII characters.

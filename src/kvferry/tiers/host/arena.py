@@ -71,7 +71,12 @@ class Arena:
     """
 
     def __init__(self, fd: int, name: ArenaHandle) -> None:
-        """Map the file with descriptor `fd`, which `close` will close. Call `create` or `attach` instead."""
+        """Map the file of an arena into this process. Call `create` or `attach` instead.
+
+        Args:
+            fd: descriptor of the file. `close` closes it.
+            name: handle with which other processes attach.
+        """
         self._fd = fd
         self.name = name
         self._map, self._skip = map_shared(fd, name.size)

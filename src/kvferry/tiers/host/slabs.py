@@ -89,7 +89,7 @@ class Slabs:
         return offset
 
     def free(self, offset: int) -> None:
-        """Free the slot at `offset`. No code may read or write it any more."""
+        """Free the slot at byte `offset` of the arena. No code may read or write the slot any more."""
         slab = offset // self.slab_bytes
         stride = self._stride[slab]
         self._free[slab].append(offset)
@@ -184,7 +184,7 @@ def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]
 
     def lost(size: int) -> int:
-        """Return the bytes of the arena that the worst stride cannot use, with slabs of `size` bytes."""
+        """Return the bytes that slots of the worst size cannot use, with slabs of `size` bytes."""
         return max(capacity_bytes - capacity_bytes // size * (size // stride) * stride for stride in strides)
 
     return min(sizes, key=lambda size: (lost(size), size))

@@ -73,7 +73,7 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """Sum of the bytes of all slots that are not free."""
+        """Number of bytes in all slots that are not free."""
         return self._slots.slabs.used_bytes
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -189,11 +189,12 @@ class HostTier:
             raise AssertionError(f"{self.used_bytes} bytes are used, capacity is {self.capacity_bytes}")
 
     def _make_room(self, group: int) -> None:
-        """Evict chunks until the group has a free slot, all others are held, or too many bytes were evicted.
+        """Evict chunks until a KV cache group has a free slot for one more chunk.
 
-        An evicted chunk can have another size than the group's chunks. Then its slot stays free for that
-        size. When such slots add up to a slab, a slab of that size is emptied for this group. So free slots
-        of one size never withhold much more than a slab from the other sizes.
+        Stop earlier if all remaining chunks are held, or if too many bytes were evicted. An evicted chunk can
+        have another size than the group's chunks. Then its slot stays free for chunks of that size. When such
+        slots add up to a slab (a part of the arena with slots of one size), a slab of that size is emptied
+        for this group. So free slots of one size never withhold much more than a slab from the other sizes.
         """
         size, evicted = self._slots.chunk_bytes[group], 0
         while not self._slots.slabs.has_room(size) and evicted < self._most_evicted:

@@ -31,7 +31,7 @@ class RecentlyEvicted:
         return self._marks[slot] == mark
 
     def add(self, key: bytes) -> None:
-        """Add a key of 12 bytes or more."""
+        """Add the key of an evicted chunk. It must have 12 bytes or more."""
         slot, mark = _slot_and_mark(key)
         self._marks[slot] = mark
 

@@ -66,7 +66,16 @@ class GuardedBucket:
 
     @contextmanager
     def _through(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
-        """Give the client if the breaker admits a request, and report the outcome to the breaker."""
+        """Return a context manager that gives the client if the breaker admits a request.
+
+        At the end of the ``with`` statement, the breaker records whether the request has failed.
+
+        Args:
+            breaker: circuit breaker for reads or for writes.
+
+        Raises:
+            Unavailable: the breaker refuses requests now.
+        """
         ticket = breaker.enter()
         if ticket is None:
             self._count(Fault.PAUSED)

@@ -120,7 +120,7 @@ class BucketIndex:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
-        """Yield the pages of a listing of the namespace.
+        """List the objects of the namespace, and yield them page by page.
 
         If a name that obstore cannot read breaks the listing, list each of the 256 folders separately, and
         skip the broken ones.

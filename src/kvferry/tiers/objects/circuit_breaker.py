@@ -89,6 +89,6 @@ class CircuitBreaker:
         return waits or self._state is _CircuitState.HALF_OPEN
 
     def _become(self, state: _CircuitState) -> None:
-        """Change the state, so that outcomes of earlier tickets are ignored. The lock is held."""
+        """Change the state; the outcomes of requests admitted before are then ignored. The lock is held."""
         self._state = state
         self._changes += 1

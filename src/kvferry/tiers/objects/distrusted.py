@@ -32,7 +32,7 @@ class DistrustedObjects:
             self._etags[key] = etag
 
     def discard(self, key: bytes) -> None:
-        """Trust a key again, because its object was stored anew."""
+        """Trust a key again, because a good object was stored under it."""
         with self._lock:
             self._etags.pop(key, None)
 

@@ -36,7 +36,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @dataclass(frozen=True, slots=True)
 class StoreEndpoint:
-    """A configured server.
+    """A server of object storage, as configured.
 
     Attributes:
         host: host name or IP address of the server.

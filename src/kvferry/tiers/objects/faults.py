@@ -107,7 +107,7 @@ def _of_status(status: int) -> Fault:
 
 
 def _detail(said: str, debug: str) -> str:
-    """Return a detail to repeat: the HTTP status with the store's error code, or the system's error text."""
+    """Return the detail of an error to show: HTTP status and the store's error code, or the system's text."""
     for pattern, detail in _DETAILS:
         if found := re.search(pattern, f"{said} {debug}", re.DOTALL):
             return " ".join(found.expand(detail).split())

@@ -135,7 +135,13 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
 
 
 def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:
-    """Check that a scheme has an option. Raises ConfigError."""
+    """Check that obstore has an option for a kind of object storage. Raises ConfigError.
+
+    Args:
+        name: name of the option.
+        scheme: scheme of the URL: s3, gs, az or file.
+        known: names of the options that only this scheme has.
+    """
     names = sorted(known | CLIENT) if known else []
     if name in names:
         return
