@@ -30,10 +30,10 @@ _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 
 
 class ChunkCopies:
-    """Copies cells between the blocks of one rank and chunks in the arena, for the layers of one route.
+    """Copies cells between one rank's KV blocks and chunks in host memory, for the layers of one route.
 
-    Every method returns when its copies are complete, also on a GPU. Until then blocks and chunks must not be
-    reused.
+    Every method returns when its copies are complete, also on a GPU. Until then, the caller must not reuse
+    the blocks and chunks.
     """
 
     def __init__(self, route: Route, side: str, engine: AddressSpace, memory: npt.NDArray[np.uint8]) -> None:

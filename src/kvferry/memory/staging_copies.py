@@ -36,7 +36,7 @@ class StagedImages:
 
 
 class StagingCopies:
-    """Copies cells between the blocks of a pool and packed images on the same device.
+    """Copies cells between KV blocks and packed images (cells in contiguous memory) on the same device.
 
     Every method returns when its copies are complete, also on a GPU.
     """

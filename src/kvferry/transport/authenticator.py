@@ -52,7 +52,7 @@ class Authenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Close the listener first, because nothing authenticates its clients afterwards."""
+        """End the thread. Close the listener first: without this thread, its clients cannot be checked."""
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)

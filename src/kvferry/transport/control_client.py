@@ -96,8 +96,8 @@ class ControlClient:
                 engine cannot read them. The client's thread calls it.
             keys: CURVE keys.
             peers: machines that may be dialled.
-            handshake_seconds: timeout of a handshake, and of a redemption.
-            heartbeat_seconds: time between heartbeats.
+            handshake_seconds: timeout in seconds of a handshake, and of the redemption of a ticket.
+            heartbeat_seconds: seconds between the heartbeats to a peer.
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
         self._check_ranks = check

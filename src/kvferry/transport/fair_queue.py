@@ -42,7 +42,7 @@ class FairQueue(Generic[_Message]):
         return iter([message for _, message in list(self._waiting)])
 
     def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
-        """Append a message and return True. If a limit is reached, drop and count it, and return False.
+        """Append a message and return True. If a limit is reached, drop the message and return False.
 
         Args:
             sender: id of the sender.

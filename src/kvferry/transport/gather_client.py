@@ -100,7 +100,7 @@ class GatherClient:
         """Ask the rank to pack cells into its staging memory. Return the number of this segment of cells.
 
         Args:
-            route: index of the route among those announced.
+            route: index of the cells' route in the argument `routes` of the constructor.
             lease: word that shows whether the lease on the source blocks is valid.
             blocks: source block id of each cell, int64 of shape (n,).
             cell: index of the first cell within its block; the other cells follow it.

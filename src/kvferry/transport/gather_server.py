@@ -160,7 +160,7 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the thread, unless its current copy takes longer than `patience_seconds`."""
+        """Stop the thread. Wait at most `patience_seconds` until it has finished its current copy."""
         self._stop.set()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():

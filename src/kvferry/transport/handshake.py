@@ -121,7 +121,7 @@ class Handshakes:
             facts: facts about this engine, which are sent to peers.
             check: function that takes a peer's address and ranks and returns the ranks with resolved
                 addresses. It raises Incompatible for ranks that this engine cannot read.
-            patience_seconds: timeout of a handshake.
+            patience_seconds: timeout of a handshake, in seconds.
             clock: function that returns the time in seconds.
         """
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
@@ -223,7 +223,7 @@ class Handshakes:
         return refused
 
     def refuse_silent(self) -> None:
-        """Refuse all peers whose handshake has passed its deadline."""
+        """Mark all peers as Unusable that did not complete their handshake in time."""
         now = self._clock()
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
@@ -252,7 +252,7 @@ class Handshakes:
         return self._answers.get(address) is None and address not in self._running
 
     def forget_refusals(self) -> None:
-        """Forget all refusals older than `REFUSAL_SECONDS`."""
+        """Forget all refusals older than `REFUSAL_SECONDS`, so that these peers may be contacted again."""
         for address in [one for one in self._refused_at if self._refusal_is_over(one)]:
             del self._refused_at[address]
             if self.is_refused(address):

@@ -79,12 +79,12 @@ class MakeAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The result of an order. None of its READs is in flight any more.
+    """The result of an order to read KV. None of the order's READs is in flight any more.
 
     Attributes:
         key: key of the order.
         failure: reason of the failure; None if all bytes arrived and the lease words were unchanged.
-        plan: plan of the read; None if the order failed before it was planned, or its blocks were not zeroed.
+        plan: plan of the read; None if the order failed before its read was started.
         transfer_seconds: duration from the start of the read until the KV has arrived.
         check_seconds: duration of reading the lease words.
         peer_lost: True if the peer cannot be read or has restarted, so that other orders will fail too.
@@ -121,7 +121,8 @@ class _Read:
         landing: index of the first local word that lease words are read into. Each read has `MAX_SOURCES`
             local words, one for each rank of the peer.
         plan: plan of the read.
-        handles: READs in flight: first those of direct descriptors, later those of lease words.
+        handles: handles of the READs in flight: first of cells that are read straight into blocks, later of
+            lease words.
         packed: reads of packed cells in progress, one per route (layers that are read with the same copies).
         words: True once the lease words are being read.
         failure: reason of the failure; None if there is none so far.
@@ -198,7 +199,7 @@ class Lane:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Queue a command to connect a peer. Orders for the peer may be submitted at once.
+        """Queue a command to connect a peer. Orders to read from the peer may be submitted at once.
 
         Args:
             peer: name of the peer.
@@ -208,7 +209,7 @@ class Lane:
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Queue a command to disconnect a peer when its reads have ended. Later orders for the peer fail."""
+        """Queue a command to disconnect a peer when reads from it have ended. Later orders for it fail."""
         self._asked.append(_Connect(peer, None))
         self._wake.set()
 
@@ -225,7 +226,7 @@ class Lane:
         return taken
 
     def stop(self) -> None:
-        """Tell the thread to end when its reads have ended; do not wait."""
+        """Tell the lane's thread to end as soon as the reads in progress have ended. Do not wait for it."""
         self._stop = True
         self._wake.set()
 

@@ -30,7 +30,7 @@ _GENERATIONS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class LeaseWord:
-    """The word that protects a lease: a consumer compares it after reading the lease's blocks.
+    """The word that protects a lease. After reading the lease's blocks, a consumer checks the word's value.
 
     Attributes:
         slot: index of the word, the same on every worker.
@@ -56,7 +56,7 @@ class LeaseWords:
     """A worker's lease words: an array in memory that peers can read.
 
     Attributes:
-        incarnation: incarnation of this worker, the high half of every word.
+        incarnation: random number of this run of the worker, the high half of every word.
         array: word of every slot, uint64 of shape (slots,).
     """
 
@@ -216,7 +216,7 @@ class LeaseBook:
         return self.end(late)
 
     def ended(self, name: str) -> None:
-        """Free the slot of an ending lease, because all workers have raised its word."""
+        """Free the slot of a lease that is ending, because all workers have raised the lease's word."""
         slot = self._ending.pop(name, None)
         if slot is None:
             return

@@ -84,7 +84,7 @@ class Facts(msgspec.Struct, frozen=True):
     Attributes:
         engine_id: id of the engine.
         incarnation: random number that identifies this run of the engine.
-        software: versions of the software, for logs only.
+        software: versions of the engine's software, for logs only.
         must_agree: facts on which the meaning of the KV bytes depends, by name; if one differs, the peer is
             refused.
         keeps_turns: (host, port) at which the engine answers queries for earlier turns; None if it keeps
@@ -211,7 +211,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Message without reply: ends the consumer's claims on leases, because it has read their blocks.
+    """Message without reply: ends the consumer's claims on leases whose blocks it no longer needs.
 
     Attributes:
         consumer: incarnation (random number of the run) of the consumer.
@@ -269,7 +269,8 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
 
     Attributes:
         number: number of the query.
-        kept: turns found. All share the same chunks with the prompt, and may differ in the tokens after them.
+        kept: turns found. All share the same number of chunks with the prompt. They may differ in the tokens
+            that follow these chunks.
     """
 
     number: int

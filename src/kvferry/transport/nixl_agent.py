@@ -17,7 +17,7 @@ from kvferry.transport.rdma_libraries import preload
 logger = logging.getLogger(__name__)
 
 WAIT_MICROSECONDS = 10_000
-"""Maximum time that the progress thread sleeps. An event wakes it at once."""
+"""Maximum time that the progress thread sleeps. An event wakes the thread at once."""
 
 
 def nixl_package() -> str:

@@ -28,7 +28,7 @@ _LIMITS = {
     resource.RLIMIT_NOFILE: (256, "{} files may be open (ulimit -n 65535)"),
     resource.RLIMIT_AS: (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
 }
-"""For each resource limit: the least sufficient value, and a message with the problem and the remedy."""
+"""Least sufficient value of each resource limit, and a message with the problem and the remedy."""
 
 
 def missing_requirements(

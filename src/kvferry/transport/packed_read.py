@@ -105,7 +105,7 @@ class _SegmentState(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A run of cells that move together.
+    """A segment: a run of packed cells that move together.
 
     Attributes:
         cells: cells of the segment.
@@ -201,7 +201,7 @@ class PackedRead:
     def advance(self) -> bool:
         """Advance every segment as far as possible without blocking, and start further segments.
 
-        Return True if anything has changed.
+        Return True if any segment (run of cells) advanced.
         """
         moved = self._ask_ahead()
         for segment in list(self._chunks):
@@ -404,7 +404,7 @@ class PackedRead:
         self._give_back(segment)
 
     def _give_back(self, segment: _Segment) -> None:
-        """Free the staging memory that a segment holds on both sides, and its word."""
+        """Free all that a segment holds: staging memory of the source and of this worker, and its word."""
         if segment.number and self._client is not None:
             self._client.done(segment.number)
         if segment.allocation is not None:

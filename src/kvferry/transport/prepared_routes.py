@@ -132,7 +132,8 @@ class PreparedMethod:
         rows: number of descriptors per cell.
         src, dst: position of the method's descriptors in the list of the source's memory, and in the list of
             this worker's memory.
-        gather: index of the route among those announced to the source; -1 if the source packs nothing.
+        gather: index of the route in the message that announces routes to the source; -1 if the source packs
+            nothing.
         scatter: copies that unpack images (packed cells) into blocks; None if the method reads straight into
             blocks.
     """

@@ -54,7 +54,7 @@ class Share:
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
     """Return the index of the first cell of a share, which is always the first cell of a destination block.
 
-    Return the number of cells if no destination block starts at or after the share, as for `part` = `parts`.
+    If no destination block starts in or after the share, return the number of cells.
 
     Args:
         blocks: destination block id of each cell.

@@ -19,7 +19,7 @@ from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 
 @dataclass(frozen=True, slots=True)
 class PackedCells:
-    """Cells of one route that are moved as packed images (cells in contiguous staging memory).
+    """Cells of one route that move through staging memory, each packed into contiguous bytes.
 
     Attributes:
         route: route (layers read with the same copies) of the cells.
@@ -96,7 +96,7 @@ class SourceRank:
 
     @property
     def incarnation(self) -> int:
-        """Random number of the rank's run, the high half of its words."""
+        """Random number that identifies the rank's run, the high half of each of its lease words."""
         return self.lists.incarnation
 
 

@@ -27,7 +27,7 @@ MAX_ADAPTER = 4096
 MAX_REASON = 2048
 MAX_GROUPS = 1024
 MAX_BLOCKS = 1 << 22
-"""Maximum number of blocks in a grant. It is limited, because the engine's thread builds lists of them."""
+"""Maximum number of blocks in a grant. The limit bounds the lists that the engine's thread builds."""
 
 Ticket: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 """A random id that names a lease in messages and cannot be guessed."""
@@ -163,7 +163,7 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
 
     Attributes:
         number: number of the request.
-        incarnation: incarnation of the producer.
+        incarnation: random number of the producer's run.
         grant: block tables and lease word.
     """
 
@@ -177,7 +177,7 @@ class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
 
     Attributes:
         number: number of the request.
-        incarnation: incarnation of the producer.
+        incarnation: random number of the producer's run.
         reason: cause, as a sentence.
     """
 

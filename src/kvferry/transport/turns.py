@@ -50,7 +50,10 @@ class TurnContent:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: TurnContent) -> bool:
-        """Return whether this content starts with all of `other`. Return False if that cannot be decided."""
+        """Return whether this content starts with all of `other`. Return False if that is uncertain.
+
+        It is uncertain if `other` has a multi-modal item after its last whole chunk.
+        """
         chunks = len(other.keys)
         rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.tokens_after(chunks)
         return (
@@ -258,7 +261,7 @@ class TurnQueries:
 
         Args:
             address: address of the peer.
-            run: incarnation of the peer.
+            run: incarnation (random number of the run) of the peer.
             asked: time of the query, in seconds of the clock.
             now: current time, in seconds of the clock.
         """
