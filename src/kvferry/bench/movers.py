@@ -75,7 +75,7 @@ class KVFerryMover:
     Attributes:
         strategies: transfer strategy of each KV cache group in the last move.
         stages: times of planning, reading, the lease check and the rest, in seconds, one tuple per move. The
-            rest is the hand-over between threads, the wait for the next engine step, and the release.
+            rest is the hand-over between threads, the wait for the next engine step, and the lease's release.
         plan: read plan of the last move; None before the first.
     """
 

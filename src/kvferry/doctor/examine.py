@@ -126,7 +126,7 @@ def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> l
 
 
 def _keys_of(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
-    """Return the first existing key of the configurations, or else this machine's key; None without a key.
+    """Return the first existing key of the configurations, else this machine's key; None without any key.
 
     A key that cannot be read is skipped, because another check reports the error.
     """

@@ -1,4 +1,4 @@
-"""READs by NIXL without kvferry, from the memory of a producer to that of a reader."""
+"""READs by NIXL without kvferry, from the memory of a producer to the memory of a reader."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class RawReads:
         return PreparedLists(lists.local, lists.remote, rank.direct, plan.counts.bytes)
 
     def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
-        """Prepare descriptors of equal length in the same memory, in a random order on both sides.
+        """Prepare descriptors of equal length in the KV caches of both sides, each side in a random order.
 
         Args:
-            size: number of bytes of all descriptors together. It is reduced to the size of the cache.
-            length: number of bytes of one descriptor. It is reduced to `size`.
+            size: number of bytes of all descriptors together; at most the size of the smaller cache is used.
+            length: number of bytes of one descriptor; at most `size` is used.
         """
         ours = self._reader.cache.geometry.regions[0]
         theirs = self._reader.cards[self._number][0].geometry.regions[0]
@@ -159,7 +159,7 @@ class WaitLimit:
         self._end, self._next = now + MOVE_SECONDS, now + _CHECK_SECONDS
 
     def check(self) -> None:
-        """Check the other process and the deadline, but only every `_CHECK_SECONDS`.
+        """Check the other process and the deadline, at most once per `_CHECK_SECONDS`.
 
         Raises:
             TransferError: the other process has died, or `MOVE_SECONDS` have passed.

@@ -24,8 +24,8 @@ def kv_transfer_config(
     Args:
         role: role of the engine.
         settings: values of the keys of `ConnectorConfig`; keys with the value None are omitted.
-        alone: True if the engine has no other connector. Then ``transfer`` is set if the role needs it and
-            the tiers would disable it.
+        alone: True if the engine has no other connector. Then the key ``transfer`` is set to true
+            if the role needs transfers and the key ``tiers`` would turn them off.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or a file cannot be used.
@@ -49,7 +49,7 @@ def kv_transfer_config(
 def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
     """Return the ``--kv-transfer-config`` object that combines other connectors with kvferry's.
 
-    The connector is `FerryMultiConnector`, with the other connectors first and kvferry's last.
+    The engine's connector is `FerryMultiConnector`. It contains the other connectors, then kvferry's.
 
     Args:
         config: result of `kv_transfer_config`. Its ``source_policy`` and ``patience_seconds`` apply to all

@@ -211,11 +211,11 @@ def _leases(of: Figures) -> Iterator[str]:
 
 
 def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
-    """Return a latency over the last interval; if that has no samples, over the time since the start.
+    """Return a latency of the last interval. If the interval has no samples, use the time since the start.
 
     Args:
         of: figures to read.
-        seconds: function that selects the latency from rates or totals; None if they lack it.
+        seconds: function that returns the latency in rates or totals; None if they have no such latency.
     """
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:

@@ -11,14 +11,14 @@ from kvferry.top.values import Values, quantile
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The median and 99th percentile of a histogram, in seconds; None without samples."""
+    """The median and 99th percentile of a histogram of times, in seconds. Both are None without samples."""
 
     median: float | None
     p99: float | None
 
     @classmethod
     def of(cls, values: Values, name: str, **labels: str) -> Latency:
-        """Estimate the quantiles of the histogram called `name`, over its series with these labels."""
+        """Estimate median and 99th percentile of the histogram `name`, over its series with `labels`."""
         buckets = values.buckets(name, **labels)
         return cls(quantile(0.5, buckets), quantile(0.99, buckets))
 

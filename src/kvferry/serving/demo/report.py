@@ -74,7 +74,7 @@ def summary(rows: Sequence[RequestRow]) -> str:
 
 
 def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
-    """Yield one sentence per request for which the decode engine computed the prompt, with the reason."""
+    """Yield a sentence for each request whose prompt the decode engine computed itself, with the reason."""
     for number, row in enumerate(rows, 1):
         load = row.transfer
         if load is None:

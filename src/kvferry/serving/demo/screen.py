@@ -33,7 +33,7 @@ class Screen:
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
-        """Yield a function that shows the progress of starting engines. Finally print that they are ready."""
+        """Yield a function that shows the progress of starting engines. Then print that they are ready."""
         with startup_progress(self._console) as show:
             yield show
         self.note("Both engines are ready.")
@@ -44,7 +44,7 @@ class Screen:
 
     @contextmanager
     def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:
-        """Yield a function that prints an answer as it streams, on one line below the start of its prompt."""
+        """Print the start of a prompt, and yield a function that prints each piece of the answer below it."""
         begins = printable(prompt, " ")[: self._console.width - len(_INDENT) - 8]
         self.note(f"\n{number:>3} {begins} ...")
         room = self._console.width - len(_INDENT) - 8

@@ -21,7 +21,7 @@ class Transfer(msgspec.Struct, frozen=True):
         run_bytes: median size of a descriptor, in bytes.
         plan_seconds: time to plan the reads.
         transfer_seconds: time from posting the reads to their completion.
-        total_seconds: time from the engine's first query for the request until its blocks are usable.
+        total_seconds: time from the engine's first query for the request until the loaded blocks are usable.
         peer: name of the engine that the KV was read from.
         reason: reason of the failure; None if the load succeeded.
     """

@@ -90,8 +90,8 @@ class CompletionFlow:
     ) -> dict[str, Any] | Reply | None:
         """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
 
-        Return a `Reply` if the client must get this error. Return None if no prefill engine offers KV; the
-        decode engine then computes the prompt.
+        Return a `Reply` for the client if an engine rejects the request or too many engines failed.
+        Return None if no prefill engine offers KV; the decode engine then computes the prompt.
         """
         headers = prefill_headers(completion.headers)
         sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
@@ -153,7 +153,7 @@ class CompletionFlow:
     async def _answer(
         self, completion: Completion, params: dict[str, Any] | None, failures: Failures, send: Send
     ) -> None:
-        """Relay a decode engine's answer. If it fails before anything was sent to the client, try the next.
+        """Relay a decode engine's answer. If the engine fails before the client got data, try another one.
 
         Args:
             completion: request to serve.
