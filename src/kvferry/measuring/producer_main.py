@@ -105,7 +105,7 @@ def produce(
     producers: list[_ServedEngine] = []
     try:
         incarnation = new_incarnation()
-        # Add them one by one, so that the ones before are closed if the next one fails.
+        # Add the engines one by one, so that those already added are closed if the next one fails.
         producers.extend(_ServedEngine(engine, incarnation, keys) for engine in engines)
         _serve(pipe, producers, incarnation)
     except KVFerryError as error:

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     lifeline, grace_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     root = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509 - no threads here
-    # Install handlers rather than SIG_IGN, and after the engine has started: it must not inherit them.
+    # The engine must not inherit ignored signals. So install handlers, and only after it has started.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: root.send_signal(signal.SIGTERM))
     signal.signal(signal.SIGUSR1, _raise_killed)

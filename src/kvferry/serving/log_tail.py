@@ -11,7 +11,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Incompatible|Exit)): *(.*)$")
 _USAGE_ERROR = re.compile(r"^\S+: error: (.*)$")
-# Messages of a process about the failure of another one. The cause stands further up in the log.
+# Messages of a process about the failure of another process. The log has the cause further above.
 _ECHOES = (
     "See root cause above",
     "initialization failed",

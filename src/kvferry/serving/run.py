@@ -17,7 +17,7 @@ _M_MMAP_THRESHOLD = -3
 _THRESHOLD_BYTES = 128 << 10
 
 _TICK_SECONDS = 0.2
-# When the server stops, answers under way have this time to complete, and then this time to send an error.
+# Seconds that answers under way have to complete when the server stops, and then to send an error.
 _DRAIN_SECONDS = 2
 _CUT_SECONDS = 2
 

@@ -50,7 +50,7 @@ _FAILED = _rate("kvferry_loads_total", _SOURCE, outcome="failed")
 _LOADED = _rate("kvferry_loads_total", _SOURCE)
 _RECOMPUTED = _rate("kvferry_recomputed_tokens_total", ENGINE)
 _PROMPTS = _rate("vllm:prompt_tokens_total", ENGINE)
-# Exclude host memory: it is normally full, and counts chunks that a slower tier failed to provide as dropped.
+# Exclude host memory. It is normally full, and its count of dropped chunks includes failed fetches.
 _SLOW = "!host"
 _USED = total(series("kvferry_tier_used_bytes", tier=_SLOW), *_TIER)
 _CAPACITY = total(series("kvferry_tier_capacity_bytes", tier=_SLOW), *_TIER)

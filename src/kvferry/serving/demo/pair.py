@@ -174,7 +174,7 @@ class _Run:
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         *texts, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
-        # The first request includes the engines' handshake, so it is shown but not measured.
+        # The first request includes the engines' handshake, so its time is shown but is not a result.
         self.screen.handshake(self._ask(self.url, {**body, "prompt": first}).first_token_seconds)
         measured = []
         for number, text in enumerate(texts, 1):

@@ -192,7 +192,7 @@ class CompletionFlow:
                     await self._failed(backend, reply, failures)
                 else:
                     continue  # it did not take the request, so the prefill engine still has the KV
-            # The failed engine may have read the KV. Then the prefill engine no longer keeps it.
+            # The failed engine may have read the KV, and then the prefill engine has freed it.
             params = None
             if failures.exhausted:
                 last = None

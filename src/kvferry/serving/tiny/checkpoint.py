@@ -56,7 +56,7 @@ def tiny_checkpoint(name: str, directory: Path) -> Path:
 
 
 def _write(chosen: Family, tokenizer: Path, folder: Path) -> None:
-    # bfloat16 values are exact in float32 too, in which some engines compute, and take half the space.
+    # Save bfloat16: its values are exact in float32, in which some engines compute, and take half the space.
     import torch
     from transformers.utils import logging
 

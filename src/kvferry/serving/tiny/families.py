@@ -156,8 +156,8 @@ _ALL = (
         name="dsv3",
         groups="MLA",
         config="DeepseekV3Config",
-        # 16 heads: with only 4, the results of vLLM's CPU kernel for decode and prefill differ several times
-        # as much.
+        # Use 16 heads. With 4 heads, the decode and prefill results of vLLM's CPU kernel differ several times
+        # more.
         settings={
             **_LATENT,
             "num_hidden_layers": 3,
