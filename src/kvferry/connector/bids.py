@@ -59,7 +59,7 @@ class Bid:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all parts."""
+        """Number of tokens of all parts together."""
         return sum(part.tokens for part in self.parts)
 
     @property
@@ -83,9 +83,9 @@ class Bid:
 
 
 def leads_on(rest: int) -> bool:
-    """Return whether a load could save the engine from computing any token.
+    """Return whether a load could save any computation.
 
-    It could not if only the last token is missing, because the engine always computes that one.
+    Return False if only the last token is missing, because the engine always computes that token.
 
     Args:
         rest: number of tokens of the request that the engine does not have.
@@ -105,12 +105,12 @@ class Bidding:
     def open(self, bids: Iterable[Bid], rest: int) -> list[Bid]:
         """Return the bids that may be taken.
 
-        Leave out the bids of excluded sources. If no attempt is left, return no bid.
+        Leave out the bids of excluded sources. Return no bid if no attempt is left or if no load could save
+        any computation.
 
         Args:
             bids: bids of all sources.
-            rest: number of tokens of the request that the engine does not have. It always computes the last
-                one.
+            rest: number of tokens of the request that the engine does not have.
         """
         if self._left <= 0 or not leads_on(rest):
             return []

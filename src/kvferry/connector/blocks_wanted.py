@@ -30,9 +30,9 @@ class BlocksWanted:
         self._requests.pop(request.request_id, None)
 
     def blocks(self) -> int:
-        """Return the number of blocks that the largest waiting request without blocks needs; 0 if none waits.
+        """Return the number of blocks that the largest request without blocks waits for; 0 if none waits.
 
-        The engine gives a request all its blocks at once, so fewer free blocks do not help it.
+        The engine gives a request all its blocks at once, so fewer free blocks do not help the request.
         """
         waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)
         tokens = max(waiting, default=0)

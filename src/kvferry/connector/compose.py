@@ -119,7 +119,7 @@ class Composition:
 
         Args:
             sources: all sources, in the order in which admission asks them.
-            tier_weights: weight of each tier's tokens by tier name; a missing tier has weight 1.
+            tier_weights: weight of a token from each tier, by name of the tier; a missing tier has weight 1.
         """
         engine, config = self._engine, self._config
         weights = {PEER: config.load_weight, **(tier_weights or {})}

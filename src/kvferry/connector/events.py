@@ -98,7 +98,7 @@ class LoadBegan:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """All ranks reported a load. A load past its deadline may still write to its blocks.
+    """All ranks have reported the end of a load. After its deadline it may still write to its blocks.
 
     Attributes:
         load, source: as in `LoadBegan`.
@@ -125,7 +125,7 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """A source is not asked again for this request.
+    """A source could not serve a request. If the source is a peer, it is not asked again for this request.
 
     Attributes:
         source: name of the peer, or of the source that failed.
@@ -182,7 +182,7 @@ class StoreBegan:
 
 @dataclass(frozen=True, slots=True)
 class StoreEnded:
-    """All ranks reported a store.
+    """All ranks have reported the end of a store.
 
     Attributes:
         store: as in `StoreBegan`.
@@ -242,7 +242,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """A tier has changed since its last event. This event belongs to no request.
+    """The changes in a tier since its last event. Emitted for all tiers if one has changed, for no request.
 
     Attributes:
         tier: name of the tier.

@@ -38,7 +38,7 @@ class Headroom:
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], step_tokens: int, pool: BlockPool) -> Headroom:
-        """Create the check for an engine. If no group has a window, it accepts every load.
+        """Create the check for an engine. If no group has a window, the check accepts every load.
 
         Takes the attributes as arguments.
         """
@@ -102,7 +102,7 @@ class Headroom:
 
 
 def _between(group: CacheGroup, local_tokens: int, tokens: int) -> int:
-    """Return the number of blocks that a group adds from `local_tokens` to `tokens` tokens."""
+    """Return how many more blocks a group needs for `tokens` tokens than for `local_tokens` tokens."""
     if group.kind is GroupKind.STATE:
         return STATE_BLOCKS
     return max(-(-tokens // group.block_tokens) - -(-local_tokens // group.block_tokens), 0)

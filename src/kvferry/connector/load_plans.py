@@ -82,7 +82,7 @@ def load_plans(
         sources: sources that may be able to serve the request.
         request: the request.
         local_tokens: number of tokens that the engine has.
-        alignment_tokens: alignment of the position where two parts meet, from `common_alignment`; 0 for no
+        alignment_tokens: result of `common_alignment`, at whose multiples two parts may meet; 0 for no
             plans with two sources.
     """
     found = [LoadPlan(bid, ((one, bid),)) for one in sources for bid in one.bids(request, local_tokens)]

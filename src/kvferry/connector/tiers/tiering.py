@@ -129,12 +129,12 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps even without requests."""
+        """Whether stores, loads or writes to storage need engine steps even without requests."""
         return self._stores.busy or self.source.busy or self._cache.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether stores pin blocks that will become free without preempting a request."""
+        """Whether stores pin blocks that become free soon, without preempting a request."""
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:

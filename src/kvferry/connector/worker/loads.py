@@ -87,7 +87,7 @@ class Loads:
         self._landed[key] = failure
 
     def settle(self) -> Settled:
-        """Return the loads that ended, were given up or passed their deadline since the last call."""
+        """Return the loads that have ended, been given up or passed their deadline since the last call."""
         reported: dict[str, str | None] = {}
         released: set[str] = set()
         for key, failure in self._landed.items():

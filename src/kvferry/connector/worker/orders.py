@@ -46,7 +46,7 @@ class ArenaCard:
 
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """The order to copy chunks from KV blocks to the arena. Every rank copies its part and reports it.
+    """The order to copy chunks from KV blocks to host memory. Every rank copies and reports its part.
 
     Attributes:
         key: unique name of the order.
@@ -65,7 +65,7 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """The order to copy chunks that have arrived in the arena to KV blocks, as one part of a load.
+    """The order to copy chunks that have arrived in host memory to KV blocks, as one part of a load.
 
     Attributes:
         key: unique name of the part.
@@ -116,7 +116,7 @@ class ChunkOrders:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One rank's report that an order was carried out or has failed. Nothing of it is in flight.
+    """One rank's report that an order was carried out or has failed. No copy of it is under way.
 
     Attributes:
         key: key of the store or of the part of a load.
