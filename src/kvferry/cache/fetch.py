@@ -38,8 +38,8 @@ class Fetch:
         reading: chunks that are being read, by key.
         ready: chunks in host memory, each with the slot that is held for this load until the load closes it.
         tiers: names of the tiers that chunks have come from.
-        failed: names of tiers with an I/O error in a read of this load. A tier that no longer has a chunk is
-            not among them, because it will not offer that chunk again.
+        failed: names of tiers with an I/O error in a read of this load. A tier that lacked a chunk is not
+            among them, because it does not offer that chunk again.
         failure: reason why the fetch cannot continue; None if it can. Ready chunks stay ready.
         miss: outcome of the read that caused the failure; None if there is no failure or no such read.
     """

@@ -148,7 +148,7 @@ class TierQueue:
 
     @property
     def can_write(self) -> bool:
-        """Return whether another write may start now: not too many are in flight, and they do not hang."""
+        """Return whether another write may start now: few writes are in flight, and they do not hang."""
         return self.writing < self._most_writes and not self._writing.stuck
 
     def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
@@ -309,7 +309,7 @@ class _Operations:
 
     @property
     def _at_work(self) -> int:
-        """The number of operations in flight."""
+        """The number of operations that have begun and not ended."""
         return self.count - len(self._ended)
 
 

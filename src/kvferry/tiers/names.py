@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 PEER = "peer"
-"""Name of the tier, and of the source, that stands for another engine."""
+"""Name that other engines have as a tier, and as a source of KV."""
 
 HOST = "host"
 """Name of the host tier: chunks in host memory."""

@@ -95,7 +95,7 @@ class EvictionPolicy(ABC):
         """Record a use of a key. Raises KeyError if it is not admitted."""
 
     def make_newest(self, key: bytes) -> None:
-        """Rank a key as the latest used, without counting a use. Raises KeyError if it is not admitted.
+        """Rank a key as the latest used, but count no use. Raises KeyError if the key is not admitted.
 
         A pinned key gets this rank when it is unpinned.
         """

@@ -26,7 +26,7 @@ class HostMissReason(StrEnum):
     ABSENT = "absent"
     """The chunk was not in the tier recently."""
     EVICTED = "evicted"
-    """The chunk was evicted recently. A larger capacity would have kept it."""
+    """The chunk was evicted recently. A larger capacity could have kept the chunk."""
     FILLING = "filling"
     """The chunk's bytes are still being written."""
 

@@ -31,7 +31,11 @@ class TierKeys:
     """
 
     def __init__(self, table: KeyTable | None = None) -> None:
-        """Create an empty set in `table`. If it is None, create a table for this tier alone."""
+        """Create an empty set of keys.
+
+        Args:
+            table: key table to use, which several tiers may share; None for a new table.
+        """
         self.table = KeyTable() if table is None else table
         self.bit = self.table.add_tier()
         self._evicted = RecentlyEvicted()
