@@ -37,25 +37,28 @@ from kvferry.tiers.registry import medium_of
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Connector that moves KV between engines and KV tiers; one instance in the scheduler, one per worker.
 
-    vLLM keeps one worker instance per process, even if two engines live in the process. It registers the
-    second engine's cache with the first engine's instance. So a worker instance has one worker half per
-    engine, and the metadata of every step names its engine.
+    vLLM keeps one worker instance per process, even if the process runs two engines. It registers the cache
+    of the second engine with the instance of the first. So a worker instance has one worker half per engine,
+    and the metadata of each step names the engine that runs the step.
     """
 
     supports_sleep_mode: ClassVar[bool] = False
-    """Flag that vLLM 0.33 and later read. It is False because registered memory must not be given up
-    (`fixed_memory`)."""
+    """Flag that vLLM 0.33 and later read: True if the engine may sleep, that is, release its KV cache.
+    It is False because NIXL has registered this memory (`fixed_memory`)."""
 
     _cache_configs: ClassVar[dict[str, Any]] = {}
-    """Cache configuration of each engine, by engine id: that of the engine's last instance in this process.
+    """KVCacheConfig of each engine in this process, by engine id. Each new instance overwrites the entry.
 
-    The scheduler's configuration names one layer's spec for all layers of a group, although the layers may
-    have different numbers of heads. A worker's configuration has the spec of every layer. The second engine
-    of a process has no worker instance, so it uses its scheduler's configuration.
+    The KVCacheConfig of a scheduler gives the spec of one layer for all layers of a group, although the
+    layers may have different numbers of heads. That of a worker has the spec of every layer. The second
+    engine of a process has no worker instance of its own, so its worker half uses the scheduler's
+    KVCacheConfig.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Validate the settings, and create the half that `role` asks for.
+        """Validate the settings. In the scheduler (see `role`), also create the scheduler half.
+
+        Worker halves are created later, when vLLM registers a KV cache (`register_kv_caches`).
 
         Raises:
             ConfigError: a setting or the model's cache cannot be used. The message says why and what to do.
@@ -79,9 +82,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if this engine hands over KV that other engines wait for; False if it only caches KV.
+        """True if other engines wait for KV from this engine; False if it only caches KV.
 
-        KV that is missing from a cache is computed again.
+        KV that is missing from a cache is simply computed again.
         """
         return bool(read_settings(self._vllm_config).transfers and super().requires_kv_delivery)
 
@@ -93,7 +96,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> VLLMScheduler:
-        """Scheduler half of this instance; only an instance in the scheduler has one."""
+        """Scheduler half of the connector. Only the instance in the scheduler's process has one."""
         assert self._scheduler is not None
         return self._scheduler
 
@@ -154,7 +157,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker(self) -> VLLMWorker:
-        """Worker half for the engine of the current step; only an instance in a worker has one."""
+        """Worker half of the engine that runs the current step. Only an instance in a worker has one."""
         assert self._current is not None
         return self._current
 
@@ -170,9 +173,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._arriving.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> WorkerCard | None:
-        """Start the worker half, and return its handshake for the scheduler half.
+        """Start the worker half, and return the handshake that it sends to the scheduler half.
 
-        vLLM calls this after it has registered the engine's cache and made its scheduler.
+        vLLM calls this after it has registered the engine's KV cache and created the engine's scheduler.
         """
         worker, self._arriving = self._arriving, None
         own, self._own_cache_config = self._own_cache_config, None

@@ -1,9 +1,10 @@
-"""Facts that two engines must share to exchange KV, and that an engine must share with a stored chunk.
+"""Facts about an engine that decide the content of its KV: weights, settings and element types.
 
-A chunk is a fixed number of tokens of a KV cache group, as stored in a tier. Weights are compared by content
-(`kvferry.cache.weights`), because a model's name says nothing about them. All other facts that decide KV
-content are read from built objects: the model of every worker (`built`), the processor, and the resolved
-element types. `arguments` names, for each of vLLM's engine arguments, the fact that covers it.
+Two engines exchange KV only if these facts are equal. An engine loads a stored chunk (the KV of a fixed
+number of tokens of a KV cache group) only if they are equal to those of the engine that stored it. Weights
+are compared by content (`kvferry.cache.weights`), because a model's name does not identify them. The other
+facts are read from objects that vLLM has built: the model of every worker (`built`), the processor, and the
+resolved element types. `arguments` says, for each of vLLM's engine arguments, which fact covers it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _UNKNOWN = "of unknown version"
 
 
 def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int) -> Facts:
-    """Return the facts that this engine sends to its peers.
+    """Return the facts that this engine sends to its peers, with its id, run and software versions.
 
     Args:
         vllm_config: the engine's configuration.
-        must_agree: facts that the function `must_agree` has returned.
+        must_agree: facts that must be equal in both engines, as the function `must_agree` returns them.
         incarnation: number that identifies this run of the engine.
     """
     return Facts(
@@ -49,7 +50,7 @@ def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int)
 
 
 def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str, Fact]:
-    """Return all facts that another engine must share for its KV to be valid here.
+    """Return the facts that must be equal in two engines before they can use each other's KV.
 
     Args:
         vllm_config, kv_cache_config: vLLM's configurations.
@@ -71,7 +72,7 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
 
 
 def built_by_all(workers: Any) -> Built:
-    """Merge the facts about the models of all workers.
+    """Merge the facts about the models of all workers into one `Built`.
 
     Args:
         workers: a `Built` from each worker.
@@ -80,7 +81,7 @@ def built_by_all(workers: Any) -> Built:
 
 
 def engine_settings(vllm_config: Any) -> dict[str, str]:
-    """Return the settings of vLLM that decide KV content and leave no trace in the built model."""
+    """Return the settings of vLLM that decide KV content but cannot be read from the built model."""
     model = vllm_config.model_config
     return settings_of(
         {
@@ -105,7 +106,8 @@ _MULTIMODAL = (
 def _plain(value: Any) -> Any:
     """Convert a configuration object of vLLM to plain data.
 
-    An object of the platform's own is replaced by its digest. Other values are returned as they are.
+    A dataclass becomes a dictionary, and an object with a method `compute_hash` becomes its hash. Other
+    values are returned as they are.
     """
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
@@ -115,7 +117,8 @@ def _plain(value: Any) -> Any:
 def lora_settings(vllm_config: Any) -> str:
     """Return a text with the settings that change what LoRA adapters compute; empty without LoRA.
 
-    The text is part of every adapter's name, so chunks of engines with other settings have other names.
+    The text is part of the name of every adapter. So engines with different settings give different names to
+    chunks that they compute with the same adapter.
     """
     lora = vllm_config.lora_config
     if lora is None:
@@ -127,7 +130,14 @@ def lora_settings(vllm_config: Any) -> str:
 
 
 def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: CanonicalForm) -> Namespace:
-    """Return the namespace of this engine's chunks in shared storage.
+    """Return the namespace of this engine's chunk keys in shared storage.
+
+    Engines with equal namespaces can load each other's chunks.
+
+    Args:
+        vllm_config: the engine's configuration.
+        must_agree: facts that the function `must_agree` has returned.
+        canonical: format in which chunks are stored.
 
     Raises:
         ConfigError: the weights have no digest, or scales of the cache are computed at run time.
@@ -152,8 +162,9 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 def _processor(model: Any) -> dict[str, str] | None:
     """Return the effective configuration of the multimodal processor; None if there is none.
 
-    Items are named by the processor's output (`items`), so their names differ if the output does. These facts
-    only say in words why. If the processor cannot be inspected, they are left out.
+    Images and other items are named by a digest of the processor's output (`items`), so different outputs
+    have different names anyway. This configuration explains to users why two engines do not share KV. If the
+    processor cannot be inspected, the result is None.
     """
     try:
         parts = processor_settings(model)

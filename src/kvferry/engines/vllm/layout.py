@@ -1,9 +1,10 @@
-"""Memory layout of an engine's KV cache: the layout to request, and the layout that the cache has.
+"""Memory layout of an engine's KV cache: which layout to request, and which layout the cache really has.
 
-A layout is an order of the axes layer, block, head, token and content (`L B H N C`). The planner moves KV
-between any two layouts. But if blocks are outermost, a block of all layers is contiguous, and a READ of it
-takes one descriptor instead of one per layer and field. So the connector requests such a layout if the
-attention backend declares support for it. It then reads the actual layout back from the tensors.
+A layout is an order of the axes layer, block, head, token and content (`L B H N C`), outermost first. kvferry
+moves KV between any two layouts. But if the block axis is outermost, the KV of all layers for one block is
+contiguous. A READ of a block then takes one descriptor instead of one per layer and field. So the connector
+requests such a layout if the attention backends declare support for it. It then reads the actual layout back
+from the tensors.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from kvferry.errors import ConfigError
 from kvferry.geometry.pagemap import LAYOUTS, is_compact
 
 _HEADS_OUTSIDE, _PAGES_WHOLE = "BHLNC", "BLHNC"
-"""Preferred layouts: the first if all layers of the model are alike, else the second.
+"""Preferred layouts. The first is preferred if all layers of the model are alike and pages move by fields.
 
-The first also makes any range of heads contiguous. But it scatters a page over its block, so it is requested
-only if pages are expected to move by fields. Pages of unknown content would become many small copies.
+Otherwise the second is preferred. In the first layout, the KV of any range of heads in a block is contiguous.
+But the bytes of one page (a layer's part of a block) are scattered over the block. So a page of unknown
+content, which moves whole, would take many small copies.
 """
 
 
@@ -51,12 +53,12 @@ def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
 def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
     """Return the layout of the engine's tensors; ``unknown`` if no layout fits.
 
-    Several layouts may fit because some axes have a single element. The result is then the layout that the
-    engine names if that layout is among them, else all of them.
+    If some axes have a single element, several layouts may fit. The result is then the layout that the engine
+    names, if it fits. Otherwise it is the names of all fitting layouts, joined by "or".
 
     Args:
         kv_cache_config: vLLM's cache configuration.
-        caches: cache tensor of each layer by name, (blocks, heads, tokens, content).
+        caches: cache tensor of each layer by name, of shape (blocks, heads, tokens, content).
     """
     fitting = [name for name in LAYOUTS if all(_fits(name, t) for t in _tensors(kv_cache_config, caches))]
     named = str(kv_cache_config.kv_cache_layout)
@@ -96,7 +98,10 @@ Strided = Sequence[tuple[str, int, int]]
 
 
 def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
-    """Yield the axes of each vLLM allocation, whose layers lie at equal distances."""
+    """Yield the axes of each memory allocation of vLLM's KV cache.
+
+    The layers in an allocation lie at equal distances, so the layer axis has a stride as well.
+    """
     for allocated in kv_cache_config.kv_cache_tensors:
         layers = [caches[name] for name in allocated.layers if name in caches]
         if not layers:
@@ -108,6 +113,13 @@ def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Stride
 
 
 def _fits(name: str, tensor: Strided) -> bool:
-    """Return True if strides decrease in the order of the layout's axes. Axes of extent 1 are ignored."""
+    """Return True if a tensor has a layout: its strides decrease in the order of the layout's axes.
+
+    Axes of extent 1 are ignored.
+
+    Args:
+        name: name of the layout, such as ``BHLNC``.
+        tensor: (axis, extent, stride in bytes) of each axis of the tensor.
+    """
     stride = {axis: distance for axis, extent, distance in tensor if extent > 1}
     return all(stride[outer] > stride[inner] for outer, inner in pairwise(a for a in name if a in stride))

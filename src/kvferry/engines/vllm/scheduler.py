@@ -66,11 +66,11 @@ class VLLMScheduler:
         self._pool: Any = None
 
     def bind_pool(self, pool: Any) -> None:
-        """Set the engine's block pool, which `start` hands to the scheduler half."""
+        """Remember the engine's block pool, which `start` hands to the scheduler half."""
         self._pool = pool
 
     def start(self, cards: tuple[WorkerCard, ...]) -> None:
-        """Start the scheduler half. Called when all workers have started.
+        """Start the scheduler half, after all workers of the engine have started.
 
         Args:
             cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
@@ -97,24 +97,36 @@ class VLLMScheduler:
         self._explaining.start()
 
     def on_new_request(self, request: Any) -> None:
-        """Register a new request, and record the identifiers of its images and other items."""
+        """Handle a new request in the scheduler, and record the identifiers of its images and other items."""
         self._identifiers.note(request)
         self.half.on_new_request(self._requests.wrap(request))
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
-        """Return the number of tokens to load beyond `local_tokens`; None if vLLM must ask again later."""
+        """Return the number of tokens to load for a request; None if vLLM must ask again later.
+
+        Args:
+            request: vLLM's request.
+            local_tokens: number of prompt tokens that the engine's own prefix cache has. The tokens to load
+                come after them.
+        """
         return self.half.admission.matched(self._requests.wrap(request), local_tokens)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """Start the load of `external` tokens into the request's new blocks; if it is 0, load nothing."""
+        """Start the load of a request's KV into its new blocks.
+
+        Args:
+            request: vLLM's request.
+            blocks: vLLM's KVCacheBlocks of the request.
+            external: number of tokens to load; 0 to load nothing.
+        """
         self.half.admission.allocated(self._requests.wrap(request), blocks, external)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request.
 
         Returns:
-            True if vLLM must keep the request's blocks until peers have read them, and the
-            ``kv_transfer_params`` of the response. The parameters are None if the request asked for none.
+            True if vLLM must keep the request's blocks until kvferry releases them, and the
+            ``kv_transfer_params`` of the response; None if the response has none.
 
         Args:
             request: vLLM's request.
@@ -123,20 +135,21 @@ class VLLMScheduler:
         return self.half.finished(self._requests.wrap(request), block_ids)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
-        """Return the scheduler half's orders to the workers for the coming step."""
+        """Return the loads, stores and other work that the workers must do in the coming step."""
         return SchedulerMeta(self._engine_id, self.half.orders(VLLMStep(scheduler_output)))
 
     def take_output(self, output: Any) -> None:
-        """Handle the workers' reports on the last step."""
+        """Pass the workers' reports on a step to the scheduler half."""
         if isinstance(output.kv_connector_worker_meta, WorkerMeta):
             self.half.take_reports(output.kv_connector_worker_meta.reports)
         if output.finished_sending:
             self.half.sent(output.finished_sending)
 
     def take_stats(self) -> FerryStats | None:
-        """Return the counts since the last call and clear them; None if there are none.
+        """Return the metric counts since the last call, and clear them; None if there are none.
 
-        vLLM calls this once per step, after the step's output. So this also marks the step as done.
+        This also tells the scheduler half that a step is done, because vLLM calls it once at the end of each
+        step.
         """
         self.half.step_done()
         counted = self._fold.take()

@@ -1,18 +1,21 @@
 """Description of a page of recurrent state (Mamba and others) as fields.
 
-vLLM packs the states of a layer into a page, one after the other (`MambaBase.bind_kv_cache`): the last inputs
-of a convolution, then the recurrent state. Each segment of the convolution's channels (`state_format`)
-becomes a field of its own. With these fields, state can move between different numbers of ranks, and between
-the two orders in which vLLM keeps a convolution (``SD``: window first, ``DS``: channels first).
+A page holds the states of one layer, one after the other (`MambaBase.bind_kv_cache`): the last inputs of a
+convolution, then the recurrent state. The channels of the convolution come from several projections. The
+channels of each projection (a segment, see `state_format`) become a field of their own. With these fields,
+state can move between different numbers of ranks. It can also move between the two orders in which vLLM keeps
+the inputs of a convolution (``SD``: window first, ``DS``: channels first).
 
-With speculative decoding vLLM adds a column to the window per draft token. A step that computes a prompt, in
-any number of pieces, leaves its window in the *first* ``kernel - 1`` columns (`causal_conv1d_fn`: ``state_len
-= width - 1``; a single token: `causal_conv1d_update` with one accepted token). The other columns are scratch
-and belong to no field. The window stands further back only between two steps of speculative decoding, and
-kvferry never moves such a state.
+With speculative decoding, vLLM adds one column per draft token to the window (the last inputs that the
+convolution needs). A step that computes prompt tokens leaves the window in the *first* ``kernel - 1`` columns
+(`causal_conv1d_fn`: ``state_len = width - 1``; for a single token, `causal_conv1d_update` with one accepted
+token). The other columns are scratch and belong to no field. Only between two steps of speculative decoding
+is the window in later columns, and kvferry never moves such a state.
 
-kvferry moves a state as an opaque page, and only between equal ranks, in two cases: the layer's dimensions do
-not account for every element, or vLLM's weight loaders do not confirm the fields (`state_proof`).
+In two cases, kvferry moves a state as opaque bytes, and only between ranks of the same index in engines with
+the same number of ranks: the layer's dimensions do not account for every element, or vLLM's weight loaders do
+not confirm the fields (`state_proof`). If vLLM replicates the state on all ranks, it also moves as opaque
+bytes, between any ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Rank:
 
 
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
-    """Describe a page of recurrent state: as fields if they can be proved, else as opaque bytes.
+    """Describe a page of recurrent state: as fields if their positions are proved, else as opaque bytes.
 
     Args:
         layer: the engine's state layer, for its dimensions and weight loaders.
@@ -73,7 +76,11 @@ def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> 
 
 
 def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, ...], str]:
-    """Return the proved fields and an empty string, or no fields and the reason why there are none."""
+    """Find the fields of a page of state, and prove them with the layer's weight loaders.
+
+    Returns:
+        Fields and an empty string. If the fields are not proved, the second element is the reason.
+    """
     if kind not in FORMATS:
         return (), "its mamba type is not known"
     try:
@@ -91,9 +98,10 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
-    """Return the number of columns of the window in memory; None if the declared shapes do not fit.
+    """Return the number of columns of the convolution's window in memory.
 
-    The number includes scratch columns for speculative decoding.
+    The number includes scratch columns for speculative decoding. Return None if the shapes that vLLM declares
+    are not those of the state's format.
     """
     declared = tuple(tuple(shape) for shape in spec.shapes)
     for columns in (state.window, state.window + int(spec.num_speculative_blocks)):
@@ -107,7 +115,7 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
     Args:
         state: format of the layer's state over all ranks.
-        columns: number of columns of the window in memory.
+        columns: number of columns of the convolution's window in memory.
         item_bytes: bytes per element of each state that exists: first the convolution, then the recurrent
             state.
         rank: rank that holds the page.
@@ -120,7 +128,7 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
 
 def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tuple[Field, ...]:
-    """Return a field for each segment of the convolution.
+    """Return a field for each segment of the convolution (the channels of one projection).
 
     The segments share one array, (channels, columns) or (columns, channels).
     """

@@ -1,9 +1,10 @@
-"""Formats of recurrent state by mamba type, derived from the dimensions of vLLM's own layers.
+"""Formats of recurrent state, by mamba type. They are derived from the dimensions of vLLM's own layers.
 
-A causal convolution remembers the last ``kernel - 1`` inputs of every channel. Its channels are those of
-several projections, one after the other. Each projection is sharded over the ranks on its own: with two
-ranks, rank 0 of Mamba2 has the first half of x, of B and of C, which is not the first half of the channels.
-The recurrent state, if there is one, follows the convolution in memory and is sharded by its first axis.
+A causal convolution remembers the last ``kernel - 1`` inputs of every channel (the window). Its channels are
+those of several projections, one after the other. Each projection is sharded over the ranks on its own. With
+two ranks, for example, rank 0 of Mamba2 has the first half of x, of B and of C. That is not the first half of
+all channels. The recurrent state, if there is one, follows the convolution in memory. It is sharded by its
+first axis.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Segment:
 
     @property
     def copied(self) -> bool:
-        """True if every rank has all channels, rather than a share of them."""
+        """True if every rank has all channels of the segment, because it has only one unit."""
         return self.units == 1
 
     def held(self, ranks: int) -> int:
-        """Return the number of channels on one of `ranks` ranks."""
+        """Return the number of channels that each rank has if there are `ranks` ranks."""
         return self.channels if self.copied else self.units // ranks * self.width
 
 
@@ -63,7 +64,7 @@ class StateFormat:
     recurrent: tuple[tuple[str, int], ...]
 
     def shapes(self, ranks: int, columns: int, channels_first: bool) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of one rank's states as vLLM declares them.
+        """Return the shapes that vLLM declares for the states of one rank: convolution, then recurrent state.
 
         Args:
             ranks: number of tensor-parallel ranks.
@@ -134,7 +135,7 @@ def linear(layer: Any) -> StateFormat:
 
 
 def short_conv(layer: Any) -> StateFormat:
-    """Return the format of LFM2's gated short convolution, which has no recurrent state."""
+    """Return the format of LFM2's gated short convolution, which has a convolution but no recurrent state."""
     return StateFormat(layer.L_cache - 1, (Segment("conv", layer.conv_dim),), ())
 
 
@@ -145,4 +146,4 @@ FORMATS: dict[str, Callable[[Any], StateFormat]] = {
     "LINEAR": linear,
     "SHORT_CONV": short_conv,
 }
-"""Function that derives the format from a layer, by the type's name in `MambaAttentionBackendEnum`."""
+"""Function that derives the state format from a layer, by name in vLLM's `MambaAttentionBackendEnum`."""

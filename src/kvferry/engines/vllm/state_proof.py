@@ -1,9 +1,10 @@
-"""Proof of a rank's state fields with the weight loaders of the layer that computes the state.
+"""Proof, with vLLM's weight loaders, that the fields of a rank's state are right.
 
 Channel ``c`` of a convolution's weight is applied to channel ``c`` of its state, and a head's weights are
-applied to the head's state. So vLLM's weight loaders decide which part of the whole model's state a rank has.
-The proof gives each loader a weight that contains its own indices. It then checks that the part which the
-loader keeps has the indices that the fields claim. It changes nothing in the engine.
+applied to the head's state. So a rank has the state of exactly those channels and heads whose weights it
+loads. The proof gives each weight loader a weight in which every element is the index of its channel or row.
+The loader keeps this rank's part. The proof checks that this part has the indices that the fields claim. It
+changes nothing in the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
 
 
 def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check the channels with the weight loader of the convolution; return the reason if they are wrong.
+    """Check which channels this rank has with the weight loader of the convolution.
+
+    Return the reason why the fields are wrong; an empty string if they are right.
 
     The weight has the shape (channels of this rank, 1, kernel).
     """
@@ -65,7 +68,9 @@ def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field])
 
 
 def _heads_disproved(layer: Any, field: Field) -> str:
-    """Check the heads with a weight loader; return the reason if they are wrong.
+    """Check which heads this rank has with a weight loader.
+
+    Return the reason why the field is wrong; an empty string if it is right.
 
     The weight has one element, or a fixed number of rows, per head. Lightning attention has no such weight,
     so its slopes are compared instead.
@@ -87,7 +92,7 @@ def _heads_disproved(layer: Any, field: Field) -> str:
 
 
 def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
-    """Return a parameter of the class and with the attributes of `weight`: float32 of `shape`, all -1.
+    """Return a new parameter with the class and attributes of `weight`: float32 of `shape`, filled with -1.
 
     float32 holds every index below 16,777,216 exactly. The shape is an argument because on some CPUs vLLM
     packs weights after it has loaded them, which changes their shape.
@@ -99,7 +104,15 @@ def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a convolution's weight in which every channel holds its index: float32 (channels, 1, kernel)."""
+    """Return a convolution's weight in which every element is the index of its channel.
+
+    Args:
+        indices: index of each channel.
+        like: weight that has the same kernel size.
+
+    Returns:
+        float32 of shape (channels, 1, kernel).
+    """
     return indices.to(torch.float32).view(-1, 1, 1).expand(-1, *like.shape[1:])
 
 
