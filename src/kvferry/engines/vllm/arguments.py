@@ -1,4 +1,4 @@
-"""Classification of vLLM's engine arguments: whether each decides the content of the KV cache.
+"""Classification of vLLM's engine arguments by whether they decide the content of the KV cache.
 
 A test compares these tables with the installed vLLM. An argument that a later vLLM adds fails the test until
 somebody has classified it here.
@@ -43,7 +43,7 @@ DECIDES: Mapping[str, tuple[str, ...]] = {
         "interleave_mm_strings",
     ),
 }  # fmt: skip
-"""Arguments that decide KV content, by the fact in which engines with different values differ."""
+"""Arguments that decide KV content. The key is the compared fact that differs if the argument does."""
 
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "the connector refuses to start: the positions of a block are spread over ranks": (
@@ -54,7 +54,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         "enable_sleep_mode",
     ),
 }  # fmt: skip
-"""Arguments that cannot be used in an engine with kvferry's connector, by the reason."""
+"""Arguments that cannot be used in an engine with kvferry's connector. The key is the reason."""
 
 DOES_NOT: Mapping[str, tuple[str, ...]] = {
     "only what is done with the answer": (
@@ -135,4 +135,4 @@ DOES_NOT: Mapping[str, tuple[str, ...]] = {
     "connectors and transports themselves": ("kv_transfer_config", "kv_events_config", "ec_transfer_config"),
     "code of the operator's own, which nothing can compare": ("worker_cls", "worker_extension_cls"),
 }  # fmt: skip
-"""Arguments that do not decide KV content, by the reason."""
+"""Arguments that do not decide KV content. The key is the reason."""

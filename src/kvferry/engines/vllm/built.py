@@ -1,17 +1,19 @@
 """Facts about the model that a worker has built: everything that decides KV content, except the weights.
 
-Some settings only act while the model is built: `max_model_len` chooses the factors of LongRoPE, and changes
-the configuration of Llama 4. So every rank reads the facts from the built model:
+Some settings have an effect only while vLLM builds the model: `max_model_len` chooses the factors of
+LongRoPE, and changes the configuration of Llama 4. So every rank reads these facts from the model that it has
+built:
 
 - the configuration as the model left it, by key;
 - plain attributes of rotary embeddings (base, factors, the table in use);
 - float attributes of the modules that the model's own code defines (scalings, epsilons);
 - scalar buffers (normalisers), and a few early rows of rotary tables.
 
-None of them depends on the parallel size or the block size, nor on `max_model_len` alone. Sizes and switches
-of other modules do (heads of a rank, choices of kernels), so they are left out. The configuration and the
-geometry of the cache cover those that matter. Only a few rows of each table are compared, and they are
-rounded, because devices differ in the last bits. The attributes from which tables are computed are exact.
+These facts do not depend on the number of ranks, on the block size or on `max_model_len` alone. Integers and
+flags of other modules do (heads of a rank, choices of kernels), so they are left out. Those that matter for
+KV are also in the model's configuration or in the geometry of the cache. Only a few rows of each rotary table
+are compared, and they are rounded, because devices differ in the last bits. The attributes from which the
+tables are computed are compared exactly.
 """
 
 from __future__ import annotations
@@ -47,27 +49,29 @@ class Built:
     """Facts about the model of one rank, or of all ranks together.
 
     Attributes:
-        config: values of each key of the model's configuration, over all ranks.
-        modules: values of each fact about the model's modules, over all modules that state it.
+        config: values that the ranks have for each key of the model's configuration, by key.
+        modules: set of values of each fact about the model's modules, by name of the fact. Several modules
+            may state the same fact with different values.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def with_other(self, other: Built) -> Built:
-        """Return the facts of two ranks together. Ranks of other pipeline stages may have other values."""
+        """Return the facts of two ranks together.
+
+        Ranks of different pipeline stages may have different values of a fact. The result has all values.
+        """
         return Built(_joined(self.config, other.config), _joined(self.modules, other.modules))
 
     def facts(self) -> dict[str, str | dict[str, str]]:
-        """Return the facts as texts, in the form in which two engines compare them."""
+        """Return the facts by name, as texts, in the form in which two engines compare them."""
         config = {"model configuration": _said(self.config)} if self.config else {}
         return {**config, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Return the facts about this worker's model, without its draft model.
-
-    `drafts` identifies draft models.
+    """Return the facts about this worker's model. A draft model is not included (see the module `drafts`).
 
     Raises:
         ConfigError: the model is not in this process.
@@ -113,7 +117,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of a scalar buffer, or of the compared rows of a rotary table; else nothing."""
+    """Yield (name, value) of a scalar buffer, or of rows of a rotary table. Yield nothing otherwise."""
     if not buffer.is_floating_point() or buffer.is_meta:
         return
     if buffer.ndim == 0 and not name.rpartition(".")[2].startswith("_"):

@@ -25,7 +25,8 @@ def describe_cache(
     """Describe the KV cache of this worker.
 
     Args:
-        vllm_config, kv_cache_config: vLLM's configurations.
+        vllm_config: the engine's configuration.
+        kv_cache_config: vLLM's configuration of the KV cache.
         caches: cache tensor of each layer, by the layer's name. The shape is (kernel blocks, heads, tokens,
             content) for attention layers, and (blocks, 1, 1, bytes) for state layers.
         tp_rank, pp_rank: tensor-parallel and pipeline-parallel rank of the worker.
@@ -157,7 +158,7 @@ def _layer(
 
 
 def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:
-    """Yield each memory allocation behind the tensors once. Layers and groups may share an allocation."""
+    """Yield a region for each memory allocation behind the cache tensors, which may share allocations."""
     seen = set()
     for tensor in caches.values():
         storage = tensor.untyped_storage()

@@ -1,10 +1,10 @@
 """KV heads of a layer that a tensor-parallel rank holds.
 
-Layers of one model may differ in their number of KV heads: Gemma 4 has fewer in its layers with full
-attention. So the number in the model's configuration says nothing about a single layer. If there are fewer
-heads than ranks, vLLM gives copies of one head to several ranks. Each rank then counts 1 head, and the count
-does not tell how many heads there are. The layer's QKV projection does: its weight loader takes the rows of
-head ``rank // copies``.
+The layers of a model may have different numbers of KV heads: Gemma 4 has fewer in its layers with full
+attention. So the number in the model's configuration need not be that of a layer. If there are fewer heads
+than ranks, vLLM gives copies of one head to several ranks. Each rank then has 1 head, so this number does not
+show how many heads the layer has. But the layer's QKV projection knows the number of copies: its weight
+loader loads the rows of head ``rank // copies``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _COPIES = "num_kv_head_replicas"
 
 
 def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]:
-    """Return the QKV projection beside each attention layer, by the `id` of the layer.
+    """Return the QKV projection that belongs to each attention layer, by the layer's Python `id`.
 
-    A layer without a projection has no entry.
+    A layer without a projection has no entry in the result.
 
     Args:
         modules: all modules of the models that contain the layers.
@@ -40,7 +40,7 @@ def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]
 
 
 def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -> Shard:
-    """Return the KV heads of one layer that a rank holds. The total is 0 if they are uncertain.
+    """Return the KV heads of one layer that a rank holds; with a total of 0 if they cannot be determined.
 
     >>> shard_of(2, 1, 4, None, 8), shard_of(1, 3, 4, None, 2)
     (Shard(rank=1, ranks=4, start=2, total=8), Shard(rank=3, ranks=4, start=1, total=2))

@@ -1,9 +1,9 @@
 """Host memory that mirrors a device's KV cache, for devices that the transport cannot register.
 
-The buffer mirrors the cache block by block, so the rest of kvferry uses it like any other cache. A producer
-copies a finished prompt's blocks to the buffer in the step that completes the prompt, before it offers them
-to peers. A consumer copies blocks to the device when they have arrived in the buffer. vLLM hands over the
-operation that does the copying.
+The buffer has the same blocks as the cache, so the rest of kvferry uses it like any other cache. A prefill
+engine copies the blocks of a prompt to the buffer in the step that completes the prompt, before it offers
+them to peers. The engine that loads copies blocks to its device when they have arrived in its own buffer.
+vLLM hands over the operation that copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class HostBuffer:
 
         Args:
             device: cache tensor of each layer on the device, by the layer's name.
-            num_blocks: number of manager blocks in the cache.
+            num_blocks: number of vLLM's own blocks in the cache, each of which has one entry in a block
+                table.
             copy: the engine's copy operation; None if vLLM has handed over none.
 
         Raises:
@@ -54,8 +55,8 @@ class HostBuffer:
         """Copy blocks from the device to the mirror.
 
         Args:
-            groups: KV cache groups.
-            blocks: block ids of each group.
+            groups: KV cache groups of the engine.
+            blocks: ids of the blocks to copy, for each group in the order of `groups`.
         """
         self._each(groups, blocks, "d2h")
 

@@ -1,4 +1,4 @@
-"""Facts about a vLLM engine for the scheduler half."""
+"""Description of a vLLM engine and its KV cache groups for the connector's scheduler half."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
 
 
 def step_tokens(vllm_config: Any) -> int:
-    """Return the maximum number of tokens of one request that a step computes, drafts included."""
+    """Return the maximum number of tokens that one step computes for one request, including draft tokens."""
     batched = vllm_config.scheduler_config.max_num_batched_tokens
     return int(batched + vllm_config.num_speculative_tokens)
 

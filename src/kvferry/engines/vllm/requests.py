@@ -1,4 +1,4 @@
-"""Wrappers that present vLLM's requests and steps to the connector."""
+"""Wrappers that give vLLM's requests and steps the interface that kvferry's connector expects."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class VLLMItem:
 
     @property
     def offset(self) -> int:
-        """Position in the prompt of the item's first token."""
+        """Index, in the prompt, of the first token that the item stands for."""
         return int(self.feature.mm_position.offset)
 
     @property
     def length(self) -> int:
-        """Number of tokens that the item stands for."""
+        """Number of prompt tokens that the item stands for."""
         return int(self.feature.mm_position.length)
 
     @property
     def is_ambiguous(self) -> bool:
-        """True if the engine has also seen other content under the item's identifier."""
+        """True if the item's identifier has, or may have, stood for other content too."""
         return items.is_uncertain(self.feature)
 
     def name(self) -> str:
@@ -57,7 +57,7 @@ class VLLMRequest:
     Attributes:
         raw: vLLM's request.
         hash_block_tokens: number of tokens per block that vLLM hashes; None or 0 without prefix caching.
-        sampled_below: exclusive upper bound of token ids, as in `compat.requests.trim_prompt`.
+        sampled_below: number of token ids that the engine can sample, for `compat.requests.trim_prompt`.
     """
 
     raw: Any
@@ -71,7 +71,7 @@ class VLLMRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the prompt and of the answer so far."""
+        """Number of tokens of the request: its prompt and its answer so far."""
         return int(self.raw.num_tokens)
 
     @property
@@ -81,7 +81,7 @@ class VLLMRequest:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens whose KV is in the request's blocks, once the scheduled steps are done."""
+        """Number of tokens whose KV is in the request's blocks when the steps scheduled so far are done."""
         return int(self.raw.num_computed_tokens)
 
     @property
@@ -93,8 +93,7 @@ class VLLMRequest:
     def prompt_token_ids(self) -> Sequence[int] | None:
         """Token ids of the prompt; None if the prompt is not made of token ids.
 
-        A prompt of embeddings may have token ids too, but they are placeholders that say nothing of its
-        content.
+        A prompt of embeddings may have token ids too. But these are placeholders, so the result is None.
         """
         ids: Sequence[int] | None = self.raw.prompt_token_ids
         return ids if getattr(self.raw, "prompt_embeds", None) is None else None
@@ -197,14 +196,14 @@ class VLLMStep:
 
     @property
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
-        """Recurrent states that the step leaves behind, by request id.
+        """Snapshots of recurrent state that the step leaves in blocks, by request id.
 
-        Each is (group, block id, number of tokens that the state has seen).
+        Each snapshot is (index of the KV cache group, block id, number of tokens that the state has seen).
         """
         state = self.output.kv_connector_block_state
         return state.boundary_state_offloads if state else {}
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return the block ids of a request, per KV cache group, with the blocks that the step writes."""
+        """Return the block ids of a request, per KV cache group, including blocks that the step writes."""
         ids: BlockIds = self.output.kv_connector_block_state.resolve_block_ids(request_id)
         return ids

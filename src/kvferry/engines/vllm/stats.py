@@ -1,4 +1,4 @@
-"""Transport of the connector's counts to the engine's own /metrics.
+"""Classes that carry the connector's metric counts to the engine's own /metrics.
 
 The scheduler half counts events (`observe.metrics_listener`). The engine sends the counts to its API server
 once per step (`FerryStats`). The API server adds them to Prometheus metrics (`FerryMetrics`).
@@ -19,7 +19,7 @@ from kvferry.observe.metrics_delta import MetricsDelta
 
 
 class FerryStats(KVConnectorStats):
-    """Counts since the last report, in the class that vLLM sends to its API server.
+    """Metric counts since the last report, in a subclass of the stats that vLLM sends to its API server.
 
     Attributes:
         data: counts in the form of `MetricsDelta.plain`, which can be sent to another process.
@@ -32,7 +32,7 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counted: MetricsDelta) -> FerryStats:
-        """Return these counts as stats for the API server."""
+        """Create stats from metric counts."""
         return cls(counted.plain())
 
     def reset(self) -> None:
@@ -40,14 +40,14 @@ class FerryStats(KVConnectorStats):
         self.data = MetricsDelta().plain()
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Add the counts of a later report to these, and return the result; mutates this object."""
+        """Add the counts of a later report to this object, and return this object."""
         both = MetricsDelta.read(self.data)
         both.add(MetricsDelta.read(other.data))
         self.data = both.plain()
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary of the counts for the engine's log."""
+        """Return a summary of the counts for the engine's log: value by label."""
         counted = MetricsDelta.read(self.data)
         said: dict[str, int | float] = {}
         for (name, labels), n in counted.counters.items():
