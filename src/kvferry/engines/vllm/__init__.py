@@ -1,4 +1,4 @@
-"""kvferry in vLLM: one out-of-tree KV connector, `connector.KVFerryConnector`.
+"""kvferry in vLLM: an out-of-tree KV connector, `connector.KVFerryConnector`.
 
 This package adapts vLLM to kvferry's engine-independent connector, which makes all decisions. The connector
 has two halves: one in the scheduler's process, and one in each worker process.
@@ -8,7 +8,8 @@ has two halves: one in the scheduler's process, and one in each worker process.
 - `info`: describes the engine to the scheduler half
 - `meta`: messages between the two halves
 - `geometry`, `content`: describe where KV lies in a worker's memory, and what its bytes mean
-- `identity`: facts that two engines must share before they exchange KV (`built` reads facts from the model,
+- `identity`: facts that must be equal in two engines before they exchange KV (`built` reads facts from the
+model,
   `arguments` classifies vLLM's settings)
 - `items`: names images and other items of prompts by their content
 - `compat`: code that depends on vLLM's version

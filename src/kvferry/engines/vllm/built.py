@@ -50,7 +50,7 @@ class Built:
 
     Attributes:
         config: values that the ranks have for each key of the model's configuration, by key.
-        modules: set of values of each fact about the model's modules, by name of the fact. Several modules
+        modules: values of each fact about the model's modules, by name of the fact. Several modules
             may state the same fact with different values.
     """
 

@@ -13,7 +13,7 @@ from kvferry.errors import ConfigError
 def check_fixed_memory(
     vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Check that the KV cache keeps the memory that is allocated at start.
+    """Check that the KV cache stays in the memory that is allocated at start.
 
     Args:
         vllm_config: the engine's configuration.

@@ -29,7 +29,8 @@ def describe_cache(
         kv_cache_config: vLLM's configuration of the KV cache.
         caches: cache tensor of each layer, by the layer's name. The shape is (kernel blocks, heads, tokens,
             content) for attention layers, and (blocks, 1, 1, bytes) for state layers.
-        tp_rank, pp_rank: tensor-parallel and pipeline-parallel rank of the worker.
+        tp_rank: tensor-parallel rank of the worker.
+        pp_rank: pipeline-parallel rank of the worker.
 
     Raises:
         ConfigError: kvferry cannot move a part of the cache. The message says which.
@@ -89,7 +90,7 @@ def describe_cache(
 
 
 def kind_of_group(group: Any) -> GroupKind:
-    """Return the kind of a KV cache group, which decides the earlier tokens that a continuation needs.
+    """Return the kind of a KV cache group. It decides which earlier tokens are needed to compute the next.
 
     Raises:
         ConfigError: kvferry cannot move the group. The message names one of its layers.
@@ -103,7 +104,7 @@ def kind_of_group(group: Any) -> GroupKind:
 def _pages(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
 ) -> dict[str, PageFormat]:
-    """Return the page format of each layer by name, for the groups in which vLLM enables KV transfer."""
+    """Return the page format of each layer in groups for which vLLM enables KV transfer, by layer name."""
     blocks = kv_cache_config.num_blocks
     size = int(vllm_config.parallel_config.tensor_parallel_size)
     states = Rank(tp_rank, size, conv_channels_first())

@@ -91,7 +91,7 @@ def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
 
 
 def kind_of(spec: KVCacheSpec) -> GroupKind:
-    """Return the kind of a group, which decides the earlier tokens that a continuation needs.
+    """Return the kind of a KV cache group. It decides which earlier tokens are needed to compute the next.
 
     Raises:
         ConfigError: kvferry cannot move the group. The message says why and what to do.
