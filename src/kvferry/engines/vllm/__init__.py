@@ -9,8 +9,7 @@ has two halves: one in the scheduler's process, and one in each worker process.
 - `meta`: messages between the two halves
 - `geometry`, `content`: describe where KV lies in a worker's memory, and what its bytes mean
 - `identity`: facts that must be equal in two engines before they exchange KV (`built` reads facts from the
-model,
-  `arguments` classifies vLLM's settings)
+  model, `arguments` classifies vLLM's settings)
 - `items`: names images and other items of prompts by their content
 - `compat`: code that depends on vLLM's version
 - `multi`: another connector, which runs several connectors as its children
