@@ -60,9 +60,10 @@ def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int 
         request: vLLM's request.
         hash_block_tokens: number of tokens per hashed block; None or 0 without prefix caching.
         sampled_below: number of token ids that the engine can sample; 0 without a draft model. If the id of
-            the dropped token is below this number, the engine is made to sample that token. (To sample any
-            other id would terminate the engine.) A draft model needs this: to compute a token's KV, it also
-            reads the next token. After the shortened prompt, the next token is the one that is sampled.
+            the dropped token is below this number, the engine is made to sample that token. (A forced
+            id beyond the vocabulary would terminate the engine.) A draft model needs this: to compute a
+            token's KV, it also reads the next token. After the shortened prompt, the next token is the one
+            that is sampled.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False

@@ -8,9 +8,9 @@ MultiConnector, the other children are told to load 0 tokens into the request's 
 state that they keep for the request.
 
 A synchronous load runs in the step that uses the blocks, and the child does not report its end. The request
-waits for nothing, so its phase is SERVED as soon as it is admitted. If the child reports blocks
-that it could not load, it is not chosen again for the request. A synchronous load is started even if few free
-blocks remain for waiting requests (headroom), because the request does not wait.
+waits for nothing, so its phase is SERVED as soon as it is admitted. If the child reports blocks that it could
+not load, it is not chosen again for the request. A synchronous load is started even if few free blocks remain
+for waiting requests (headroom), because the same step also computes the request.
 """
 
 from __future__ import annotations
