@@ -67,7 +67,7 @@ def _no_weights(engine: Any) -> Iterator[None]:
 
     with (
         mock.patch.object(StaleEpochs, "on_weights_changed", return_value=None),
-        mock.patch.object(LeaseWords, "void", return_value=None),
+        mock.patch.object(LeaseWords, "invalidate_all", return_value=None),
     ):
         yield
 
