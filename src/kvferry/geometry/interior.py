@@ -84,7 +84,7 @@ class PlacedField:
         return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
 
     def entries(self, count: int, stride: int) -> Field:
-        """Return the geometry of the field in a page where one entry stands for several tokens.
+        """Return this field's geometry for a page that stores one entry per several tokens.
 
         Args:
             count: number of entries in the page.

@@ -143,7 +143,7 @@ class MetadataSandbox:
 
 
 def encode_trial(card: RankCard) -> bytes:
-    """Encode the request to the child to try a worker's metadata, as MessagePack.
+    """Encode, as MessagePack, the request that asks the child process to try out a worker's metadata.
 
     The request contains everything that the result depends on.
     """

@@ -369,11 +369,11 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
 
 
 def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
-    """Return copies that together zero whole blocks of a rank's KV cache.
+    """Return the operations that set whole blocks of a rank's KV cache to zero, per KV cache group.
 
     Returns:
-        (index of the KV cache group, copies that zero some layers of a block of the group). Together the
-        copies of a group cover all its layers.
+        (index of the KV cache group, operation that sets some layers of a block of the group to zero).
+        Together the operations of a group cover all its layers.
     """
     space = AddressSpace(rank.regions)
     (itself,) = build_templates([rank], rank)

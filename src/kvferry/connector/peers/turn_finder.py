@@ -67,7 +67,7 @@ class TurnFinder:
         return True
 
     def found(self, request: Request) -> FoundTurn | Pending | None:
-        """Return the turn that shares most tokens with the prompt; None if there is no usable turn.
+        """Return the earlier turn that shares the most tokens with the prompt; None if no turn is usable.
 
         Return Pending while peers have not answered.
         """

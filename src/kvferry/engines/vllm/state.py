@@ -76,7 +76,7 @@ def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> 
 
 
 def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, ...], str]:
-    """Find the fields of a page of state, and prove them with the layer's weight loaders.
+    """Find the fields in a page of recurrent state, and check them against the layer's weight loaders.
 
     Returns:
         Fields and an empty string. If the fields are not proved, the second element is the reason.

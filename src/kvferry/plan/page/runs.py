@@ -36,7 +36,7 @@ class DrawnRun:
 
 
 def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
-    """Yield the runs of a route that copy the source's first blocks to the destination's first blocks.
+    """Yield the contiguous runs of a route that lie within the drawn blocks, the first ones of each side.
 
     Args:
         route: route to draw.

@@ -109,7 +109,11 @@ def restrict_to_endpoint(
 
 
 def _given(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -> str:
-    """Return the first value of the named options, in `options` or else the environment; empty if none."""
+    """Return the first of the options `names` that is set; empty if none is.
+
+    All names are looked up in `options` first, then in the environment, where `variables` is the prefix of
+    their names.
+    """
     found = [options.get(name) for name in names]
     found += [os.environ.get(f"{variables}_{name.removeprefix('aws_').upper()}") for name in names]
     return next((value for value in found if value), "")

@@ -181,7 +181,7 @@ def is_replicated(spec: Any) -> bool:
 
 
 def is_ring(spec: KVCacheSpec) -> bool:
-    """Return True if a layer keeps a ring: one block per request, overwritten in place, without Mamba."""
+    """Return True if a layer keeps one block per request and overwrites it in place (a ring), unlike Mamba."""
     return isinstance(spec, CircularBufferSpec)
 
 
