@@ -181,7 +181,7 @@ def is_replicated(spec: Any) -> bool:
 
 
 def is_ring(spec: KVCacheSpec) -> bool:
-    """Return True if a layer keeps one block per request and overwrites it in place (a ring), unlike Mamba."""
+    """Return True if a layer keeps one block per request and overwrites it in place: a ring, not Mamba."""
     return isinstance(spec, CircularBufferSpec)
 
 
