@@ -196,7 +196,7 @@ class AskingScheduler:
         groups = tuple(
             CacheGroup(kind=layer.kind, attention_span=0, block_tokens=_BLOCK_TOKENS) for layer in of.layers
         )
-        parts = Composition(
+        composition = Composition(
             EngineFacts(
                 engine_id="engine",
                 groups=groups,
@@ -215,16 +215,16 @@ class AskingScheduler:
             refusals=Refusals(),
             speeds=_measured_speeds(),
         )
-        tiers = parts.tier_source(self.cache, self._prompts, canonical)
+        tiers = composition.tier_source(self.cache, self._prompts, canonical)
         card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
         theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
         keys = random_keys()
         server = stack.enter_context(closing(ControlServer(_HOST, 0, ProducerCard(theirs, (card,)), keys)))
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
         self._tickets, self._address, self._groups = server.tickets, (_HOST, server.port), ranks[0].groups
-        self._peers = peers = parts.peer_source(client, ranks, dict, TurnNames(adapters))
+        self._peers = peers = composition.peer_source(client, ranks, dict, TurnNames(adapters))
         self.sources: tuple[Source, ...] = peers, tiers
-        self.admission = parts.admission(self.sources)
+        self.admission = composition.admission(self.sources)
         ends = time.monotonic() + _PATIENCE_SECONDS
         while not isinstance(client.look_up(self._address, _INCARNATION), PeerInfo):
             if time.monotonic() > ends:

@@ -184,7 +184,7 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
         self.sources = [Played("tiers"), Played("peer")]
         self.admissions, self.most = Counter[str](), 0
         self.loads: list[tuple[int, int, int]] = []
-        parts = Composition(
+        composition = Composition(
             self.engine,
             ConnectorConfig(attempts=ATTEMPTS, patience_seconds=PATIENCE),
             pool=pool,
@@ -194,10 +194,10 @@ class PlayedConnector(KVConnectorBase_V1, SupportsHMA):
             adapters=Adapters(),
             refusals=Refusals(),
         )
-        self.parts, self.pins = parts.parts, parts.pins
+        self.parts, self.pins = composition.parts, composition.pins
         for source in self.sources:
             source.pins, source.groups = self.pins, len(groups)
-        self.admission = parts.admission(self.sources)
+        self.admission = composition.admission(self.sources)
 
     def on_new_request(self, request: Any) -> None:
         self.admission.on_new_request(self.wrap(request))

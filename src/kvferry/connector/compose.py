@@ -33,6 +33,7 @@ class Composition:
     """Builds the sources and the admission of one engine, and the objects that these share.
 
     Attributes:
+        engine, config, pool, events, adapters: as given.
         pins: the KV blocks kept allocated because a load may still write to them.
         parts: record of the KV blocks that loads fill only in part.
         speeds: measured speeds of loads and of prompt computation.
@@ -64,8 +65,8 @@ class Composition:
             refusals: log of the requests that a source refuses.
             speeds: speeds measured so far; None for an empty record.
         """
-        self._engine, self._config, self._pool, self._workers = engine, config, pool, workers
-        self._groups, self._events, self._adapters, self._refusals = tuple(groups), events, adapters, refusals
+        self.engine, self.config, self.pool, self._workers = engine, config, pool, workers
+        self._groups, self.events, self.adapters, self._refusals = tuple(groups), events, adapters, refusals
         self.speeds = Speeds() if speeds is None else speeds
         self.pins: Pins[Block] = Pins(workers)
         self.parts = PartBlocks(self._groups, pool, config.whole_blocks)
@@ -88,16 +89,16 @@ class Composition:
                 incarnation, a random number of the peer's run.
             names: names of prompt content, under which turns are looked up.
         """
-        config = self._config
+        config = self.config
         return PeerSource(
             client,
             ranks=ranks,
             pins=self.pins,
             refusals=self._refusals,
             timeout_seconds=config.load_timeout_seconds,
-            most_held=int(config.late_blocks * self._engine.num_blocks),
+            most_held=int(config.late_blocks * self.engine.num_blocks),
             turns=TurnFinder(client, keepers, names),
-            adapters=self._adapters,
+            adapters=self.adapters,
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:
@@ -109,7 +110,7 @@ class Composition:
             canonical: format in which chunks are stored.
         """
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
-        apart = self._config.source_policy == "cost"
+        apart = self.config.source_policy == "cost"
         return TierSource(cache, prompts, self._groups, canonical, self._refusals, apart=apart)
 
     def admission(
@@ -121,19 +122,19 @@ class Composition:
             sources: all sources, in the order in which admission asks them.
             tier_weights: weight of a token from each tier, by name of the tier; a missing tier has weight 1.
         """
-        engine, config = self._engine, self._config
+        engine, config = self.engine, self.config
         weights = {PEER: config.load_weight, **(tier_weights or {})}
         policy = policy_named(config.source_policy, weights, self.speeds)
         return Admission(
             engine.groups,
             pins=self.pins,
             parts=self.parts,
-            headroom=Headroom.of(engine.groups, engine.step_tokens, self._pool),
-            pool=self._pool,
+            headroom=Headroom.of(engine.groups, engine.step_tokens, self.pool),
+            pool=self.pool,
             workers=self._workers,
             attempts=config.attempts,
             timeout_seconds=config.load_timeout_seconds,
             sources=sources,
             choice=Choice(policy, self.speeds, config.patience_seconds),
-            events=self._events,
+            events=self.events,
         )

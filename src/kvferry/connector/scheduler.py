@@ -113,7 +113,7 @@ class SchedulerHalf:
                 the tiers, or a worker has a different key.
         """
         geometries = [worker.geometry for worker in workers]
-        parts = Composition(
+        composition = Composition(
             self._engine,
             self._config,
             pool=pool,
@@ -124,35 +124,26 @@ class SchedulerHalf:
             refusals=self._refusals,
             speeds=self._speeds,
         )
-        self._parts = parts.parts
+        self._parts = composition.parts
         sources: list[Source] = []
         ranks = tuple(worker.card for worker in workers if worker.card is not None)
         if ranks and self._keys is not None:
             check_rank_keys(self._keys, workers)
-            sources.append(self._meet_peers(parts, self._keys, ranks, facts, pool))
+            sources.append(self._meet_peers(composition, self._keys, ranks, facts))
         if self._tiers is not None:
-            self._tiering = Tiering(
-                self._tiers,
-                self._config,
-                self._engine,
-                parts,
-                namespace=namespace,
-                adapters=self.adapters,
-                ranks=geometries,
-                pool=pool,
-                events=self.events,
-            )
+            self._tiering = Tiering(self._tiers, composition, namespace=namespace, ranks=geometries)
             sources.append(self._tiering.source)
-        self._admission = parts.admission(sources, self._tiering.weights if self._tiering is not None else {})
+        weights = self._tiering.weights if self._tiering is not None else {}
+        self._admission = composition.admission(sources, weights)
 
     def _meet_peers(
-        self, parts: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts, pool: BlockPool
+        self, composition: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts
     ) -> PeerSource:
         """Start both ends of the control channel, and return the source that loads KV from peers."""
         config, peers = self._config, peers_allowed(self._config)
         port = config.port + self._engine.port_offset if config.port else 0
         self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
-        self._producer.start(server, pool, len(ranks))
+        self._producer.start(server, composition.pool, len(ranks))
         self._client = ControlClient(
             structs.replace(facts, keeps_turns=self._producer.keeps_turns),
             lambda theirs: check_readable(theirs, ranks),
@@ -162,7 +153,9 @@ class SchedulerHalf:
             heartbeat_seconds=config.lease_seconds / 4,
         )
         geometries = [card.geometry for card in ranks]
-        self._peers = parts.peer_source(self._client, geometries, lambda: server.keepers, self._turn_names)
+        self._peers = composition.peer_source(
+            self._client, geometries, lambda: server.keepers, self._turn_names
+        )
         return self._peers
 
     @property

@@ -9,12 +9,10 @@ from math import lcm
 from typing import TypeAlias
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.connector.adapters import Adapters
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
+from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
 from kvferry.connector.messages import StepOrders, StepReports
-from kvferry.connector.stream import EventStream
 from kvferry.connector.tier_config import Tiers
 from kvferry.connector.tiers.opening import open_tiers
 from kvferry.connector.tiers.prompts import Prompts
@@ -61,15 +59,10 @@ class Tiering:
     def __init__(
         self,
         tiers: Tiers,
-        config: ConnectorConfig,
-        engine: EngineFacts,
-        parts: Composition,
+        composition: Composition,
         *,
         namespace: NamespaceOf,
-        adapters: Adapters,
         ranks: Sequence[RankGeometry],
-        pool: BlockPool,
-        events: EventStream,
     ) -> None:
         """Open the tiers, and allocate the host memory that holds chunks (the arena).
 
@@ -77,19 +70,16 @@ class Tiering:
 
         Args:
             tiers: settings of the tiers.
-            config: the connector's other settings.
-            engine: facts about the engine.
-            parts: objects that the sources and the admission of the engine share.
+            composition: the engine's facts and settings, and the objects that its sources and its admission
+                share.
             namespace: function that takes the format in which chunks are stored, and returns the namespace of
                 their keys.
-            adapters: the engine's LoRA adapters.
             ranks: geometry of all workers' KV caches.
-            pool: the engine's block pool.
-            events: stream that receives the events of stores and tiers.
 
         Raises:
             ConfigError: no chunk could ever be stored, or the memory cannot be allocated.
         """
+        config, engine, events = composition.config, composition.engine, composition.events
         canonical = _canonical(config, engine, ranks)
         self._workers = len(ranks)
         self._arena = Arena.create(_host_bytes(tiers))
@@ -103,17 +93,17 @@ class Tiering:
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        self._prompts = Prompts(canonical, adapters, prompts_only=engine.names_prompts_only)
+        self._prompts = Prompts(canonical, composition.adapters, prompts_only=engine.names_prompts_only)
         groups = ranks[0].groups
-        self.source = parts.tier_source(self._cache, self._prompts, canonical)
-        self._stores = StoreOrders(self._cache, pool, canonical.labels, events)
+        self.source = composition.tier_source(self._cache, self._prompts, canonical)
+        self._stores = StoreOrders(self._cache, composition.pool, canonical.labels, events)
         every = _snapshot_tokens(config, canonical)
         self._storing = Storing(
             cache=self._cache,
             prompts=self._prompts,
             canonical=canonical,
             groups=groups,
-            parts=parts.parts,
+            parts=composition.parts,
             orders=self._stores,
             snapshot_tokens=every,
         )
