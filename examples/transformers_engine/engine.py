@@ -169,11 +169,18 @@ class Engine:
 
     def close(self) -> None:
         """Finish all stores, wait until peers have released the blocks that they read, and stop threads."""
-        while self._half.busy or self.lent:
+        self.finish_stores()
+        while self.lent:
             self._step()
             time.sleep(_POLL_SECONDS)
         self._half.shutdown()
         self._worker.shutdown()
+
+    def finish_stores(self) -> None:
+        """Run steps until every chunk computed so far is stored in the tiers, or refused by them."""
+        while self._half.busy:
+            self._step()
+            time.sleep(_POLL_SECONDS)
 
     def load(self, request: Request) -> Counter[str]:
         """Load the best available prefix of the prompt into the request's blocks.

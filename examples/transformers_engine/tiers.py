@@ -39,6 +39,8 @@ class SpoiledEngine(Engine):
 def answer(checkpoint: Path, directory: Path, kind: type[Engine] = Engine, times: int = 1) -> list[Answer]:
     """Answer the same prompt several times, with a host memory tier and a file tier.
 
+    The stores of an answer finish before the next one begins.
+
     Args:
         checkpoint: folder of the model.
         directory: folder of the file tier.
@@ -52,8 +54,12 @@ def answer(checkpoint: Path, directory: Path, kind: type[Engine] = Engine, times
         {"type": "file", "path": str(directory), "capacity": "64MiB"},
     ]
     engine = kind(checkpoint, {"tiers": tiers, "chunk_tokens": CHUNK_TOKENS})
+    answers = []
     try:
-        return [engine.generate(prompt(checkpoint), ANSWER_TOKENS) for _ in range(times)]
+        for _ in range(times):
+            answers.append(engine.generate(prompt(checkpoint), ANSWER_TOKENS))
+            engine.finish_stores()
+        return answers
     finally:
         engine.close()
 

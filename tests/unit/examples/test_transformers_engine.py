@@ -82,6 +82,7 @@ def test_its_answers_are_those_of_transformers(start, tokens, reference):
 def test_it_answers_alike_from_host_memory_and_from_a_directory(start, tokens, reference):
     with start() as engine:
         engine.generate(tokens, ANSWER_TOKENS)
+        engine.finish_stores()
         again = engine.generate(tokens, ANSWER_TOKENS)
     with start() as new:
         from_file = new.generate(tokens, ANSWER_TOKENS)
@@ -94,6 +95,7 @@ def test_it_computes_what_follows_a_prefix_that_is_kept(start, tokens, reference
     longer = [*tokens, *reversed(tokens[:50])]
     with start() as engine:
         engine.generate(tokens, ANSWER_TOKENS)
+        engine.finish_stores()
         answer = engine.generate(longer, ANSWER_TOKENS)
     whole = len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
     assert (dict(answer.loaded), answer.computed) == ({"host": whole}, len(longer) - whole)
@@ -129,6 +131,7 @@ def test_damaged_chunks_are_refused_and_the_prompt_is_computed(start, tokens, re
     assert damage(tmp_path) > 0
     with start() as new:
         answer = new.generate(tokens, ANSWER_TOKENS)
+        new.finish_stores()
         again = new.generate(tokens, ANSWER_TOKENS)
     assert (dict(answer.loaded), answer.computed) == ({}, len(tokens))
     assert dict(again.loaded) == {"host": len(tokens)}
@@ -146,6 +149,7 @@ def test_a_load_holds_only_the_window_of_layers_that_have_one(start, tokens):
 
     with start(Watched) as engine:
         engine.generate(tokens, ANSWER_TOKENS)
+        engine.finish_stores()
         engine.generate(tokens, ANSWER_TOKENS)
     windows, full = held[1]
     assert full == -(-len(tokens) // 16)
