@@ -44,19 +44,20 @@ _LANE_RUNS = 2 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationJob:
-    """The sizes that a calibration measures.
+    """The sizes of READs and copies that a calibration measures, and the number of its rounds.
 
-    A cell is the part of a block that is copied as one unit. It consists of contiguous runs of equal length.
+    A cell is the part of a KV block that is copied as one unit. It consists of contiguous runs of equal
+    length. A gather copies cells into contiguous staging memory, and a scatter copies them out again.
 
     Attributes:
-        repeats: number of counted rounds.
+        repeats: number of rounds that are counted. Each round measures every size once.
         transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
         read_sizes: descriptor sizes to measure, in bytes. One READ is measured per size.
-        read_bytes: maximum number of bytes of a READ. READs with short descriptors have fewer.
-        read_descriptors: maximum number of descriptors of a READ.
-        runs: lengths to measure of the contiguous runs of a cell, in bytes.
+        read_bytes: maximum number of bytes of a READ.
+        read_descriptors: maximum number of descriptors of a READ. It limits READs with short descriptors.
+        runs: run lengths to measure, in bytes.
         cells: cell sizes to measure, in bytes.
-        copy_bytes: number of bytes of one gather or scatter.
+        copy_bytes: number of bytes that one gather or scatter copies.
     """
 
     repeats: int = 9
@@ -71,13 +72,13 @@ class CalibrationJob:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """The measured costs, and how well they predict the timings.
+    """The costs that a calibration measured, and the errors with which they predict the timings.
 
     Attributes:
-        costs: costs for the planner.
-        reads: fit of the costs of READs.
-        copies: fit of the costs of gathers and scatters.
-        ask: time of a request over the gather channel, in seconds.
+        costs: costs by which the planner chooses a transfer strategy.
+        reads: fitted costs of READs, with the errors of the fit.
+        copies: fitted costs of copies into and out of staging memory, with the errors of the fit.
+        ask: seconds from the request for a gather (a copy into staging memory) to the answer.
     """
 
     costs: Costs
@@ -87,7 +88,9 @@ class CalibrationResult:
 
 
 def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:
-    """Measure all sizes and fit the costs to the timings.
+    """Measure READs, copies and gather requests on this machine, and fit the planner's costs to the timings.
+
+    Starts a second process to read from. May set UCX_TLS in this process.
 
     Args:
         job: sizes to measure.
@@ -95,7 +98,7 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
 
     Raises:
         ConfigError: memory cannot be allocated, or NIXL cannot be used.
-        TransferError: the other process died, or something could not be moved.
+        TransferError: the second process died, or a transfer failed.
     """
     settings = use_transports(job.transports)
     progress("starting the producer process")
@@ -143,14 +146,17 @@ def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
 
 
 def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, room: int) -> float:
-    """Return the speed of all reading threads of a worker (lanes) as a multiple of the speed of one.
+    """Measure how much faster the lanes (reading threads) of a worker are together than a single lane.
 
     Args:
-        job: sizes to measure.
+        job: number of rounds, and maximum number of descriptors of a READ.
         reader: side that reads.
-        alone: NIXL agent of the first thread. Each other thread gets a new agent.
+        alone: NIXL agent of the first lane. Each other lane gets a new agent.
         run: size of a descriptor, in bytes.
-        room: number of bytes that can be read.
+        room: maximum number of bytes to read.
+
+    Returns:
+        The speed of all lanes together as a multiple of the speed of one, from 1 to the number of lanes.
     """
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
     with ExitStack() as stack:
@@ -182,20 +188,24 @@ def _copies(job: CalibrationJob) -> Fit:
 
 
 class _Copy:
-    """A gather or scatter of cells, in random order. Each cell consists of runs with gaps of the same length.
+    """A copy of cells between a pool of blocks and contiguous memory, for measuring its time.
+
+    A cell is the part of a block that is copied as one unit. In the pool, each cell consists of runs with
+    gaps of the same length between them. The cells are copied in random order.
 
     Attributes:
-        work: number of cells, runs and bytes that one gather or scatter copies.
+        work: numbers of cells, of runs and of bytes that one copy moves, in this order.
     """
 
     def __init__(self, run: int, cell: int, size: int, side: str) -> None:
-        """Allocate the memory and prepare the copies.
+        """Allocate the pool and the contiguous memory, and prepare the copies between them.
 
         Args:
             run: length of a contiguous run, in bytes.
-            cell: size of a cell, in bytes; a multiple of `run`.
+            cell: size of a cell (the part of a block that is copied as one unit), in bytes; a multiple of
+                `run`.
             size: number of bytes to copy; rounded down to whole cells, but at least one cell.
-            side: ``src`` for a gather, ``dst`` for a scatter.
+            side: ``src`` to copy out of the pool (gather), ``dst`` to copy into the pool (scatter).
         """
         cells = max(1, size // cell)
         runs = cell // run
@@ -218,7 +228,7 @@ class _Copy:
         self.work = (cells, cells * runs, cells * cell)
 
     def once(self) -> float:
-        """Copy all cells, and return the time in seconds."""
+        """Copy all cells once, and return the time in seconds."""
         copy = self._loops.gather if self._gathers else self._loops.scatter
         started = time.perf_counter()
         copy(self._blocks, self._blocks, self._slots, 0)
@@ -226,7 +236,10 @@ class _Copy:
 
 
 class _GatherChannel:
-    """A connection over which the reader asks the producer's only rank to gather leased blocks."""
+    """A connection over which the reader requests gathers from the producer, an engine with one rank.
+
+    A gather copies parts of leased blocks into contiguous memory of the producer.
+    """
 
     def __init__(self, reader: Reader) -> None:
         (card,) = reader.cards[0]
@@ -250,15 +263,19 @@ class _GatherChannel:
         self._lease = reader.claim_lease("asking")
 
     def small(self) -> float:
-        """Request a gather of 64 bytes, and return the seconds until the answer arrives."""
+        """Request a gather (copy to contiguous memory) of 64 bytes. Return the seconds until the answer."""
         return self._timed(0, lambda: None)
 
     def large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
-        """Request a long gather, call `meanwhile`, and return the seconds until both have ended."""
+        """Request a gather of many bytes, call `meanwhile`, and return the seconds until both have ended.
+
+        Args:
+            meanwhile: function to call after the request is sent and before the answer is awaited.
+        """
         return self._timed(1, meanwhile)
 
     def close(self) -> None:
-        """Disconnect, and release the lease."""
+        """Close the connection, and release the lease of the blocks that were gathered."""
         self._client.close()
         self._context.destroy(linger=0)
         self._reader.acknowledge("asking")
@@ -279,7 +296,18 @@ class _GatherChannel:
 
 
 def _overlap(job: CalibrationJob, asking: _GatherChannel, raw: RawReads, size: int) -> float:
-    """Return the overlap of a gather and a READ as a share, 0 to 1, of the time of the shorter one."""
+    """Measure how much time is saved if a gather (copy into staging memory) and a READ run at the same time.
+
+    Args:
+        job: number of rounds.
+        asking: connection for requesting gathers.
+        raw: NIXL agent that reads.
+        size: number of bytes to read.
+
+    Returns:
+        The saved time as a share of the time of the shorter operation: 0 if the operations run one after the
+        other, 1 if the longer operation hides the shorter.
+    """
     lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
         asking.large,

@@ -28,17 +28,24 @@ _WHAT = {
 
 
 def facts(machine: MachineFacts, found: CalibrationResult) -> dict[str, Any]:
-    """Return the description of the machine and the errors of the fits. Both are stored with the costs."""
+    """Return the machine's properties and the fits' errors as values for JSON, to be stored with the costs.
+
+    Args:
+        machine: properties of the machine.
+        found: result of the calibration on this machine.
+    """
     return {**asdict(machine), "errors": {"reads": _errors(found.reads), "copies": _errors(found.copies)}}
 
 
 def as_json(found: CalibrationResult, facts: dict[str, Any], path: Path | None) -> dict[str, Any]:
-    """Return the costs, the machine and the path of the file as values that can be written as JSON.
+    """Return the result of a calibration as values that can be written as JSON.
+
+    The values are the costs, the time of a gather request, the machine, and the path of the costs file.
 
     Args:
         found: result of the calibration.
-        facts: description of the machine, as returned by `facts`.
-        path: path of the written file; None if nothing was written.
+        facts: machine's properties and fits' errors, as returned by the function `facts`.
+        path: path of the written costs file; None if no file was written.
     """
     return {
         "costs": asdict(found.costs),
@@ -49,7 +56,13 @@ def as_json(found: CalibrationResult, facts: dict[str, Any], path: Path | None) 
 
 
 def show(found: CalibrationResult, path: Path | None, console: Console) -> None:
-    """Print a table of the costs, at most 80 columns wide, the errors of the fits, and the file's path."""
+    """Print the result of a calibration: a table of the costs, the errors of the fits, and the file's path.
+
+    Args:
+        found: result of the calibration.
+        path: path of the written costs file; None if no file was written.
+        console: console to print to. The table is at most 80 columns wide.
+    """
     built_in = Costs()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("what")

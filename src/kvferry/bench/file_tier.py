@@ -42,16 +42,19 @@ STORE_RATIO, LOAD_RATIO = 0.7, 0.8
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequence[int]) -> list[TierCase]:
-    """Return a case for storing and one for loading, for each depth.
+    """Return the benchmark cases of the file tier: storing and loading chunks, compared with raw files.
+
+    There are two cases per depth, the first for storing and the second for loading. Writes the files that
+    the cases read.
 
     Args:
-        stack: exit stack. Closing it ends the threads and removes the files.
-        group: format of the chunks.
+        stack: exit stack. Closing the stack ends the threads and removes the files.
+        group: format in which chunks are stored.
         path: existing folder for the files.
-        depths: numbers of chunks in flight at a time.
+        depths: depths to measure. A depth is a number of chunks in flight at a time.
 
     Raises:
-        ConfigError: memory or the folder cannot be used.
+        ConfigError: memory cannot be allocated, or the folder cannot be used.
         TransferError: a chunk could not be stored.
     """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
@@ -90,14 +93,19 @@ def _case(direction: str, depth: int, target: float, ours: Mover, limits: Sequen
 
 @contextmanager
 def _fresh(folder: Path, bodies: ChunkBodies) -> Iterator[FileTier]:
-    """Yield an empty tier, and remove it when the ``with`` block ends."""
+    """Yield an empty file tier in a new subfolder of `folder`. Remove the subfolder at the end.
+
+    Args:
+        folder: existing folder.
+        bodies: chunks to store; they determine the tier's capacity and namespace.
+    """
     with TemporaryDirectory(dir=folder) as root:
         capacity = 2 * len(bodies) * bodies.chunk_bytes
         yield FileTier(root, bench_namespace(bodies.group), capacity=capacity, durable=True)
 
 
 def _files(folder: Path, count: int, size: int) -> list[Path]:
-    """Write `count` files of `size` bytes to a new folder, and return their paths."""
+    """Write `count` files of `size` random bytes to a new subfolder of `folder`, and return their paths."""
     raw = folder / "raw"
     raw.mkdir()
     content = random_pages(size)

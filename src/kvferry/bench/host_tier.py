@@ -29,12 +29,14 @@ _APART = 16
 
 
 def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list[TierCase]:
-    """Return a case for storing and one for loading, for each depth.
+    """Return the benchmark cases of the host tier: copying chunks to and from host memory, and memcpy.
+
+    There are two cases per depth: the first stores chunks to host memory, the second loads them.
 
     Args:
-        stack: exit stack. Closing it ends the threads.
+        stack: exit stack. Closing the stack ends the threads.
         ranks: pair of ranks, with at least one chunk for each thread of the largest depth.
-        depths: numbers of threads.
+        depths: depths to measure. A depth is a number of threads.
     """
     found = []
     total, short = ranks.chunks * ranks.chunk_bytes, f"memcpy in runs of {format_bytes(ranks.run_bytes)}"
@@ -65,11 +67,14 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
 
 
 def verify_copies(contests: Sequence[TierCase], ranks: RankPair) -> None:
-    """Store and load all chunks at every depth, and compare all memory.
+    """Check that the host tier's cases copy the right bytes.
+
+    For each depth, clear the host memory and the loading rank's memory, store and load all chunks, and
+    compare the loaded KV with the stored KV.
 
     Args:
-        contests: cases, as returned by `tier_cases`.
-        ranks: pair of ranks of the cases.
+        contests: cases as returned by `tier_cases`: for each depth, a storing case and then a loading case.
+        ranks: pair of ranks that the cases copy from and to. Host memory and the loading rank are mutated.
 
     Raises:
         TransferError: wrong bytes arrived.
@@ -82,7 +87,7 @@ def verify_copies(contests: Sequence[TierCase], ranks: RankPair) -> None:
 
 
 def _shares(chunks: int, threads: int) -> list[range]:
-    """Return the range of chunk numbers of each thread."""
+    """Split the chunk numbers 0 to ``chunks - 1`` evenly among the threads. Return one range per thread."""
     cuts = [chunks * n // threads for n in range(threads + 1)]
     return [range(low, high) for low, high in pairwise(cuts)]
 
@@ -104,13 +109,28 @@ def _pieces(ranks: RankPair, share: range) -> tuple[Piece, ...]:
 
 
 def _contiguous(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies one thread's share of the chunks in one piece."""
+    """Return a function that copies one thread's share of the chunks with a single memcpy.
+
+    Args:
+        ranks: pair of ranks, and the host memory for chunks.
+        direction: ``store`` or ``load``.
+        share: chunk numbers of the thread.
+    """
     to, of = (memory[_bytes(ranks, share)] for memory in _memories(ranks, direction))
     return partial(np.copyto, to, of)
 
 
 def _in_runs(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies one thread's share in short runs, adjacent on one side only."""
+    """Return a function that copies one thread's share of the chunks in short runs.
+
+    The runs are as long as those of the engine's layout. Runs that are adjacent on one side of the copy are
+    far apart on the other side.
+
+    Args:
+        ranks: pair of ranks, and the host memory for chunks.
+        direction: ``store`` or ``load``.
+        share: chunk numbers of the thread.
+    """
     pairs = []
     for number in share:
         to, of = (memory[_bytes(ranks, range(number, number + 1))] for memory in _memories(ranks, direction))
@@ -126,7 +146,13 @@ def _in_runs(ranks: RankPair, direction: str, share: range) -> Callable[[], obje
 
 
 def _memories(ranks: RankPair, direction: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return the destination and the source of a copy in this direction, both uint8."""
+    """Return the memory to copy to and the memory to copy from, both uint8 of shape (bytes,).
+
+    Args:
+        ranks: pair of ranks, and the host memory for chunks.
+        direction: ``store`` to copy from the rank with the prompt to host memory, ``load`` to copy from host
+            memory to the other rank.
+    """
     if direction == "store":
         return ranks.arena.memory, ranks.source.buffer.numpy()
     return ranks.destination.buffer.numpy(), ranks.arena.memory

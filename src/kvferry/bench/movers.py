@@ -24,10 +24,10 @@ _HOOK_POLL_SECONDS = 1e-3
 
 
 class Mover(Protocol):
-    """A method to move bytes.
+    """A method of moving bytes whose time a benchmark measures, such as kvferry, raw NIXL or memcpy.
 
     Attributes:
-        name: name of the mover in reports.
+        name: name of the method in reports.
         bytes: number of useful bytes per move.
     """
 
@@ -39,7 +39,7 @@ class Mover(Protocol):
 
 
 class PoolMover:
-    """A mover that calls a function for every item, in the threads of a pool."""
+    """A mover (benchmarked method of moving bytes) that calls a function per item in a pool of threads."""
 
     def __init__(
         self,
@@ -49,20 +49,20 @@ class PoolMover:
         call: Callable[[Any], object],
         items: Sequence[Any],
     ) -> None:
-        """Set the calls that each move makes.
+        """Set the function and the items. Each move calls the function once per item.
 
         Args:
             name: name of the mover in reports.
             size: number of bytes that all calls together move.
-            pool: threads to call in.
-            call: function to call with each item.
-            items: arguments of the calls, one per call.
+            pool: pool of threads that make the calls.
+            call: function of one item. It moves a part of the bytes.
+            items: arguments of the function, one per call.
         """
         self.name, self.bytes = name, size
         self._pool, self._call, self._items = pool, call, items
 
     def move(self) -> float:
-        """Make all calls, and return the time until the last has ended, in seconds."""
+        """Call the function for all items, and return the seconds until the last call has ended."""
         started = time.perf_counter()
         for _ in self._pool.map(self._call, self._items):
             pass
@@ -70,13 +70,15 @@ class PoolMover:
 
 
 class KVFerryMover:
-    """A mover that uses kvferry. Its time runs from when the block ids are known until they may be used.
+    """A mover (benchmarked method of moving bytes) that loads a request's KV with kvferry.
+
+    The measured time starts when the block ids are known. It ends when the request may use the blocks.
 
     Attributes:
-        strategies: transfer strategy of each KV cache group in the last move.
-        stages: times of planning, reading, the lease check and the rest, in seconds, one tuple per move. The
+        strategies: transfer strategy of each KV cache group in the last move; empty before the first move.
+        stages: seconds of planning, of reading, of the lease check and of the rest, one tuple per move. The
             rest is the hand-over between threads, the wait for the next engine step, and the lease's release.
-        plan: read plan of the last move; None before the first.
+        plan: read plan of the last move; None before the first move.
     """
 
     def __init__(
@@ -89,15 +91,15 @@ class KVFerryMover:
         strategy: Strategy | None = None,
         poll_seconds: float = _HOOK_POLL_SECONDS,
     ) -> None:
-        """Set the two sides of the transfer.
+        """Set the engine that reads and the engine to read from.
 
         Args:
             name: name of the mover in reports.
-            reader: side that reads.
+            reader: rank that reads.
             source: engine to read from.
-            peer: number of that engine in the producer process.
-            strategy: transfer strategy; None for the cheapest.
-            poll_seconds: time between two engine steps, in seconds.
+            peer: number of the source engine in the producer process.
+            strategy: transfer strategy to use; None for the cheapest.
+            poll_seconds: seconds between two engine steps. The end of a load is noticed in a step.
         """
         self.name, self.bytes = name, reader.bytes
         self.strategies: tuple[str, ...] = ()
@@ -107,9 +109,9 @@ class KVFerryMover:
         self._strategy, self._poll_seconds = strategy, poll_seconds
 
     def move(self) -> float:
-        """Load the request's KV once, and return the seconds that the request waits for it.
+        """Load the request's KV once, check the bytes, and return the seconds until the request may use them.
 
-        The seconds do not include the check of the bytes and the wait for the release of the lease.
+        The seconds do not include the check of the bytes and the wait until the lease has ended.
 
         Raises:
             TransferError: the load failed, or wrong bytes arrived.
@@ -146,15 +148,18 @@ def _stages(result: ReadResult, seconds: float) -> tuple[float, float, float, fl
 
 
 class RawNixlMover:
-    """A mover that uses NIXL alone: it creates a READ from prepared lists, posts it, and polls it."""
+    """A mover (benchmarked method of moving bytes) that uses NIXL without kvferry.
+
+    Each move creates a READ from prepared descriptor lists, posts the READ, and polls until it has ended.
+    """
 
     def __init__(self, name: str, reads: RawReads, lists: PreparedLists) -> None:
-        """Set what to read.
+        """Set the NIXL agent and the descriptors to read.
 
         Args:
             name: name of the mover in reports.
             reads: NIXL agent that reads.
-            lists: descriptor lists to read.
+            lists: prepared descriptor lists of both sides, and the descriptors in them to read.
         """
         self.name, self.bytes = name, lists.bytes
         self._reads, self._lists = reads, lists
@@ -169,7 +174,10 @@ class RawNixlMover:
 
 
 class MemcpyMover:
-    """A mover that copies the request's number of bytes to the KV cache with one thread of this process."""
+    """A mover (benchmarked method of moving bytes) that copies host memory with one thread of this process.
+
+    It copies as many bytes as the request has, to the memory of the KV cache.
+    """
 
     name = "(c) memcpy"
 

@@ -41,16 +41,19 @@ _PIECE_BYTES = 512 << 10
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
-    """Return a case for storing and one for loading, for each depth.
+    """Return the benchmark cases of the object tier: storing and loading chunks, compared with obstore.
+
+    There are two cases per depth, the first for storing and the second for loading. Writes the objects that
+    the cases read.
 
     Args:
-        stack: exit stack. Closing it ends the threads and removes the objects.
-        group: format of the chunks.
+        stack: exit stack. Closing the stack ends the threads and removes the objects.
+        group: format in which chunks are stored.
         url: URL of a path in a bucket, such as ``s3://bucket/path``.
-        depths: numbers of chunks in flight at a time.
+        depths: depths to measure. A depth is a number of chunks in flight at a time.
 
     Raises:
-        ConfigError: memory or the URL cannot be used.
+        ConfigError: memory cannot be allocated, or the URL cannot be used.
         TransferError: a chunk could not be stored.
     """
     count = chunks_per_move(max(depths))
@@ -105,7 +108,12 @@ def _case(
 
 @contextmanager
 def _fresh(url: str, bodies: ChunkBodies) -> Iterator[ObjectTier]:
-    """Yield an empty tier with a new namespace, and remove its objects when the ``with`` block ends."""
+    """Yield an empty object tier with a new namespace. Remove the objects of the namespace at the end.
+
+    Args:
+        url: URL of a path in a bucket.
+        bodies: chunks to store; their format is part of the namespace.
+    """
     own = bench_namespace(bodies.group, secrets.token_hex(8))
     with _removed(url, own.digest.hex()):
         yield ObjectTier(url, own, timeout_seconds=_PATIENCE_SECONDS)
@@ -113,7 +121,11 @@ def _fresh(url: str, bodies: ChunkBodies) -> Iterator[ObjectTier]:
 
 @contextmanager
 def _removed(url: str, prefix: str) -> Iterator[str]:
-    """Yield `prefix`, and remove all objects below it when the ``with`` block ends.
+    """Yield `prefix`. At the end, remove all objects whose path begins with this prefix.
+
+    Args:
+        url: URL of a path in a bucket.
+        prefix: path below the URL.
 
     Raises:
         TransferError: the objects could not be removed.

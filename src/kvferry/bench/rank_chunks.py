@@ -24,10 +24,14 @@ CHUNK_TOKENS = 256
 
 
 def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalGroup:
-    """Return the format in which chunks of a model's KV are stored, with `tokens` tokens per chunk.
+    """Return the format in which chunks of a model's KV are stored.
+
+    Args:
+        reading: description of the model's KV cache.
+        tokens: number of tokens per chunk.
 
     Raises:
-        ConfigError: the model has layers of several kinds, which have different chunks.
+        ConfigError: the model has layers of several kinds, whose chunks have different formats.
     """
     held = simulate_engine("chunk", reading, EngineSide(), tokens)
     groups = canonical_form_of(lay_out(held.model, held.shape), tokens).groups
@@ -40,17 +44,18 @@ def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalG
 
 
 class RankPair:
-    """A rank that holds a prompt, an empty rank, and host memory (the arena) for the prompt's chunks.
+    """A rank that holds the KV of a prompt, an empty rank, and host memory (the arena) for the KV's chunks.
 
     Attributes:
-        layout: memory layout of both ranks.
+        layout: name of the memory layout of both ranks.
         chunks: number of chunks of the prompt.
         chunk_bytes: size of a chunk, in bytes.
-        source: memory of the rank that holds the prompt.
-        destination: memory of the rank that loads the prompt.
-        arena: memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
+        source: memory of the rank that holds the prompt's KV.
+        destination: memory of the rank that loads the prompt's KV.
+        arena: host memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
         span: range of tokens to load: the whole prompt.
-        store_tables, load_tables: block ids of the prompt for stores and for loads, the same on both ranks.
+        store_tables, load_tables: the prompt's block tables, in the forms that stores and loads take. Both
+            ranks have the same block ids.
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
@@ -96,22 +101,22 @@ class RankPair:
         return int(template.routes[0].nests[0].run)
 
     def routes(self, *, stores: bool) -> ChunkRoutes:
-        """Return the copies between ranks and arena for one thread.
+        """Return the copies between one rank's blocks and host memory, for the use of one thread.
 
         Args:
-            stores: True for copies from the source to the arena, False for copies from the arena to the
-                destination.
+            stores: True for copies from the source rank to host memory, False for copies from host memory to
+                the destination rank.
         """
         rank = (self.source if stores else self.destination).geometry
         return ChunkRoutes(self._canonical, [rank], (0, 0), self.arena.memory)
 
     def clear(self) -> None:
-        """Fill the arena and the destination with zeros. Mutates both."""
+        """Fill the host memory for chunks and the memory of the destination rank with zeros."""
         self.arena.memory[:] = 0
         self.destination.buffer.zero_()
 
     def check(self) -> None:
-        """Compare the destination's memory with the source's.
+        """Check that the destination rank's memory equals the source rank's memory.
 
         Raises:
             TransferError: a byte differs.

@@ -27,15 +27,15 @@ _THREADS = "threads, O_DIRECT"
 
 
 class FioWrites:
-    """A mover that writes new files with fio, and flushes each file when it is complete."""
+    """A mover (benchmarked method of moving bytes) that writes new files with fio and flushes each."""
 
     name = "fio"
 
     def __init__(self, folder: Path, depth: int, files: int, size: int) -> None:
-        """Store the job to run.
+        """Set the number and size of the files that each move writes.
 
         Args:
-            folder: folder with room for the files.
+            folder: existing folder. Each move writes to a new subfolder and removes it.
             depth: number of fio jobs. Each writes one file at a time.
             files: number of files.
             size: size of each file in bytes, a multiple of the page size.
@@ -51,7 +51,10 @@ class FioWrites:
 
 
 class FioReads:
-    """A mover that reads files with fio. All files are in one folder and have the same size."""
+    """A mover (benchmarked method of moving bytes) that reads files of one folder with fio.
+
+    All files have the same size. The depth is the number of fio jobs. Each job reads one file at a time.
+    """
 
     name = "fio"
 
@@ -71,11 +74,11 @@ def has_fio() -> bool:
 
 
 def _run(folder: Path, direction: str, names: Sequence[str], size: int, depth: int) -> float:
-    """Run fio, and return the time in seconds.
+    """Write or read files with fio, and return the time in seconds.
 
     Args:
         folder: folder of the files.
-        direction: ``write`` or ``read``.
+        direction: ``write`` or ``read``, as in fio's option ``rw``.
         names: names of the files.
         size: size of each file, in bytes.
         depth: number of fio jobs.
@@ -124,16 +127,16 @@ def _job_file(direction: str, names: Sequence[str], size: int, depth: int) -> st
 
 
 class ThreadWrites:
-    """A mover that writes new files with threads, and flushes each file when it is complete."""
+    """A mover (benchmarked method of moving bytes) that writes new files with threads and flushes each."""
 
     name = _THREADS
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor, files: int, size: int) -> None:
-        """Create the content of the files.
+        """Set the number and size of the files that each move writes, and create their content.
 
         Args:
-            folder: folder with room for the files.
-            pool: threads that write, each one file at a time.
+            folder: existing folder. Each move writes to a new subfolder and removes it.
+            pool: pool of threads that write. Each thread writes one file at a time.
             files: number of files.
             size: size of each file in bytes, a multiple of the page size.
         """
@@ -141,7 +144,7 @@ class ThreadWrites:
         self._content = random_pages(size)
 
     def move(self) -> float:
-        """Write all files once, and return the time until the last is on the disk, in seconds."""
+        """Write all files once, and return the seconds until all their data is on the disk."""
         with TemporaryDirectory(dir=self._folder) as folder:
             files = [f"{folder}/{number}" for number in range(self._files)]
             write = partial(write_file, content=self._content)
@@ -149,7 +152,12 @@ class ThreadWrites:
 
 
 def thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path]) -> PoolMover:
-    """Return a mover that reads files with the threads of a pool, each one file at a time."""
+    """Return a mover (benchmarked method of moving bytes) that reads files with threads.
+
+    Args:
+        pool: pool of threads. Each thread reads one file at a time.
+        files: existing files.
+    """
     into = [(file, whole_pages(file.stat().st_size)) for file in files]
     return PoolMover(_THREADS, sum(len(memory) for _, memory in into), pool, _read, into)
 
@@ -162,7 +170,12 @@ def random_pages(size: int) -> memoryview:
 
 
 def write_file(path: str, content: memoryview) -> None:
-    """Write a new file, and wait until its data is on the disk."""
+    """Create a file with the given content, and wait until its data is on the disk.
+
+    Args:
+        path: path of the file, which must not exist.
+        content: bytes to write, in page-aligned memory.
+    """
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC)
     try:
         write_all(fd, [content])

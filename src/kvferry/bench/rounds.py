@@ -22,10 +22,10 @@ from kvferry.measuring.spread import Spread
 
 @dataclass(frozen=True, slots=True)
 class MoverRounds:
-    """The measured rounds of one mover.
+    """The times of one mover (benchmarked method of moving bytes) in all counted rounds.
 
     Attributes:
-        name: name of the mover.
+        name: name of the mover in reports.
         bytes: number of useful bytes per round.
         seconds: time of each round, in seconds.
     """
@@ -40,7 +40,11 @@ class MoverRounds:
         return Spread.of([self.bytes / s / 1e9 for s in self.seconds])
 
     def times(self, other: MoverRounds) -> Spread:
-        """Return this mover's speed as a multiple of the other mover's speed in the same round."""
+        """Return this mover's speed as a multiple of another mover's speed, compared round by round.
+
+        Args:
+            other: rounds of the other mover, from the same measurement.
+        """
         return Spread.of(
             [
                 (self.bytes / mine) / (other.bytes / theirs)
@@ -51,13 +55,13 @@ class MoverRounds:
 
 @dataclass(frozen=True, slots=True)
 class TransferComparison:
-    """The measured rounds of all movers for one request.
+    """The times of moving one request's KV with kvferry, with NIXL alone, and with memcpy.
 
     Attributes:
-        ferry: rounds of kvferry.
-        others: rounds of raw NIXL with large descriptors, of raw NIXL with the same descriptors as kvferry,
-            and of memcpy, in this order.
-        stages: median seconds of kvferry's planning, of reading, of the lease check, and of the rest.
+        ferry: times of kvferry in all rounds.
+        others: times of NIXL alone with large descriptors, of NIXL alone with the same descriptors as
+            kvferry, and of memcpy, in this order.
+        stages: median seconds of kvferry's planning, of its reading, of its lease check, and of the rest.
     """
 
     ferry: MoverRounds
@@ -68,16 +72,16 @@ class TransferComparison:
 def compare(
     reader: Reader, source: SimulatedEngine, repeats: int, progress: Callable[[str], None]
 ) -> TransferComparison:
-    """Move a request with kvferry, raw NIXL and memcpy, and return the measured rounds.
+    """Move a request's KV with kvferry, with NIXL alone, and with memcpy, and return the times.
 
     Args:
-        reader: side that reads.
+        reader: rank that reads.
         source: engine to read from.
         repeats: number of counted rounds. One warm-up round before them is not counted.
         progress: function that is called with a line of text before each round.
 
     Raises:
-        TransferError: a mover failed, or kvferry moved wrong bytes.
+        TransferError: a transfer failed, or kvferry moved wrong bytes.
     """
     ferry = KVFerryMover("kvferry", reader, source)
     with closing(RawReads(reader)) as raw:
@@ -98,12 +102,15 @@ def compare(
 def run_rounds(
     moves: Sequence[Callable[[], float]], repeats: int, progress: Callable[[str], None] = lambda _: None
 ) -> list[list[float]]:
-    """Run every move once per round in random order, and return the times of each move in seconds.
+    """Call every function once per round, in a new random order each round, and return the measured times.
 
     Args:
-        moves: functions that move once and return the time in seconds.
+        moves: functions that each move bytes once and return the time in seconds.
         repeats: number of counted rounds. One warm-up round before them is not counted.
         progress: function that is called with a line of text before each round.
+
+    Returns:
+        For each function, its time in each counted round, in seconds.
     """
     progress("moving, a round that does not count")
     for move in moves:

@@ -30,7 +30,12 @@ _LEAST_CHUNKS = 8
 
 
 def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
-    """Return a chunk namespace that no engine uses. Each `name` gives a different namespace."""
+    """Return a namespace of chunk keys that no engine uses.
+
+    Args:
+        group: format of a chunk as a file.
+        name: any text. Different names give different namespaces.
+    """
     return Namespace.of(
         weights=f"none: kvferry bench {name}",
         model={},
@@ -43,20 +48,20 @@ def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
 
 
 class ChunkBodies:
-    """Chunks of random bytes in host memory. The index operator returns the memory of a chunk.
+    """Chunks of random bytes in host memory. ``bodies[n]`` is the memory of chunk n.
 
     Attributes:
         group: format of a chunk as a file.
-        keys: key of each chunk, 32 bytes.
-        arena: host memory of the chunks; chunk n is at byte ``n * chunk_bytes``.
+        keys: key of each chunk, 32 bytes each.
+        arena: host memory of all chunks; chunk n is at byte ``n * chunk_bytes``.
         chunk_bytes: size of a chunk, in bytes.
     """
 
     def __init__(self, group: CanonicalGroup, chunk_tokens: int, count: int) -> None:
-        """Allocate the memory and fill it with random bytes.
+        """Allocate the chunks' memory and fill it with random bytes.
 
         Args:
-            group: format of the chunks.
+            group: format in which chunks are stored.
             chunk_tokens: number of tokens per chunk.
             count: number of chunks.
         """
@@ -86,13 +91,24 @@ class ChunkBodies:
 
 
 def chunks_per_move(depth: int) -> int:
-    """Return the number of chunks that a mover with this depth moves each time."""
+    """Return the number of chunks that a benchmark stores or loads in each round.
+
+    Args:
+        depth: number of chunks in flight at a time.
+    """
     return max(depth, _LEAST_CHUNKS)
 
 
 @contextmanager
 def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
-    """Yield a queue for a tier with as many threads as in a connector. Close it at the end."""
+    """Yield a queue that reads from and writes to a tier. Close the queue at the end.
+
+    The queue has as many threads as in a connector.
+
+    Args:
+        tier: tier to read from and write to.
+        name: name of the tier in errors.
+    """
     queue = TierQueue(tier, name)
     try:
         yield queue
@@ -101,13 +117,13 @@ def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
 
 
 def store_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> float:
-    """Store the first `count` chunks, and return the time until the last is stored, in seconds.
+    """Store the first `count` chunks, and return the seconds until the last chunk is stored.
 
     Args:
         queue: queue for the tier.
         bodies: chunks to store.
-        count: number of chunks.
-        depth: number of chunks in flight.
+        count: number of chunks to store.
+        depth: maximum number of chunks in flight at a time.
 
     Raises:
         TransferError: a chunk was not stored.
@@ -116,13 +132,13 @@ def store_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> 
 
 
 def load_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> float:
-    """Load the first `count` chunks, and return the time until the last is complete, in seconds.
+    """Load the first `count` chunks, and return the seconds until the last chunk is loaded.
 
     Args:
         queue: queue for a tier that has the chunks.
-        bodies: chunks to overwrite with the loaded bytes. Mutated.
-        count: number of chunks.
-        depth: number of chunks in flight.
+        bodies: chunks to overwrite with the loaded bytes.
+        count: number of chunks to load.
+        depth: maximum number of chunks in flight at a time.
 
     Raises:
         TransferError: a chunk could not be loaded.
@@ -131,7 +147,7 @@ def load_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> f
 
 
 class StoreMover:
-    """A mover that stores chunks in a new, empty tier on every move."""
+    """A mover (benchmarked method of moving bytes) that stores chunks with kvferry in a new, empty tier."""
 
     name = "kvferry"
 
@@ -147,21 +163,21 @@ class StoreMover:
         Args:
             name: name of the tier.
             fresh: function that returns a context manager. The context manager opens an empty tier, and
-                removes it at the end.
+                removes the tier at the end.
             bodies: chunks to store.
-            depth: number of chunks in flight.
+            depth: maximum number of chunks in flight at a time.
         """
         self._name, self._fresh, self._bodies, self._depth = name, fresh, bodies, depth
         self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
 
     def move(self) -> float:
-        """Store the chunks in a new tier, and return the time in seconds."""
+        """Store the chunks in a new, empty tier, and return the seconds until the last chunk is stored."""
         with self._fresh() as tier, open_queue(tier, self._name) as queue:
             return store_all(queue, self._bodies, chunks_per_move(self._depth), self._depth)
 
 
 class LoadMover:
-    """A mover that loads chunks from a tier and compares their bytes."""
+    """A mover (benchmarked method of moving bytes) that loads chunks with kvferry and checks their bytes."""
 
     name = "kvferry"
 
@@ -170,18 +186,18 @@ class LoadMover:
 
         Args:
             queue: queue for a tier that has the chunks.
-            bodies: chunks as they were stored.
+            bodies: chunks with the expected bytes.
             into: chunks that each move overwrites with the loaded bytes.
-            depth: number of chunks in flight.
+            depth: maximum number of chunks in flight at a time.
         """
         self._queue, self._bodies, self._into, self._depth = queue, bodies, into, depth
         self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
 
     def move(self) -> float:
-        """Load the chunks and compare them, and return the time of the loads in seconds.
+        """Load the chunks, then check their bytes. Return the seconds of the loads without the check.
 
         Raises:
-            TransferError: wrong bytes arrived.
+            TransferError: a load failed, or wrong bytes arrived.
         """
         count = chunks_per_move(self._depth)
         self._into.clear(count)
@@ -194,13 +210,16 @@ class LoadMover:
 
 
 def _all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None]) -> float:
-    """Keep `depth` chunks in flight until `count` have ended, and return the time in seconds.
+    """Store or load `count` chunks, and return the seconds until the last chunk has ended.
 
     Args:
         queue: queue for the tier.
         count: number of chunks.
-        depth: number of chunks in flight.
+        depth: maximum number of chunks in flight at a time.
         begin: function that takes the number of a chunk, and begins to store or load the chunk.
+
+    Raises:
+        TransferError: a chunk could not be stored or loaded.
     """
     begun = ended = 0
     started = time.perf_counter()

@@ -12,16 +12,16 @@ from kvferry.measuring.spread import Spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCase:
-    """The movers for one tier, direction and depth.
+    """The movers (benchmarked methods of moving bytes) to compare for one tier, direction and depth.
 
     Attributes:
         tier: name of the tier.
         direction: "store" or "load".
         depth: number of chunks in flight, or of threads for the host tier.
-        target: share of the limit's speed that kvferry should reach.
+        target: speed that kvferry should reach, as a share of the limit's speed.
         ours: mover that uses kvferry.
-        limits: movers without kvferry. The fastest one is the limit.
-        controls: movers that help to explain the result but are not limits.
+        limits: movers without kvferry. The fastest of them is the limit.
+        controls: other movers without kvferry, whose speed helps to explain the result.
     """
 
     tier: str
@@ -35,12 +35,16 @@ class TierCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpeed:
-    """The measured rounds of one `TierCase`.
+    """The measured speeds of one `TierCase`: one tier, direction and depth.
 
     Attributes:
-        tier, direction, depth, target: same as in the measured `TierCase`.
-        ours: rounds of kvferry.
-        limits, controls: rounds of the case's other movers.
+        tier: name of the tier.
+        direction: "store" or "load".
+        depth: number of chunks in flight, or of threads for the host tier.
+        target: speed that kvferry should reach, as a share of the limit's speed.
+        ours: times of kvferry in all rounds.
+        limits: times of methods without kvferry. The fastest of them is the limit.
+        controls: times of other methods without kvferry, which help to explain the result.
     """
 
     tier: str
@@ -53,24 +57,27 @@ class TierSpeed:
 
     @property
     def limit(self) -> MoverRounds:
-        """Return the limit: the rounds of the mover in `limits` with the highest median speed."""
+        """Return the times of the fastest method without kvferry.
+
+        This is the entry of `limits` with the highest median speed.
+        """
         return max(self.limits, key=lambda series: series.gigabytes_per_second.median)
 
     @property
     def ratio(self) -> Spread:
-        """Return kvferry's speed as a multiple of the limit's speed in the same round."""
+        """Return kvferry's speed as a multiple of the limit's speed, compared round by round."""
         return self.ours.times(self.limit)
 
     @property
     def reached(self) -> bool:
-        """Return whether the median of `ratio` reaches the target."""
+        """Return whether kvferry reaches the target: the median of `ratio` is at least `target`."""
         return self.ratio.median >= self.target
 
 
 def measure_cases(
     cases: Sequence[TierCase], repeats: int, progress: Callable[[str], None]
 ) -> tuple[TierSpeed, ...]:
-    """Run all movers of all cases in every round, and return the measured rounds of each case.
+    """Run all movers (benchmarked methods of moving bytes) of all cases in every round, and return the times.
 
     Args:
         cases: cases to measure.
@@ -79,6 +86,9 @@ def measure_cases(
 
     Raises:
         TransferError: a mover failed.
+
+    Returns:
+        The times of each case, in the order of `cases`.
     """
     movers = [mover for one in cases for mover in (one.ours, *one.limits, *one.controls)]
     seconds = run_rounds([mover.move for mover in movers], repeats, progress)

@@ -17,12 +17,12 @@ from kvferry.plan.side import EngineSide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiersJob:
-    """The tiers and settings to measure.
+    """The tiers that `kvferry bench tiers` measures, and its settings.
 
     Attributes:
         reading: description of the KV cache of a model whose layers are all alike.
-        sides: layouts and block sizes of the engines for the host tier, each measured separately.
-        depths: numbers of chunks in flight, or of threads for the host tier.
+        sides: engines (layout and block size) for the host tier, each measured separately.
+        depths: depths to measure. A depth is a number of chunks in flight, or of threads for the host tier.
         repeats: number of counted rounds. One warm-up round before them is not counted.
         path: existing folder for the file tier. The files created there are removed.
         url: URL of the object storage; None to measure no object storage.
@@ -38,13 +38,13 @@ class TiersJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTiers:
-    """The results of a measurement of tiers.
+    """The results of `kvferry bench tiers`.
 
     Attributes:
-        job: measured tiers and settings.
-        machine: machine of the measurement.
+        job: tiers and settings that were measured.
+        machine: properties of the machine.
         chunk_tokens, chunk_bytes: size of one chunk of the model, in tokens and in bytes.
-        speeds: measured rounds, one entry per tier, direction and depth.
+        speeds: measured speeds, one entry per tier, direction and depth.
     """
 
     job: TiersJob
@@ -62,8 +62,8 @@ def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
         progress: function that is called with a line of text before each step.
 
     Raises:
-        ConfigError: memory, folder or storage cannot be used.
-        TransferError: a loaded chunk differs from the stored one.
+        ConfigError: memory cannot be allocated, or the folder or URL cannot be used.
+        TransferError: a chunk could not be stored or loaded, or a loaded chunk differs from the stored chunk.
     """
     group = chunk_group(job.reading)
     speeds: list[TierSpeed] = []

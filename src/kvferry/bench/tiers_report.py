@@ -16,7 +16,7 @@ from kvferry.units import format_bytes
 
 
 def show(measured: MeasuredTiers, console: Console) -> None:
-    """Print the results as tables with at most 80 columns."""
+    """Print the results of `kvferry bench tiers` as tables that are at most 80 columns wide."""
     job, machine = measured.job, measured.machine
     console.print(
         f"[bold]{job.reading.cache.name}[/]: chunks of {measured.chunk_tokens} tokens, "
@@ -29,7 +29,10 @@ def show(measured: MeasuredTiers, console: Console) -> None:
 
 
 def as_json(measured: MeasuredTiers) -> dict[str, Any]:
-    """Return all rounds in seconds and bytes, and the speeds and ratios, as values for JSON."""
+    """Return the results of `kvferry bench tiers` as values that can be written as JSON.
+
+    They contain the time of every round in seconds, the bytes of a round, the speeds and the ratios.
+    """
     job = measured.job
     return {
         "geometry": job.reading.cache.name,
@@ -85,7 +88,12 @@ def _speed_row(speed: TierSpeed) -> list[str]:
 
 
 def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
-    """Print how much larger depths gain and how fast the controls are, for each tier and direction."""
+    """Print a table of gains and controls, with one row per tier and direction.
+
+    The gain is kvferry's speed at a larger depth as a multiple of its speed at the smallest depth. The
+    controls are methods without kvferry that help to explain the result. Their speed at the smallest depth is
+    printed as a share of the limit's speed.
+    """
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tier", "direction"):
         table.add_column(title, no_wrap=True)

@@ -17,7 +17,7 @@ from kvferry.plan.side import EngineSide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferJob:
-    """The request to move, and the settings of the measurement.
+    """The request whose KV `kvferry bench transfer` moves, and the settings of the measurement.
 
     Attributes:
         reading: description of the model's KV cache.
@@ -38,15 +38,15 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTransfer:
-    """The results of a measurement of transfers.
+    """The results of `kvferry bench transfer`.
 
     Attributes:
-        job: measured request and settings.
+        job: request and settings that were measured.
         blocks: number of blocks of the request.
         layers: number of layers of the model.
         page_bytes: size of a page (one layer of one block), in bytes.
-        machine: machine of the measurement.
-        comparison: measured rounds of every mover.
+        machine: properties of the machine.
+        comparison: times of kvferry and of the methods that it is compared with.
     """
 
     job: TransferJob
@@ -58,15 +58,17 @@ class MeasuredTransfer:
 
 
 def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
-    """Move the request with every mover, and return the measured rounds. May set UCX_TLS in this process.
+    """Move a request's KV between two processes with kvferry, NIXL alone and memcpy, and return the times.
+
+    May set UCX_TLS in this process.
 
     Args:
-        job: request and settings.
+        job: request to move, and settings.
         progress: function that is called with a line of text before each step.
 
     Raises:
         ConfigError: memory cannot be allocated, or NIXL cannot be used.
-        TransferError: the other process died, or a transfer failed.
+        TransferError: the second process died, or a transfer failed.
     """
     settings = use_transports(job.transports)
     progress("starting the producer process")

@@ -19,13 +19,16 @@ TARGET_RATIO = 0.9
 
 
 def show(measured: MeasuredTransfer, console: Console) -> None:
-    """Print the results as a table with at most 80 columns."""
+    """Print the results of `kvferry bench transfer` as a table that is at most 80 columns wide."""
     _show_job(measured, console)
     _show_comparison(measured.comparison, console)
 
 
 def as_json(measured: MeasuredTransfer) -> dict[str, Any]:
-    """Return all rounds in seconds and bytes, and the speeds and ratios, as values for JSON."""
+    """Return the results of `kvferry bench transfer` as values that can be written as JSON.
+
+    They contain the time of every round in seconds, the bytes of a round, the speeds and the ratios.
+    """
     comparison, job = measured.comparison, measured.job
     whole = {
         "geometry": job.reading.cache.name,
