@@ -46,32 +46,37 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Facts about the model of one rank, or of all ranks together.
+    """Facts about the model that one rank has built, or that all ranks have built.
 
     Attributes:
-        config: values that the ranks have for each key of the model's configuration, by key.
-        modules: values of each fact about the model's modules, by name of the fact. Several modules
-            may state the same fact with different values.
+        config: for each key of the model's configuration, the values that the ranks have, as texts.
+        modules: for each fact about the model's modules, its values as texts. Several modules may have
+            different values of one fact.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def with_other(self, other: Built) -> Built:
-        """Return the facts of two ranks together.
+        """Return these facts together with the facts of another rank.
 
         Ranks of different pipeline stages may have different values of a fact. The result has all values.
         """
         return Built(_joined(self.config, other.config), _joined(self.modules, other.modules))
 
     def facts(self) -> dict[str, str | dict[str, str]]:
-        """Return the facts by name, as texts, in the form in which two engines compare them."""
+        """Return the facts in the form in which two engines compare them.
+
+        Returns:
+            Value of each fact as a text, by name of the fact. The model's configuration is one fact, whose
+                value is a mapping from keys to texts.
+        """
         config = {"model configuration": _said(self.config)} if self.config else {}
         return {**config, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Return the facts about this worker's model. A draft model is not included (see the module `drafts`).
+    """Return the facts about the model that this process's worker has built, without the draft model.
 
     Raises:
         ConfigError: the model is not in this process.
@@ -88,7 +93,7 @@ def built_of(vllm_config: Any) -> Built:
 
 
 def _kept(model: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of every fact in the modules of a model."""
+    """Yield (name, value) of every attribute and buffer of a model's modules that decides KV content."""
     seen = set[int]()
     for module in model.modules():
         if id(module) in seen:
@@ -117,7 +122,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of a scalar buffer, or of rows of a rotary table. Yield nothing otherwise."""
+    """Yield (name, value) of a module's buffer if it is a float scalar or a table of rotary embeddings.
+
+    The value of a table consists of the first numbers and a digest of a few rows, rounded.
+
+    Args:
+        name: class of the module and name of the buffer.
+        buffer: tensor of the buffer.
+        rotary: True if the module computes rotary embeddings.
+    """
     if not buffer.is_floating_point() or buffer.is_meta:
         return
     if buffer.ndim == 0 and not name.rpartition(".")[2].startswith("_"):
@@ -131,7 +144,7 @@ def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]
 
 
 def _rounded(value: float) -> str:
-    """Format a number: three decimals if it is below 10, else five significant digits."""
+    """Format a number: three decimals if its absolute value is below 10, else five significant digits."""
     text = f"{value:.3f}" if abs(value) < 10 else f"{value:.5g}"
     return "0.000" if text == "-0.000" else text
 

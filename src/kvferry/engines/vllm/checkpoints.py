@@ -17,7 +17,8 @@ _UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
 def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
     """Return a text that identifies a model's weights: a digest of the checkpoint, or else a description.
 
-    There is no digest if the checkpoint is not on this machine's disk, or vLLM loads no plain checkpoint.
+    There is no digest if the checkpoint is not on this machine's disk, or if vLLM loads dummy weights or a
+    tensorizer file.
 
     Args:
         vllm_config: the engine's configuration.
@@ -42,7 +43,7 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
 
 
 def uncertain(found: str) -> bool:
-    """Return True if a text from `weights` is a description, not a digest.
+    """Return True if a text that `weights` has returned is a description, not a digest of a checkpoint.
 
     Engines with equal descriptions may have different weights.
     """
@@ -50,7 +51,12 @@ def uncertain(found: str) -> bool:
 
 
 def _checkpoint(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model's checkpoint on this machine's disk; None if it is not there."""
+    """Return the folder of a model's checkpoint on this machine's disk; None if the checkpoint is not there.
+
+    Args:
+        name: path of a folder, or name of a model on Hugging Face.
+        revision: revision of the model on Hugging Face; None for the default.
+    """
     if Path(name).exists():
         return Path(name)
     try:

@@ -14,14 +14,15 @@ _FOR_CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def guard_arrivals() -> None:
-    """Patch vLLM's `Scheduler` once, so that no request can terminate the engine.
+    """Patch vLLM's `Scheduler` so that two kinds of requests can no longer harm the engine.
 
-    - A request that the API server has refused gets a new id. vLLM takes its id from the client's body,
-      without the random digits at the end of all other ids. If this id equals that of a running request, or
-      of a request whose blocks are kept, an assertion in `Scheduler.add_request` terminates the engine.
-    - Workers no longer receive a request's parameters for connectors, which they do not use. vLLM pickles
-      these parameters for every worker. Parameters nested 600 levels deep would terminate the engine, and
-      large ones would delay a step.
+    - A request that the API server has refused gets a new id. vLLM takes the id of such a request from the
+      client's body, without the random digits that end all other ids. If this id equals the id of a running
+      request, or of a request whose blocks are kept, an assertion in `Scheduler.add_request` terminates the
+      engine.
+    - A request's parameters for connectors are not sent to workers, which do not use them. vLLM pickles these
+      parameters for every worker. Parameters nested 600 levels deep would terminate the engine, and large
+      parameters would delay a step.
     """
     add = Scheduler.add_request
     if getattr(add, _GUARDED, False):
@@ -41,7 +42,8 @@ def guard_arrivals() -> None:
 def _keep_from_workers(request: Any) -> None:
     """Remove the parameters for connectors from a request's sampling parameters; mutates `request`.
 
-    vLLM sends the sampling parameters to workers. The request itself keeps its parameters for connectors.
+    vLLM sends the sampling parameters to workers, which do not need the parameters for connectors. The
+    request keeps its own `kv_transfer_params` for the scheduler.
     """
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and not extra.keys().isdisjoint(_FOR_CONNECTORS):

@@ -17,16 +17,21 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 
 def register_connector(name: str, module: str) -> None:
-    """Register a connector class with vLLM under a name.
+    """Register a connector class with vLLM under the name of the class; do nothing if the name is registered.
 
     vLLM's MultiConnector finds the class that handles a child's stats by this name alone.
+
+    Args:
+        name: name of the class.
+        module: name of the module that defines the class. vLLM imports the module when it first needs the
+            class.
     """
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, name)
 
 
 def connector_class(vllm_config: VllmConfig) -> Any:
-    """Return the connector class that a configuration names.
+    """Return the connector class that an engine's configuration names.
 
     Raises:
         ValueError, ImportError, AttributeError: there is no class of that name.
@@ -35,7 +40,10 @@ def connector_class(vllm_config: VllmConfig) -> Any:
 
 
 def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
-    """Return the connector class that a mapping of `KVTransferConfig` settings names.
+    """Return the connector class that settings of vLLM's `KVTransferConfig` name.
+
+    Args:
+        transfer: settings of `KVTransferConfig`, by name. The role may be missing.
 
     Raises:
         ValueError, ImportError, AttributeError: there is no class of that name.
@@ -44,16 +52,16 @@ def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
 
 
 def supports_hybrid(vllm_config: VllmConfig) -> bool:
-    """Return True if a configuration's connector supports the hybrid KV cache manager."""
+    """Return True if the connector that a configuration names supports vLLM's hybrid KV cache manager."""
     return bool(KVConnectorFactory.supports_hma_config(vllm_config.kv_transfer_config))
 
 
 def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> VllmConfig:
-    """Return a copy of a configuration with other connector settings. The copy shares all other parts.
+    """Return a copy of an engine's configuration with other connector settings; the rest is shared.
 
     Args:
         vllm_config: the engine's configuration; not changed.
-        transfer: settings of `KVTransferConfig`, by name.
+        transfer: settings of vLLM's `KVTransferConfig`, by name. They replace all connector settings.
 
     Raises:
         ValueError, TypeError: vLLM refuses the settings.
@@ -64,7 +72,12 @@ def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> Vllm
 
 
 def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
-    """Return a copy of a configuration with more entries in the connector's extra config."""
+    """Return a copy of an engine's configuration with entries added to the connector's extra config.
+
+    Args:
+        vllm_config: the engine's configuration; not changed.
+        more: entries of ``kv_connector_extra_config`` to add or to replace, by key.
+    """
     config = copy.copy(vllm_config)
     config.kv_transfer_config = copy.copy(config.kv_transfer_config)
     config.kv_transfer_config.kv_connector_extra_config = {
@@ -80,6 +93,6 @@ def current_config() -> Any:
 
 
 def as_current_config(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
-    """Return a context manager. Within it, vLLM uses this configuration for the engine that it sets up."""
+    """Return a context manager that makes a configuration vLLM's current one within the ``with`` block."""
     context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
     return context

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def hit_source(medium: Medium) -> CacheHitSource:
-    """Return the label that vLLM's own counters use for tokens loaded from a medium."""
+    """Return the label under which vLLM counts cache hits for tokens that were loaded from a medium."""
     match medium:
         case Medium.PEER:
             return CacheHitSource.P2P

@@ -6,15 +6,15 @@ from vllm.config import VllmConfig
 
 
 def keeps_draft_layers(vllm_config: VllmConfig) -> bool:
-    """Return True if the engine uses a draft model that keeps layers of its own in the cache."""
+    """Return True if the engine uses a draft model that has layers of its own in the KV cache."""
     config = vllm_config.speculative_config
     return config is not None and bool(config.uses_draft_kv_cache())
 
 
 def reads_ahead(vllm_config: VllmConfig) -> int:
-    """Return the number of tokens beyond a position that a draft model reads to compute that position.
+    """Return how many tokens after a position a draft model reads to compute the KV of that position.
 
-    The number is 0 if there is no draft model, or it reads no later tokens. It is 1 if the draft model
+    The number is 0 if there is no draft model, or if it reads no later tokens. It is 1 if the draft model
     combines the model's output with the next token (EAGLE, MTP). It is greater if the draft model has several
     MTP modules, each of which reads one token further.
     """

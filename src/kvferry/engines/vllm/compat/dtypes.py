@@ -10,7 +10,7 @@ from kvferry.engines.vllm.compat.specs import is_recurrent, layer_specs
 
 
 def cache_dtype(vllm_config: VllmConfig) -> str:
-    """Return the resolved element type of the KV cache."""
+    """Return the name of the KV cache's element type (``bfloat16``, ``fp8_e4m3``, ...); never ``auto``."""
     model = vllm_config.model_config
     named: str = resolve_kv_cache_dtype_string(str(vllm_config.cache_config.cache_dtype), model)
     resolved = {"auto": str(model.dtype).removeprefix("torch."), "fp8": "fp8_e4m3"}
@@ -18,7 +18,10 @@ def cache_dtype(vllm_config: VllmConfig) -> str:
 
 
 def state_dtypes(kv_cache_config: KVCacheConfig) -> str:
-    """Return the resolved element types of recurrent state as a text; empty if no layer has such state."""
+    """Return the names of the element types of recurrent state, as one text; empty without recurrent layers.
+
+    A layer's types are joined by commas, and different combinations of types by `` | ``.
+    """
     groups = kv_cache_config.kv_cache_groups
     layers = [layer for group in groups for layer in layer_specs(group.kv_cache_spec).values()]
     found = {tuple(layer.dtypes) for layer in layers if is_recurrent(layer)}

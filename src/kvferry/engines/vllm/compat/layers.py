@@ -11,34 +11,34 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 
 def attention_layer(vllm_config: VllmConfig, name: str) -> Any:
-    """Return the engine's layer object of that name."""
+    """Return the layer object that has this name in the engine's model."""
     return vllm_config.compilation_config.static_forward_context[name]
 
 
 def conv_channels_first() -> bool:
-    """Return True if convolution states are (channels, window), False if they are (window, channels)."""
+    """Return True if vLLM stores convolution states as (channels, window), False for (window, channels)."""
     return bool(is_conv_state_dim_first())
 
 
 def is_indexer(layer: Any) -> bool:
-    """Return True if the layer only holds the fp8 keys of a sparse indexer, as in DeepSeek V3.2 and GLM-5."""
+    """Return True if a layer's cache holds only the fp8 keys of a sparse indexer (DeepSeek V3.2, GLM-5)."""
     return layer.get_attn_backend().get_name() == "DEEPSEEK_V32_INDEXER" and layer.dtype is torch.uint8
 
 
 def write_index_keys(
     layer: Any, keys: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, group: int
 ) -> None:
-    """Quantise keys of an indexer into its cache, with the operation that vLLM uses on CUDA.
+    """Quantise a sparse indexer's keys into the layer's cache, with the operation that vLLM uses on CUDA.
 
     Args:
-        layer: indexer layer (`is_indexer`).
-        keys: keys to write, (tokens, width). The width is a multiple of `group`.
+        layer: indexer layer, for which `is_indexer` returns True.
+        keys: keys to write, of shape (tokens, width). The width is a multiple of `group`.
         cache: cache of the layer, uint8 of shape (blocks, tokens, bytes).
         slots: position in the cache of each token, int64 of shape (tokens,).
         group: number of elements of a key that share a scale.
 
     Raises:
-        RuntimeError: this backend shuffles its keys.
+        RuntimeError: the layer's backend stores its keys in another order (shuffled).
         AttributeError: this build of vLLM lacks the operation.
     """
     if layer.uses_shuffled_layout:

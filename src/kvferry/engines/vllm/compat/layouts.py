@@ -10,9 +10,9 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 
 def operators_layout() -> str | None:
-    """Return the layout that the operator has set with ``VLLM_KV_CACHE_LAYOUT``; None without one.
+    """Return the layout that the operator has set with ``VLLM_KV_CACHE_LAYOUT``; None without the variable.
 
-    If it is set, vLLM does not ask the connector for a layout.
+    If the variable is set, vLLM does not ask the connector for a layout.
     """
     named: str | None = envs.VLLM_KV_CACHE_LAYOUT
     return named
@@ -29,10 +29,11 @@ def supported_layouts(vllm_config: VllmConfig) -> list[str]:
 
 
 def declared_layouts(vllm_config: VllmConfig) -> list[str]:
-    """Return the layouts that every attention backend supports; empty if a declaration is not reliable.
+    """Return the layouts that every attention backend supports; empty if a backend's support is not certain.
 
-    For vLLM, a backend that declares None supports every layout. But some MLA backends that declare None do
-    not: the one for CPUs fails in its first step if blocks do not lie side by side.
+    vLLM assumes that a backend supports every layout if it declares none. This is not true for some MLA
+    backends: the MLA backend for CPUs declares no layouts, but fails in its first step unless blocks are
+    contiguous. So the result is empty if an MLA backend declares no layouts.
     """
     for backend in get_current_attn_backends(vllm_config):
         if backend.is_mla() and backend.supported_kv_cache_layouts() is None:
@@ -41,15 +42,15 @@ def declared_layouts(vllm_config: VllmConfig) -> list[str]:
 
 
 def attention_backends(vllm_config: VllmConfig) -> list[str]:
-    """Return the names of the attention backends of the model's layers."""
+    """Return the names of the attention backends that the model's layers use."""
     return [str(backend.get_name()) for backend in get_current_attn_backends(vllm_config)]
 
 
 def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
     """Return True if the kernels of all attention backends can use blocks of the engine's block size.
 
-    vLLM splits blocks into smaller kernel blocks for other kernels. It does not split blocks in a layout
-    whose outermost axis is the block.
+    If a kernel needs smaller blocks, vLLM splits each block into several kernel blocks. vLLM cannot do this
+    in a layout whose outermost axis is the block.
     """
     block = vllm_config.cache_config.block_size
     return all(
@@ -64,7 +65,8 @@ def takes_whole_blocks(vllm_config: VllmConfig) -> bool:
 def layers_are_alike(vllm_config: VllmConfig) -> bool:
     """Return True if all layers of the model keep the same amount and kind of data per token.
 
-    This requires a single kind of attention, no draft model and no indexer.
+    The result is False for models with several kinds of attention, recurrent layers, layers without
+    attention, a sparse indexer or a draft model.
     """
     model = vllm_config.model_config
     text = model.hf_text_config

@@ -14,7 +14,7 @@ class _Listener(Protocol):
     """Object whose method `on_load` is called before each load of a LoRA adapter."""
 
     def on_load(self, lora: LoRARequest) -> None:
-        """Handle the coming load of an adapter; called just before the engine loads it."""
+        """Handle the load of a LoRA adapter. The engine loads the adapter just after this call."""
 
 
 _LISTENERS = WeakSet[_Listener]()
@@ -23,10 +23,11 @@ _LISTENERS = WeakSet[_Listener]()
 def hook_adapter_loads(listener: _Listener) -> None:
     """Make vLLM call a listener before each load of a LoRA adapter through the engine's API.
 
-    Use this in the scheduler's process. It patches vLLM's `Executor` once. The listener is called as long as
-    it exists; this function does not keep it alive. If a process has several engines, the listeners of all
-    engines are called for each load. Then an adapter of another engine may needlessly count as reloaded, and
-    kvferry no longer stores its KV.
+    Call this in the scheduler's process. The first call patches vLLM's `Executor`. Only a weak reference to
+    the listener is kept.
+
+    If a process has several engines, the listeners of all engines are called for each load. An adapter of
+    another engine may then count as reloaded although it is not, and kvferry stops storing its KV.
     """
     _LISTENERS.add(listener)
     if hasattr(Executor.add_lora, "__wrapped__"):

@@ -21,14 +21,15 @@ These methods do not check ``enable_sleep_mode``. They release the memory of the
 
 
 def sleeps(vllm_config: Any) -> bool:
-    """Return True if the engine may release and reallocate its device memory (``enable_sleep_mode``)."""
+    """Return True if the setting ``enable_sleep_mode`` allows the engine to release its device memory."""
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 
 def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the environment variable that puts the KV cache in expandable segments; None if none does.
+    """Return the environment variable that makes torch use expandable segments for the KV cache, or None.
 
-    vLLM's cumem allocator turns expandable segments off for the KV cache. CPU memory has none.
+    The result is None for a KV cache in CPU memory. It is also None with vLLM's cumem allocator, which turns
+    expandable segments off for the KV cache.
     """
     if vllm_config.device_config.device_type == "cpu":
         return None
@@ -43,7 +44,7 @@ def expandable_segments(vllm_config: Any, environment: Mapping[str, str] = os.en
 
 
 def keep_memory(vllm_config: Any) -> None:
-    """Make this worker refuse every call that would release the memory of its KV cache.
+    """Make the worker in this process refuse every call that would release the memory of its KV cache.
 
     Raises:
         ConfigError: the worker is not in this process.

@@ -23,11 +23,12 @@ _FOUND = WeakSet[WorkerBase]()
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of one worker.
+    """Target model and draft model of one worker.
 
     Attributes:
         target: model that answers requests.
-        draft: draft model, if it keeps layers of its own in the cache; else None.
+        draft: draft model for speculative decoding. None if there is none, or if it keeps no layers of its
+            own in the KV cache.
     """
 
     target: torch.nn.Module
@@ -35,24 +36,31 @@ class Models:
 
 
 def built_models(vllm_config: VllmConfig) -> Models:
-    """Return the models of the worker in this process that has this configuration.
+    """Return the models that the worker in this process has built.
 
-    The function searches all Python objects for the worker, which it recognises by its table of layers. It
-    remembers the worker for later calls. The first call must precede vLLM's warm-up: on a GPU, the warm-up
-    hides all objects from the garbage collector.
+    The function searches all Python objects for the worker with this configuration, and remembers the worker
+    for later calls. The first call must precede vLLM's warm-up: on a GPU, the warm-up hides all objects from
+    the garbage collector.
+
+    Args:
+        vllm_config: configuration of the worker's engine. The worker is recognised by the configuration's
+            table of layers.
 
     Raises:
-        ConfigError: there is no such worker.
+        ConfigError: there is no such worker in this process.
     """
     worker = worker_of(vllm_config)
     return Models(worker.get_model(), worker.get_draft_model() if keeps_draft_layers(vllm_config) else None)
 
 
 def worker_of(vllm_config: VllmConfig) -> WorkerBase:
-    """Return the worker in this process that has this configuration, found as in `built_models`.
+    """Return the worker in this process that has this configuration.
+
+    The first call searches all Python objects for the worker, and must precede vLLM's warm-up. On a GPU, the
+    warm-up hides all objects from the garbage collector.
 
     Raises:
-        ConfigError: there is no such worker.
+        ConfigError: there is no such worker in this process.
     """
     context = vllm_config.compilation_config.static_forward_context
     for one in chain(_FOUND, gc.get_objects()):
@@ -66,10 +74,10 @@ def worker_of(vllm_config: VllmConfig) -> WorkerBase:
 
 
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
-    """Return the names of the layers that only the draft model has. Use this in a worker.
+    """Return the names of the layers that only the draft model has. Call this in a worker.
 
-    Names and positions of layers do not tell draft layers apart, and KV cache groups mix them with the
-    target's layers. So the layer objects of both models are compared.
+    The function compares the layer objects of the draft model and the target model. Names and positions do
+    not distinguish their layers, and a KV cache group may contain layers of both models.
 
     Raises:
         ConfigError: the models are not in this process.
@@ -92,8 +100,8 @@ def vocabulary_size(vllm_config: VllmConfig) -> int:
 def pools_every_token(vllm_config: VllmConfig) -> str:
     """Return the name of the pooling if a model pools over all prompt tokens; empty for other models.
 
-    Such a model must compute every prompt token. So vLLM does not use its own prefix cache for it, but still
-    asks a connector for KV of prefixes.
+    Such a model must compute every prompt token. vLLM does not use its own prefix cache for such a model, but
+    still asks a connector for the KV of prompt prefixes.
     """
     model = vllm_config.model_config
     pooler = getattr(model, "pooler_config", None)

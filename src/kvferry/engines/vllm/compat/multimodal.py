@@ -11,10 +11,16 @@ _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "
 
 
 def processor_settings(model: Any) -> dict[str, Any]:
-    """Return the multimodal processor's effective configuration, by part; empty for a model without one.
+    """Return the effective settings of each part of a model's multimodal processor; empty for a text model.
 
-    The configuration includes overrides (`mm_processor_kwargs`). vLLM's scheduler has already created the
+    The settings include overrides (`mm_processor_kwargs`). vLLM's scheduler has already created the
     processor.
+
+    Args:
+        model: vLLM's ModelConfig of the model.
+
+    Returns:
+        Settings by name, for each part such as ``image_processor``.
 
     Raises:
         Exception: any error of a processor that cannot be created.
@@ -29,7 +35,11 @@ def processor_settings(model: Any) -> dict[str, Any]:
 def item_data(feature: Any) -> Mapping[str, Any] | None:
     """Return the processor's output for an image, a video or a piece of audio: model arguments by name.
 
-    None if the scheduler does not have the output: it is in a worker's shared memory, or was not sent.
+    Return None if the scheduler does not have the output. This is the case if the output is in a worker's
+    shared memory, or was not sent to the scheduler.
+
+    Args:
+        feature: vLLM's MultiModalFeatureSpec of the item.
     """
     if feature.data is None or "address" in feature.data:
         return None

@@ -25,20 +25,21 @@ def share_logging() -> None:
 
 
 def leave_cores_to_others(vllm_config: VllmConfig) -> None:
-    """Make an engine on CPUs sleep between two checks of its queues, where vLLM spins on ``sched_yield``.
+    """Make an engine on CPUs sleep 0.5 ms between two checks of its message queues.
 
-    The engine runs steps as long as a peer holds a lease or a load is under way. If processes share few
-    cores, the spinning delayed messages of the control channel by 4 to 60 s (two ranks on two cores, Linux
-    6.18). Sleeps of 20 us still delayed messages in 4 of 10 runs with three ranks on two cores.
+    vLLM calls ``sched_yield`` in a loop instead, which keeps a core busy. This loop runs as long as a peer
+    holds a lease or a load is in flight, because the engine then runs steps without pause. On two cores with
+    two ranks (Linux 6.18), the loop delayed messages of the control channel by 4 to 60 s. Sleeps of 20 us
+    still delayed messages in 4 of 10 runs with three ranks on two cores.
     """
     if vllm_config.device_config.device_type == "cpu":
         shm_broadcast.sched_yield = lambda: time.sleep(_LOOK_SECONDS)
 
 
 def after_forward() -> Callable[[], None]:
-    """Return a function that waits until the GPU has done all work queued on the current stream so far.
+    """Return a function that waits until the GPU has done all work that is queued on the current stream now.
 
-    The function may be called in any thread. Without a GPU in use, it returns at once.
+    The function may be called in any thread. If no GPU is in use, the function returns at once.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return lambda: None
@@ -49,13 +50,13 @@ def after_forward() -> Callable[[], None]:
 
 
 def tensor_and_pipeline_rank() -> tuple[int, int]:
-    """Return this worker's (tp_rank, pp_rank)."""
+    """Return the tensor-parallel rank and the pipeline-parallel rank of the worker in this process."""
     return int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
 
 
 def node_address() -> str:
     """Return this machine's address in the engine's network.
 
-    It is ``VLLM_HOST_IP`` if that is set, else the address of the default route.
+    The address is ``VLLM_HOST_IP`` if the variable is set, else the address of the default route.
     """
     return str(get_ip())

@@ -6,14 +6,15 @@ import re
 
 
 def external_id(request_id: str) -> str:
-    """Return a request's id as vLLM's callers know it, without the eight random digits that vLLM appends."""
+    """Return the id that vLLM's caller gave to a request, without the eight random digits that follow it."""
     return re.sub(r"-[0-9a-f]{8}$", "", request_id)
 
 
 def parent_of(request_id: str) -> str | None:
-    """Return the id that all samples of one prompt share (``n`` above 1); None for any other request.
+    """Return the id that all samples of one prompt share, if the client asked for several (``n`` above 1).
 
-    vLLM puts a number before the shared id, which ends with eight random digits.
+    Return None for any other request. The id of a sample is its number, an underscore, and the shared id,
+    which ends with eight random digits.
     """
     found = re.fullmatch(r"\d+_(.*-[0-9a-f]{8})", request_id, re.DOTALL)
     return None if found is None else found.group(1)

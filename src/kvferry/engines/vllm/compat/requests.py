@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 
 def finished_whole(request: Any) -> bool:
-    """Return True if a request ended by itself (it stopped or reached its length), and was not aborted."""
+    """Return True if a request ended because it stopped or reached its maximum length; False if aborted."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -27,7 +27,7 @@ def was_rejected(request: Any) -> bool:
 
 
 def own_hit(request: Any) -> int | None:
-    """Return the number of a request's tokens that the engine's prefix cache had when it first admitted it.
+    """Return how many tokens of a request the engine's own prefix cache had at the request's first admission.
 
     Return None if the request was preempted, because vLLM reports the number for first admissions only.
     """
@@ -36,7 +36,7 @@ def own_hit(request: Any) -> int | None:
 
 
 def reads_no_cache(request: Any) -> str | None:
-    """Return the reason why a request may read neither vLLM's cache nor a connector's; None if it may."""
+    """Return the reason why a request may use no cached KV, neither vLLM's nor a connector's, or None."""
     if not request.skip_reading_prefix_cache:
         return None
     if _scores_prompt(request.sampling_params):
@@ -47,23 +47,22 @@ def reads_no_cache(request: Any) -> str | None:
 def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int = 0) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
-    The consumer always computes the last token itself, to sample from it. It could not use recurrent state
-    that already includes the last token.
+    The other engine (the consumer) always computes the last token itself, to sample from it. It could not use
+    recurrent state that already includes the last token.
 
     Returns:
-        True if the token was dropped. Otherwise False, and the request is unchanged. This happens if the
-        prompt has only one token or is not made of token ids. It also happens if the client wants logprobs of
-        the prompt, which the answer has for every token. And it happens if the request may read no cache, so
-        its consumer would load nothing.
+        True if the token was dropped. False if the request is unchanged. A request is unchanged if its prompt
+            has only one token or is not made of token ids, if the client wants logprobs of the prompt, or if
+            the request may use no cached KV.
 
     Args:
         request: vLLM's request.
-        hash_block_tokens: number of tokens per hashed block; None or 0 without prefix caching.
-        sampled_below: number of token ids that the engine can sample; 0 without a draft model. If the id of
-            the dropped token is below this number, the engine is made to sample that token. (A forced
-            id beyond the vocabulary would terminate the engine.) A draft model needs this: to compute a
-            token's KV, it also reads the next token. After the shortened prompt, the next token is the one
-            that is sampled.
+        hash_block_tokens: number of tokens per block that vLLM hashes; None or 0 without prefix caching.
+        sampled_below: number of token ids that the engine can sample; 0 without a draft model. A draft model
+            reads the next token to compute a token's KV. After the shortened prompt, the next token is the
+            sampled token. So the engine is made to sample the dropped token, if its id is below this number.
+            (An id beyond the vocabulary would terminate the engine.) A request with structured output is an
+            exception, because its grammar decides which token is sampled.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False

@@ -13,10 +13,10 @@ REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
 
 
 def is_traced(vllm_config: VllmConfig) -> bool:
-    """Return True if the engine exports spans. OpenTelemetry is then set up in the scheduler's process."""
+    """Return True if the engine exports trace spans. OpenTelemetry then runs in the scheduler's process."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None and is_tracing_available()
 
 
 def trace_context(headers: Mapping[str, str]) -> Any:
-    """Return the trace context in a request's headers; None if they contain none."""
+    """Return the OpenTelemetry trace context in a request's headers; None if the headers contain none."""
     return extract_trace_context(headers)

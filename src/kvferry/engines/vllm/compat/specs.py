@@ -80,18 +80,32 @@ REFUSED: dict[type[KVCacheSpec], str] = {
 
 
 def layer_specs(spec: KVCacheSpec) -> dict[str, Any]:
-    """Return the KV cache spec of each layer in a group, by name of the layer; ``""`` means all."""
+    """Return the KV cache spec of each layer in a KV cache group, by layer name.
+
+    If all layers have the same spec, the result has a single entry with the key ``""``.
+
+    Args:
+        spec: spec of the group.
+    """
     return dict(spec.kv_cache_specs) if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
 
 
 def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
-    """Return the KV cache spec of one layer. The spec of its group may contain one spec per layer."""
+    """Return the KV cache spec of one layer in a KV cache group.
+
+    Args:
+        spec: spec of the group. It applies to all layers, or contains one spec per layer.
+        name: name of the layer.
+    """
     found = layer_specs(spec)
     return found.get("", None) or found[name]
 
 
 def kind_of(spec: KVCacheSpec) -> GroupKind:
-    """Return the kind of a KV cache group. It decides which earlier tokens are needed to compute the next.
+    """Return the kind of a KV cache group: which earlier tokens the computation of the next token needs.
+
+    Args:
+        spec: spec of the group.
 
     Raises:
         ConfigError: kvferry cannot move the group. The message says why and what to do.
@@ -125,7 +139,10 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
 
 
 def attention_span_of(spec: KVCacheSpec) -> int:
-    """Return a group's attention window or attention chunk, in tokens; 0 for other kinds."""
+    """Return the tokens in a group's attention window or attention chunk; 0 for other kinds of groups.
+
+    A window includes the extra tokens that vLLM retains.
+    """
     return max(_attention_span_of_layer(one) for one in layer_specs(spec).values())
 
 
@@ -138,12 +155,15 @@ def _attention_span_of_layer(spec: Any) -> int:
 
 
 def state_block_tokens(spec: KVCacheSpec) -> int:
-    """Return the number of tokens per entry of a state group's block table.
+    """Return the number of tokens per entry of a recurrent group's block table; 0 if not applicable.
 
-    Return 0 for other kinds of groups, and if only the first entry of the table holds a state. This is the
-    case without prefix caching, where the table has one running state (followed by scratch blocks for
-    speculative decoding). With prefix caching, each entry stands for a range of tokens, and the state after a
-    token is kept in the entry of that token. A ring (`is_ring`) is the only block of its table.
+    With prefix caching, each entry stands for a range of tokens, and the state after a token is kept in the
+    entry of that token. Without prefix caching, only the first entry holds a state. The other entries are
+    scratch blocks for speculative decoding.
+
+    Returns:
+        Number of tokens per entry. 0 if only the first entry holds a state, for other kinds of groups, and
+            for rings (one block per request, overwritten in place).
     """
     first = next(iter(layer_specs(spec).values()))
     if not isinstance(first, MambaSpec) or first.mamba_cache_mode == "none":
@@ -152,12 +172,15 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 
 
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:
-    """Return the smallest distance between two snapshots of a state group, in tokens.
+    """Return the minimum number of tokens between two snapshots of a recurrent group.
 
-    A snapshot is the recurrent state at one position. Return None for other kinds of groups, and 0 for state
-    groups whose snapshots vLLM does not announce. If vLLM's Mamba cache mode is `align`, vLLM takes a
-    snapshot where the end of a step is the end of a block, and announces it after the step. In other modes,
-    and for rings (`is_ring`), it announces none.
+    A snapshot is the recurrent state at one position. In vLLM's Mamba cache mode `align`, vLLM takes a
+    snapshot if a step ends at the end of a block. After the step, vLLM announces the snapshot to the
+    connector.
+
+    Returns:
+        Number of tokens. None for other kinds of groups. 0 if vLLM announces no snapshots: in other cache
+            modes, and for rings (one block per request, overwritten in place).
     """
     first = next(iter(layer_specs(spec).values()))
     if kind_of(spec) is not GroupKind.STATE:
@@ -168,32 +191,33 @@ def snapshot_tokens(spec: KVCacheSpec) -> int | None:
 
 
 def is_recurrent(spec: KVCacheSpec) -> bool:
-    """Return True if a layer keeps a Mamba state."""
+    """Return True if a layer keeps recurrent state (Mamba)."""
     return isinstance(spec, MambaSpec)
 
 
 def is_replicated(spec: Any) -> bool:
     """Return True if all tensor-parallel ranks hold the same data of a layer.
 
-    This holds for the latent vectors of MLA, and for layers whose spec allows one shard only.
+    This is the case for the latent vectors of MLA, and for layers whose spec sets ``max_tp_shards`` to 1.
     """
     return isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)) or spec.max_tp_shards == 1
 
 
 def is_ring(spec: KVCacheSpec) -> bool:
-    """Return True if a layer keeps one block per request and overwrites it in place: a ring, not Mamba."""
+    """Return True if a layer keeps a ring: one block per request, which the layer overwrites in place."""
     return isinstance(spec, CircularBufferSpec)
 
 
 def has_rings(kv_cache_config: Any) -> bool:
-    """Return True if a layer of the engine keeps a ring per request (`is_ring`)."""
+    """Return True if a layer of the engine keeps a ring: one block per request, overwritten in place."""
     return _any_layer(kv_cache_config, CircularBufferSpec)
 
 
 def names_prompts_only(kv_cache_config: Any) -> bool:
-    """Return True if the KV of a generated token differs from that of the same token in a prompt.
+    """Return True if kvferry may store and offer the KV of prompts only, not of generated tokens.
 
-    kvferry then stores and offers the KV of prompts only.
+    This is the case if a generated token attends to fewer tokens than the same token in a prompt, so its KV
+    differs (`RSWASpec`).
     """
     return _any_layer(kv_cache_config, RSWASpec)
 

@@ -21,14 +21,13 @@ these, and trainers call them in a worker."""
 
 
 def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
-    """Call `changed` before each call that changes weights, in the thread that runs the worker's steps.
+    """Make a worker call a function before each of its methods that changes weights; mutates the worker.
 
-    Mutates the objects of the worker. Code that writes to parameters directly, without such a call, is not
-    detected.
+    Code that writes to parameters directly, without such a method, is not detected.
 
     Args:
         vllm_config: the engine's configuration.
-        changed: function to call, without arguments.
+        changed: function to call, without arguments. It runs in the thread that runs the worker's steps.
 
     Raises:
         ConfigError: the worker is not in this process.
