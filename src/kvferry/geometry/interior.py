@@ -23,7 +23,7 @@ STATE = "state"
 
 
 def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the index of the first head and the number of heads on a tensor-parallel rank.
+    """Return (index of the first head, number of heads) that a tensor-parallel rank holds.
 
     If there are fewer heads than ranks, neighbouring ranks hold copies of the same head.
 
@@ -52,13 +52,15 @@ def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class PlacedField:
-    """A field and its position inside a page.
+    """A field and its position inside a page (memory of one block in one layer).
 
     Attributes:
-        stored: the field over all ranks.
-        start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that
-            every rank holds whole.
-        offset: byte offset of the field in the content of a head and token, or in the snapshot.
+        stored: name, element size and axes of the field, over all ranks.
+        start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that every
+            rank holds whole.
+        offset: byte offset of the field. In a page of tokens, each head and token has a run of bytes with all
+            fields, and the offset is relative to this run. In a snapshot (recurrent state at one position),
+            the offset is relative to the page.
     """
 
     stored: StoredField
@@ -67,11 +69,12 @@ class PlacedField:
     offset: int
 
     def field(self, head_stride: int, tokens: tuple[tuple[int, int], ...]) -> Field:
-        """Return the geometry of the field in a page.
+        """Return the byte offset, axes and strides of this field in a page.
 
         Args:
             head_stride: bytes from one head to the next.
-            tokens: (count, stride in bytes) of each loop of the token axis; empty in a snapshot.
+            tokens: loops that enumerate the tokens, as (count, stride in bytes), outermost first; empty if
+                the page is a snapshot (recurrent state at one position).
         """
         axes = [Axis(TOKEN, tokens)] if tokens else []
         if self.stored.heads:
@@ -84,7 +87,7 @@ class PlacedField:
         return Field(self.stored.name, self.stored.item_bytes, self.offset, (*axes, *inner))
 
     def entries(self, count: int, stride: int) -> Field:
-        """Return this field's geometry for a page that stores one entry per several tokens.
+        """Return the axes and strides of this field in a page whose entries each stand for several tokens.
 
         Args:
             count: number of entries in the page.
@@ -101,14 +104,17 @@ class PlacedField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageInterior:
-    """The inner structure of one rank's page.
+    """The inner structure of one rank's page (memory of one block in one layer).
 
     Attributes:
-        snapshot: True if the page is a snapshot of recurrent state.
+        snapshot: True if the page holds a snapshot (recurrent state at one position) instead of tokens.
         state_tokens: number of tokens per stored entry; 1 if every token has its own entry.
-        kernels: number of kernel blocks of a page. Each kernel block is a box. It is 1 for a snapshot.
-        heads, tokens, content: size of a box, with content in bytes; (1, 1, bytes) for a snapshot. If entries
-            stand for several tokens, `tokens` is the number of entries.
+        kernels: number of kernel blocks (blocks as the attention kernel addresses them) in the page; 1 for a
+            snapshot.
+        heads: number of heads on this rank; 1 for a snapshot.
+        tokens: number of tokens in a kernel block; 1 for a snapshot. If an entry stands for several tokens,
+            the number of entries.
+        content: bytes of all fields of one head and token; for a snapshot, bytes of the whole page.
         alignment: alignment of the page's address in bytes.
         placed_fields: fields of the page, with their positions.
     """
@@ -128,10 +134,11 @@ class PageInterior:
         return self.kernels * self.heads * self.tokens * self.content
 
     def page(self, where: PageMap) -> PageFormat:
-        """Return the format of the page.
+        """Return the format of the page: its fields, with byte offsets and strides, and its size.
 
         Args:
-            where: memory of the group's pages. It gives the strides between heads and between tokens.
+            where: addresses and strides of the group's pages. The strides between kernel blocks (blocks as
+                the attention kernel addresses them), heads and tokens are used.
         """
         _, kernel, head, token, _ = where.strides
         if self.snapshot:
@@ -147,13 +154,15 @@ class PageInterior:
 
 
 def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp: int) -> PageInterior:
-    """Return the inner structure of one rank's page of a layer.
+    """Return the inner structure of one rank's page (memory of one block in one layer).
 
     Args:
-        store: cache of the layer, over all ranks.
-        tokens: number of tokens of a kernel block; ignored for a snapshot.
-        kernels: number of kernel blocks of a page; ignored for a snapshot.
-        tp_rank, tp: tensor-parallel rank, and number of tensor-parallel ranks.
+        store: description of the layer's cache, over all ranks.
+        tokens: number of tokens per kernel block (block as the attention kernel addresses it); ignored for
+            recurrent state.
+        kernels: number of kernel blocks per page; ignored for recurrent state.
+        tp_rank: tensor-parallel rank.
+        tp: number of tensor-parallel ranks.
 
     Raises:
         GeometryError: the heads cannot be distributed evenly over the ranks, the fields of a page of tokens
@@ -202,5 +211,8 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def _alignment(stored: StoredField) -> int:
-    """Return the alignment of a field in bytes: the largest power of two up to 16 that divides an element."""
+    """Return the alignment of a field in bytes, which is a power of two of at most 16.
+
+    It is the largest such power of two that divides the size of one element.
+    """
     return gcd(stored.item_bytes, 16)

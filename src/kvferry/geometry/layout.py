@@ -43,10 +43,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """The layers that share one block table.
+    """A KV cache group: the layers that share one block table, and their block size.
 
     Attributes:
-        layers: indices of the layers in the `ModelCache`.
+        layers: indices of the layers in `ModelCache.layers`.
         block_tokens: number of tokens per block.
     """
 
@@ -62,11 +62,12 @@ class EngineShape:
         tp: number of tensor-parallel ranks.
         stages: number of layers with a cache on each pipeline rank.
         block_tokens: number of tokens per block, in groups whose layers have no block size of their own.
-        layout: order of the axes in memory, one of `LAYOUTS`.
+        layout: order of the axes in memory, one of `LAYOUTS`, e.g. ``LBHNC``.
         num_blocks: number of blocks in each rank's pool, the null block included.
-        kernel_tokens: number of tokens per kernel block if a block consists of several, otherwise 0.
-        groups: layers and block size of each group; all layers of a group have equal caches. Empty for one
-            group per kind of layer.
+        kernel_tokens: number of tokens per kernel block (block as the attention kernel addresses it) if a
+            block consists of several kernel blocks, otherwise 0.
+        groups: layers and block size of each KV cache group; all layers of a group have equal caches. If
+            empty, all layers with equal caches form one group.
     """
 
     tp: int
@@ -108,7 +109,11 @@ class EngineShape:
 
     @property
     def kernels(self) -> int:
-        """Number of kernel blocks per block."""
+        """Number of kernel blocks per block.
+
+        A kernel block is a block as the attention kernel addresses it. A block of the block table consists of
+        one or more kernel blocks.
+        """
         return self.block_tokens // self.kernel_tokens if self.kernel_tokens else 1
 
 
@@ -140,14 +145,15 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
 def group_layers(
     model: ModelCache, counts: Mapping[LayerCache, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the layers of a model into groups, and return the layer indices of each group.
+    """Divide the layers of a model into KV cache groups, and return the layer indices of each group.
 
     The layers of a group have equal caches.
 
     Args:
         model: caches of all layers.
-        counts: number of groups for each kind of layer; None for one group per kind. Layers are assigned to
-            groups in turn (round robin), so that each group has layers on every pipeline rank.
+        counts: number of groups for each kind of layer, where layers with equal caches are of one kind; None
+            for one group per kind. Layers are assigned to groups in turn (round robin), so that each group
+            has layers on every pipeline rank.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -160,18 +166,21 @@ def group_layers(
 
 
 def layer_name(number: int) -> str:
-    """Return the name of a layer of a `ModelCache`. It is the same in every engine."""
+    """Return the name of the layer with this index in `ModelCache.layers`, e.g. ``layers.3``.
+
+    The name does not depend on the settings of an engine.
+    """
     return f"layers.{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The KV cache memory of one rank, described in two ways.
+    """The layout of the KV cache memory of one rank, described in two ways.
 
     Attributes:
-        geometry: description field by field, for planning.
-        maps: description as strides, for code that uses raw pointers. There is one map per group, in the
-            order of `geometry.groups`.
+        geometry: description of every field of a page by its axes and strides, for planning transfers.
+        maps: description of whole pages by address and strides, for code that uses raw pointers. There is one
+            map per KV cache group, in the order of `geometry.groups`.
     """
 
     geometry: RankGeometry
@@ -183,8 +192,9 @@ def lay_out(
 ) -> tuple[RankGeometry, ...]:
     """Return the geometry of every rank of an engine, ordered by pipeline rank and then tensor-parallel rank.
 
-    Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes. They lie on 2 ranks in blocks of 16
-    tokens, with heads outside of tokens. A page then has 2 heads of 16 tokens of 32 bytes.
+    Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes. Two ranks hold 2 heads each, in
+    blocks of 16 tokens, with heads outside of tokens. A page (one block in one layer) then has 2 heads of 16
+    tokens of 32 bytes.
 
     >>> from kvferry.geometry.rank import GroupKind
     >>> from kvferry.geometry.store import StoredField
@@ -286,11 +296,14 @@ def _inside(store: LayerCache, tokens: int, engine: EngineShape, tp_rank: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Sizes of the block pool that all groups of a rank share.
+    """Sizes of the block pool that all KV cache groups of a rank share.
+
+    The pool consists of slots. A slot has space for one layer's pages, and layer ``j`` of every group uses
+    slot ``j``.
 
     Attributes:
-        slots: number of slots per block, which is the number of layers of the largest group.
-        slot_bytes: bytes of one block in one slot; 0 if pages lie side by side, without slots.
+        slots: number of slots. It equals the number of layers of the group with the most layers on this rank.
+        slot_bytes: bytes of one block in one slot; 0 if the pages of a block lie side by side, without slots.
         block_bytes: bytes of one block over all slots.
     """
 
@@ -300,11 +313,12 @@ class _Pool:
 
     @classmethod
     def of(cls, engine: EngineShape, groups: Sequence[tuple[PageInterior, int]]) -> Self:
-        """Return the pool that holds the given groups.
+        """Return the sizes of the block pool that the given KV cache groups share.
 
         Args:
             engine: settings of the engine.
-            groups: structure of a page, and number of layers on this rank, for each group.
+            groups: inner structure of a page, and number of layers on this rank, for each group with layers
+                on this rank.
 
         Raises:
             GeometryError: pages of these shapes cannot share memory in this layout.
@@ -319,18 +333,25 @@ class _Pool:
         return cls(slots, 0, round_up(widest, alignment))
 
     def room(self, inside: PageInterior) -> PoolRoom:
-        """Return the space that the pool reserves for a group's pages, with sizes per kernel block."""
+        """Return the space that the pool reserves for a group's pages.
+
+        The sizes are per kernel block (block as the attention kernel addresses it) where a block consists of
+        several.
+
+        Args:
+            inside: inner structure of a page of the group.
+        """
         if not self.slot_bytes:
             return PoolRoom(self.slots, block_stride=self.block_bytes)
         return PoolRoom(self.slots, self.slot_bytes // inside.kernels)
 
 
 def _slot_bytes(engine: EngineShape, insides: Sequence[PageInterior]) -> int:
-    """Return the bytes of one block in one slot (the space for one layer's page of every group).
+    """Return the bytes of one block in one slot (the space for one layer's page of any group).
 
     Args:
         engine: settings of the engine.
-        insides: structure of a page of each group.
+        insides: inner structure of a page of each KV cache group.
 
     Raises:
         GeometryError: pages of these shapes cannot share memory in this layout.

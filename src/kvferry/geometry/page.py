@@ -36,11 +36,11 @@ _SHARD = "shard"
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One named axis of a field, as one rank holds it inside one page.
+    """One named axis of a field in a page, with the elements that one rank holds.
 
-    The elements of the axis are those of nested loops over `loops`, outermost first. Two loops describe an
-    axis that is not evenly spaced in memory. For example, the token axis has two loops if each block of the
-    engine's block table consists of several smaller kernel blocks.
+    Nested loops enumerate the elements of the axis. Most axes have one loop. Two loops describe an axis that
+    is not evenly spaced in memory. For example, the token axis has two loops if each block of the engine's
+    block table consists of several smaller kernel blocks.
 
     >>> Axis("token", ((2, 4096), (16, 4))).offsets()[[0, 1, 15, 16]].tolist()
     [0, 4, 60, 4096]
@@ -92,15 +92,15 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One logical tensor inside a page.
+    """One logical tensor inside a page (memory of one block in one layer).
 
     Attributes:
         name: name of the field, the same in every engine.
         item_bytes: bytes of one element. An element is never split.
         offset: byte offset of this rank's first element from the start of the page.
         axes: the named axes, the fastest last. Two engines that transfer the field directly may order the
-            axes differently. Stored chunks depend on the order, so every content adapter must use the same
-            order.
+            axes differently. Stored chunks depend on the order, so all engines that share a store must use
+            the same order.
     """
 
     name: str
@@ -142,12 +142,12 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The format of one page: its fields and its size.
+    """The format of one page (memory of one block in one layer): its fields and its size.
 
     Attributes:
-        content: id of the content adapter that describes the page (backend, instruction set, KV dtype).
-            Fields with equal names have the same meaning under all ids. An opaque page matches only its own
-            id.
+        content: name of the content, e.g. attention backend, instruction set and KV dtype. Fields with equal
+            names have the same meaning under all names of content. An opaque page can be copied only to a
+            page with an equal name of content.
         block_tokens: number of tokens per block; 0 for a page that is a snapshot of recurrent state.
         page_bytes: size of the page in bytes. The stride between blocks may be larger.
         fields: logical tensors in the page.
@@ -182,7 +182,7 @@ class PageFormat:
 
     @property
     def opaque(self) -> bool:
-        """True if kvferry does not know the meaning of some bytes (see `opaque_page`)."""
+        """True if kvferry does not know the meaning of some bytes. Such a page can only be copied whole."""
         return any(field.axis(_SHARD) for field in self.fields)
 
 
@@ -194,7 +194,7 @@ def opaque_page(
     ranks: int,
     loops: tuple[tuple[int, int], ...] = (),
 ) -> PageFormat:
-    """Return the format of a page whose inner structure is unknown.
+    """Return the format of a page (memory of one block in one layer) whose inner structure is unknown.
 
     Such a page is copied whole, to the rank with the same number in an engine with the same number of ranks.
     An axis of length `ranks` stores the rank number. There is no token axis, so both engines need the same
@@ -207,8 +207,8 @@ def opaque_page(
         content: id of the format of the bytes; it must be equal on both sides.
         block_tokens: number of tokens per block; 0 for a snapshot of recurrent state.
         run_bytes: bytes of one element, which is the whole page if the page is contiguous.
-        rank: index of this shard.
-        ranks: number of shards; 1 if all ranks hold the same bytes.
+        rank: index of this rank among the `ranks` ranks.
+        ranks: number of ranks that hold different bytes; 1 if all ranks hold the same bytes.
         loops: (count, stride in bytes) over the elements of a scattered page, outermost first; empty if the
             page is contiguous.
     """

@@ -19,13 +19,19 @@ AXES = "LBHNC"
 
 
 def is_compact(layout: str) -> bool:
-    """Return True if a page is contiguous in this layout, because L and B are the two outermost axes."""
+    """Return True if pages are contiguous, because L (layer) and B (block) are the two outermost axes.
+
+    Args:
+        layout: order of the axes in memory, one of `LAYOUTS`.
+    """
     return set(layout[:2]) == {"L", "B"}
 
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
     """The memory of one group's pages on one rank, as an address and strides.
+
+    A page is the memory of one block in one layer.
 
     Example: two layers of two heads, three blocks of four tokens, 8 bytes per head and token. Blocks are the
     outermost axis.
@@ -41,11 +47,11 @@ class PageMap:
     Attributes:
         address: address of the first byte of layer 0, block 0.
         counts: number of layers, blocks, heads, tokens and content bytes. If a block consists of several
-            kernel blocks, kernel blocks are counted. A group of recurrent state has one head and one token,
-            and the content is the whole snapshot.
+            kernel blocks (blocks as the attention kernel addresses them), kernel blocks are counted. A group
+            of recurrent state has one head and one token, and the content is the whole snapshot.
         strides: bytes between neighbours along each of these five axes.
-        kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks
-            ``[b·kernels, (b+1)·kernels)``.
+        kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks ``[b·kernels,
+            (b+1)·kernels)``.
     """
 
     address: int
@@ -64,22 +70,22 @@ class PageMap:
         return self.strides[1] * self.kernels
 
     def page(self, layer: int, block: int) -> int:
-        """Return the address of a page.
+        """Return the address of a page (memory of one block in one layer).
 
         Args:
             layer: index of the layer in the group.
-            block: id of the block, not of a kernel block.
+            block: id of the block in the block table. A block may consist of several kernel blocks.
         """
         return self.address + layer * self.layer_stride + block * self.block_stride
 
     def at(self, layer: int, block: int, head: int, token: int) -> int:
-        """Return the address of the content of one head and token.
+        """Return the address of the bytes of one head and token.
 
         Args:
             layer: index of the layer in the group.
-            block: id of the block, not of a kernel block.
+            block: id of the block in the block table. A block may consist of several kernel blocks.
             head: index of the head on this rank.
-            token: index of the token in the whole block.
+            token: index of the token in the block.
         """
         kernel, token = divmod(token, self.counts[3])
         return (
@@ -94,12 +100,13 @@ class PageMap:
 class PoolRoom:
     """The space that a block pool reserves for the pages of a group. It may exceed the size of the pages.
 
-    All groups of a rank share one pool. A *slot* is the space for one layer's page.
+    All KV cache groups of a rank share one pool. A *slot* is the space for one layer's page.
 
     Attributes:
-        slots: number of slots per block; 0, or less than the group's layers, means one slot per layer.
-        slot_bytes: bytes of one (kernel) block in a slot, for layouts with contiguous pages; 0 for the size
-            of the page.
+        slots: number of slots per block. If it is 0 or below the number of the group's layers, there is one
+            slot per layer.
+        slot_bytes: bytes of one block in a slot, for layouts with contiguous pages; 0 for the size of the
+            page. If a block consists of several kernel blocks, bytes of one kernel block.
         block_stride: bytes from one block to the next, for layouts with blocks outermost; 0 if the slots
             determine it.
     """
@@ -116,12 +123,13 @@ def page_map(
     kernels: int = 1,
     room: PoolRoom = PoolRoom(),
 ) -> PageMap:
-    """Return the page map of a group whose memory has the given layout.
+    """Return the addresses and strides of a group's pages in memory with the given layout.
 
     Args:
-        layout: one of `LAYOUTS`.
+        layout: order of the axes in memory, one of `LAYOUTS`.
         address: address of the first byte of layer 0, block 0.
-        counts: number of layers, (kernel) blocks, heads, tokens and content bytes.
+        counts: number of layers, blocks, heads, tokens and content bytes. If a block consists of several
+            kernel blocks (blocks as the attention kernel addresses them), kernel blocks are counted.
         kernels: number of kernel blocks per block.
         room: space that the pool reserves for the group's pages; by default exactly their size.
 

@@ -63,7 +63,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The pages of one layer on one rank.
+    """The pages of one layer on one rank. A page is the memory of one block in one layer.
 
     Attributes:
         name: name of the layer, the same on every rank of every engine that serves the model.
@@ -154,7 +154,7 @@ class RankGeometry:
 
     @property
     def labels(self) -> list[str]:
-        """Index and label of each group, for messages."""
+        """Index and label of each KV cache group, for messages, e.g. ``0 full_attention``."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def check(self) -> None:
@@ -223,7 +223,8 @@ class _Registered:
 def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
     """Return True if two elements of a field may share a byte, in one block or in different blocks.
 
-    No elements overlap if every stride is at least the extent of all loops with smaller strides.
+    Blocks and axes of the field are nested loops with a stride each. No elements overlap if each stride is at
+    least as long as the memory that the loops with smaller strides cover.
 
     Args:
         field: field of a page.

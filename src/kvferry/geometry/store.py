@@ -24,7 +24,7 @@ class StoredField:
         item_bytes: bytes of one element.
         heads: number of elements of the axis that tensor parallelism shards (KV heads, state heads or
             channels); 0 if every rank holds the whole field.
-        inner: (name, count) of the other axes except the token axis, the fastest last.
+        inner: (name, count) of the other axes except the token axis, with the innermost axis last.
     """
 
     name: str
@@ -40,7 +40,7 @@ class StoredField:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head: per token, or of a whole snapshot for recurrent state."""
+        """Bytes of the field for one head: per token, or for a whole snapshot of recurrent state."""
         return self.item_bytes * prod(count for _, count in self.inner)
 
 
@@ -76,7 +76,10 @@ class LayerCache:
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 
     def bytes_of(self, tokens: int) -> int:
-        """Return the bytes of `tokens` tokens over all heads, rounded up; for STATE, of one snapshot."""
+        """Return the bytes that the layer stores for `tokens` tokens, over all heads and rounded up.
+
+        For recurrent state, return the bytes of one snapshot.
+        """
         if self.kind is GroupKind.STATE:
             return self.whole_bytes
         return -(-self.whole_bytes * tokens // self.state_tokens)

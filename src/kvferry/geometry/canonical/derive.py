@@ -28,6 +28,9 @@ sharded."""
 def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> CanonicalForm:
     """Return the canonical form of the chunks that an engine stores.
 
+    The canonical form is the byte order of a chunk. It does not depend on parallel sizes, layout and block
+    size.
+
     Example: two engines that serve one model with 2 KV heads. In the first, at TP 4, two ranks hold copies of
     each head. The second runs at TP 2. Both have the same form:
 
@@ -98,9 +101,10 @@ class _StoredLayer:
     """The cache of one layer over all ranks.
 
     Attributes:
-        kind, attention_span: kind and span of the layer's group.
-        fields: (name of the sharded axis, number of its elements over all ranks, field) of every field. The
-            axis is ("", 1) for a field that every rank holds whole.
+        kind: kind of attention or state of the layer's KV cache group.
+        attention_span: window or attention chunk of that group in tokens; 0 for other kinds.
+        fields: (name of the sharded axis, number of its elements over all ranks, field) for each field. The
+            first two are "" and 1 for a field that every rank holds whole.
     """
 
     kind: GroupKind
@@ -119,15 +123,16 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
 
 
 def _stored(group: Group, layer: Layer) -> _StoredLayer:
-    """Return the cache of a layer over all ranks.
+    """Return the description of a layer's cache over all ranks.
 
     Fields with large elements come first, so that every field is aligned.
 
     Args:
-        group, layer: group and layer as one rank holds them.
+        group: KV cache group of the layer, from the geometry of one rank.
+        layer: the layer, from the geometry of the same rank.
 
     Raises:
-        GeometryError: the layer has no canonical form.
+        GeometryError: the layer cannot be stored in chunks that other engines read.
     """
     if layer.page.opaque:
         raise GeometryError(
@@ -145,17 +150,17 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
 
 
 def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
-    """Return the name of the axis along which a field is sharded, its total, and the field as stored.
+    """Return (name of the sharded axis, number of its elements over all ranks, field as stored in a chunk).
 
-    The name is "" and the total is 1 for a field that every rank holds whole.
+    The first two are "" and 1 for a field that every rank holds whole.
 
     Args:
-        layer: layer as one rank holds it.
+        layer: layer in the geometry of one rank.
         field: field of the layer's page.
-        kind: kind of the layer's group.
+        kind: kind of the layer's KV cache group.
 
     Raises:
-        GeometryError: the field has no canonical form.
+        GeometryError: the field cannot be stored in chunks that other engines read.
     """
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
@@ -187,7 +192,7 @@ def _group(
 
 
 def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key that compares the numbers in names by value: layers.9 comes before layers.10.
+    """Return a sort key for layer names that compares numbers by value: layers.9 comes before layers.10.
 
     >>> sorted(["layers.10.attn", "layers.9.attn", "layers.9.mamba"], key=_by_number)
     ['layers.9.attn', 'layers.9.mamba', 'layers.10.attn']
@@ -197,5 +202,8 @@ def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _by_element(section: FormSection) -> tuple[int, str, int]:
-    """Return a sort key that puts sections with large elements first, then sorts by axis and total."""
+    """Return a sort key that puts sections with large elements first.
+
+    The second and third criterion are the name and the length of the section's sharded axis.
+    """
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

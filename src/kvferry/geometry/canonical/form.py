@@ -43,28 +43,33 @@ FINEST = 960
 
 
 def unit_count(total: int) -> int:
-    """Return the number of units of an axis with `total` elements over all ranks.
+    """Return the number of units into which the sharded axis of a chunk's fields is divided.
 
-    If the tensor-parallel size divides this number, every rank holds whole units. Other sizes work too, but
-    then ranks hold parts of units.
+    A unit is a piece that the usual tensor-parallel sizes do not split, e.g. one KV head or a range of
+    channels. If the tensor-parallel size divides the number of units, every rank holds whole units. Other
+    sizes work too, but then ranks hold parts of units.
 
     >>> [unit_count(heads) for heads in (1, 8, 25, 128)]
     [1, 8, 25, 128]
     >>> [unit_count(channels) for channels in (2048, 8192, 5120, 6144)]   # 5120: TP 5, 10; 6144: 3, 6
     [64, 64, 320, 192]
+
+    Args:
+        total: number of elements of the axis (heads or channels) over all ranks.
     """
     return total if total <= EVERY_ELEMENT else gcd(total, FINEST)
 
 
 @dataclass(frozen=True, slots=True)
 class SectionField:
-    """One field of one layer, as stored in a section.
+    """One field of one layer in a section (the fields of a chunk that are sharded along the same axis).
 
     Attributes:
         layer, field: names of the layer and of the field, the same in every engine.
         item_bytes: bytes of one element.
-        inner: (name, count) of all axes except the sharded axis and the token axis, the fastest last.
-        scales: quantisation scales of the layer, same as in `Layer`, with one factor each.
+        inner: (name, count) of all axes except the sharded axis and the token axis, with the innermost axis
+            last.
+        scales: quantisation scales of the layer, with one factor each; empty if there are none.
     """
 
     layer: str
@@ -75,13 +80,19 @@ class SectionField:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes at one index of the section's axis: per token, or of a whole snapshot."""
+        """Bytes of the field for one element of the sharded axis, e.g. one head.
+
+        This is the size per token, or the size in a whole snapshot of recurrent state.
+        """
         return self.item_bytes * prod(count for _, count in self.inner)
 
 
 @dataclass(frozen=True, slots=True)
 class FormSection:
-    """The fields of a chunk that are sharded along one axis.
+    """A section of a chunk: all fields that are sharded along the same axis.
+
+    A section is divided into units, which the usual tensor-parallel sizes do not split. A unit is e.g. one KV
+    head with all layers and tokens.
 
     Example: two layers of 4 KV heads in chunks of 16 tokens. K and V have 8 elements of 2 bytes, so a head
     takes 32 bytes per token. The section has 4 units of 2 · 16 · 32 bytes.
@@ -95,7 +106,7 @@ class FormSection:
     Attributes:
         axis: name of the sharded axis; "" for fields that every rank holds whole.
         total: number of elements of the axis over all ranks; 1 without an axis.
-        tokens: number of tokens per chunk; 0 for a snapshot.
+        tokens: number of tokens per chunk; 0 for a snapshot (recurrent state at one position).
         parts: fields of all layers, in memory order: by layer, then by field.
     """
 
@@ -106,39 +117,43 @@ class FormSection:
 
     @property
     def units(self) -> int:
-        """Number of units in the section."""
+        """Number of units (pieces that the usual tensor-parallel sizes do not split) in the section."""
         return unit_count(self.total)
 
     @property
     def unit_elements(self) -> int:
-        """Number of elements of the axis per unit: 1 for heads, usually more for channels."""
+        """Number of heads or channels per unit: 1 for heads, usually more for channels.
+
+        A unit is a piece of the section that the usual tensor-parallel sizes do not split.
+        """
         return self.total // self.units
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit, over all layers and tokens."""
+        """Bytes of one unit (e.g. one KV head) over all layers and tokens of the chunk."""
         return max(self.tokens, 1) * self.unit_elements * sum(part.element_bytes for part in self.parts)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all units, without padding."""
+        """Bytes of the section, without the padding after it."""
         return self.units * self.unit_bytes
 
     def layers(self) -> Iterator[tuple[str, tuple[SectionField, ...]]]:
-        """Yield the name and the fields of every layer, in memory order."""
+        """Yield the name and the fields of every layer in the section, in memory order."""
         for name, parts in groupby(self.parts, lambda part: part.layer):
             yield name, tuple(parts)
 
 
 @dataclass(frozen=True)
 class CanonicalGroup:
-    """The form of a chunk of one canonical group: all layers with the same kind and attention span.
+    """The byte format of the chunks of all layers with the same kind and attention span.
 
-    An engine may distribute these layers over several groups, each with its own block table.
+    An engine may distribute these layers over several KV cache groups, each with its own block table.
 
     Attributes:
-        kind, attention_span: kind and span of the layers, same as in `Group`.
-        sections: sections in memory order.
+        kind: kind of attention or state of the layers.
+        attention_span: window in tokens for SLIDING, attention chunk in tokens for CHUNKED, 0 otherwise.
+        sections: parts of a chunk in memory order; a section has all fields that are sharded along one axis.
     """
 
     kind: GroupKind
@@ -147,17 +162,23 @@ class CanonicalGroup:
 
     @property
     def label(self) -> str:
-        """Name of the group. It equals the `Group.label` of the engine's groups that belong to it."""
+        """Name of the group, e.g. ``sliding_window(64)``.
+
+        It equals the `Group.label` of the engine's KV cache groups whose layers belong to this group.
+        """
         return group_label(self.kind, self.attention_span)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Byte offset of every section in the chunk."""
+        """Byte offset of every section in the chunk.
+
+        A section has all fields that are sharded along one axis.
+        """
         return tuple(self._ends[:-1])
 
     @cached_property
     def chunk_bytes(self) -> int:
-        """Size of a chunk in bytes, padding included. It is a multiple of `ALIGNMENT`."""
+        """Size of a chunk in bytes, padding included: a multiple of `ALIGNMENT`."""
         return self._ends[-1]
 
     @cached_property
@@ -173,11 +194,11 @@ class CanonicalGroup:
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """The form of a model's chunks. It is equal for all engines that serve the model.
+    """The byte format of a model's chunks. It is equal for all engines that serve the model.
 
     Attributes:
         chunk_tokens: number of tokens per chunk.
-        groups: canonical groups, sorted by label.
+        groups: formats of the chunks of each group of equal layers, sorted by label.
     """
 
     chunk_tokens: int
@@ -185,7 +206,7 @@ class CanonicalForm:
 
     @property
     def labels(self) -> list[str]:
-        """Index and label of each group, for messages."""
+        """Index and label of each group, for messages, e.g. ``0 full_attention``."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def index(self, label: str) -> int:
@@ -197,7 +218,7 @@ class CanonicalForm:
         return {group.label: number for number, group in enumerate(self.groups)}[label]
 
     def describe(self) -> Iterator[str]:
-        """Yield lines of text that contain everything that decides the meaning of a chunk's bytes.
+        """Yield lines of text that together determine the meaning of a chunk's bytes.
 
         The lines contain element sizes but no dtypes. A caller that compares models must also compare dtypes.
         """
@@ -215,6 +236,7 @@ class CanonicalForm:
     def content(self) -> str:
         """SHA-256 of the lines of `describe`, hexadecimal.
 
-        Engines that serve the same model with the same dtypes can share chunks if their values are equal.
+        Two engines that serve the same model with the same dtypes can share chunks if these digests are
+        equal.
         """
         return sha256("\n".join(self.describe()).encode()).hexdigest()

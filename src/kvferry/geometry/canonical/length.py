@@ -24,18 +24,21 @@ WINDOW_ALIGNMENT_TOKENS = 128
 def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     """Return the number of tokens per chunk.
 
+    Without a configured number, this is the largest multiple of `block` that is at most `CHUNK_TOKENS`. If
+    there are snapshots (recurrent state at one position), the multiple must also divide `interval`. If no
+    such multiple exists, the function returns `block`. If in addition there are snapshots and `block` does
+    not divide `interval`, it returns the least common multiple of both.
+
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
     >>> chunk_length(None, 1, 48), chunk_length(None, 256, 128), chunk_length(None, 544, 544)
     (240, 256, 544)
 
     Args:
-        asked: configured number of tokens, which is returned unchanged. None for the largest multiple of
-            `block` up to `CHUNK_TOKENS`; with snapshots, it must also divide `interval`. If there is no such
-            multiple, the result is `block`, or the least common multiple of `block` and `interval` if there
-            are snapshots and `block` does not divide `interval`.
+        asked: configured number of tokens, which is returned unchanged; None if it is not configured.
         interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
-        block: number of tokens per block of a sliding-window group, same as in `check_windows`.
+        block: number of tokens per block of the sliding-window groups, or the least common multiple if they
+            differ; 1 without such groups.
     """
     if asked:
         return asked
@@ -44,7 +47,7 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 
 
 def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
-    """Return the alignment of valid content in a chunk, in tokens.
+    """Return the alignment of the start of valid content in a chunk, in tokens.
 
     The writer may have freed tokens that the window no longer covers. Their bytes in the chunk are zero. Let
     ``first`` be the first token that the next token after the chunk attends to. Valid content begins at the
@@ -62,11 +65,12 @@ def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -
 
 
 def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
-    """Check that at least one chunk of the longest possible prompt can be loaded.
+    """Check that a prompt of the maximum length has at least one chunk that can be loaded.
 
     Args:
         chunk_tokens: number of tokens per chunk.
-        interval: number of tokens between snapshots, from `snapshot_interval`.
+        interval: least number of tokens between snapshots (recurrent state at one position), from
+            `snapshot_interval`; 1 without snapshots.
         longest: length of the longest prompt in tokens (``max_model_len``).
 
     Raises:
@@ -83,7 +87,7 @@ def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
 def check_windows(chunk_tokens: int, block: int) -> None:
     """Check that a chunk consists of whole blocks of every sliding-window group.
 
-    A load would otherwise fill the last block only in part, and other prompts could not share that block.
+    Otherwise a load would fill only a part of its last block, and other prompts could not share that block.
 
     Args:
         chunk_tokens: number of tokens per chunk.
@@ -101,9 +105,10 @@ def check_windows(chunk_tokens: int, block: int) -> None:
 
 
 def snapshot_interval(*blocks: int) -> int:
-    """Return the least number of tokens between positions at which all state groups may have a snapshot.
+    """Return the least number of tokens between positions at which every state group can have a snapshot.
 
-    Return 1 if there are no state groups.
+    A state group is a KV cache group with recurrent state, and a snapshot is this state at one position. The
+    result is 1 if there are no state groups.
 
     >>> snapshot_interval(), snapshot_interval(128, 128), snapshot_interval(128, 192)
     (1, 128, 384)
@@ -115,9 +120,10 @@ def snapshot_interval(*blocks: int) -> int:
 
 
 def first_prefix(chunk_tokens: int, interval: int) -> int:
-    """Return the length in tokens of the shortest prefix that can be loaded.
+    """Return the length in tokens of the shortest prefix of a prompt that can be loaded.
 
-    This prefix consists of whole chunks, and all state groups may have a snapshot at its end.
+    This prefix consists of whole chunks. At its end, every group with recurrent state can have a snapshot
+    (recurrent state at one position).
 
     Args:
         chunk_tokens: number of tokens per chunk.
@@ -130,12 +136,17 @@ def first_prefix(chunk_tokens: int, interval: int) -> int:
 
 
 def divisor(interval: int, limit: int) -> int:
-    """Return the largest number of tokens up to `limit` that divides the snapshot interval.
+    """Return the largest number of tokens, at most `limit`, that divides `interval`.
 
-    Return `limit` if `interval` is 1, because there are then no snapshots.
+    If `interval` is 1, return `limit`.
 
     >>> divisor(1, 256), divisor(1056, 256), divisor(128, 256)
     (256, 176, 128)
+
+    Args:
+        interval: least number of tokens between snapshots (recurrent state at one position); 1 without
+            snapshots.
+        limit: largest number of tokens allowed.
     """
     if interval == 1:
         return limit

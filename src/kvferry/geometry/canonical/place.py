@@ -17,7 +17,7 @@ def chunk_pool(
     slots: int,
     stride: int = 0,
 ) -> RankGeometry:
-    """Return the geometry of a memory pool for chunks of one group.
+    """Return the geometry of a memory pool for chunks of one KV cache group.
 
     The pool looks like a rank of an engine. A *slot* is the memory of one chunk. It corresponds to a block,
     and its number to a block id. Every group has its own pool, which looks like one pipeline rank. So
@@ -42,8 +42,8 @@ def chunk_pool(
     ([('head', ((4, 1024), (1, 16))), ('token', ((16, 32),)), ('content', ((8, 2),))], 16)
 
     Args:
-        canonical: form of the chunks.
-        number: index of the group in `canonical`.
+        canonical: byte format of the chunks.
+        number: index of the group in `canonical.groups`.
         address: address of slot 0.
         slots: number of slots, slot 0 included. Slot 0 is the null slot, like block 0 of an engine, and is
             never read or written.
@@ -83,7 +83,7 @@ def chunk_pool(
 
 
 def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
-    """Return the fields of every layer, by layer name. Offsets are relative to the start of the chunk."""
+    """Return the fields of a group's chunks by layer name, with byte offsets from the start of the chunk."""
     found: dict[str, list[Field]] = defaultdict(list)
     for section, start in zip(group.sections, group.starts, strict=True):
         at = start
@@ -98,11 +98,11 @@ def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
 
 
 def _field(section: FormSection, part: SectionField, offset: int, pitch: int) -> Field:
-    """Return the geometry of one field in a chunk.
+    """Return the offset, axes and strides of one field in a chunk.
 
     Args:
-        section: section that holds the field.
-        part: the field, as stored in the section.
+        section: section (fields that are sharded along the same axis) that contains the field.
+        part: element size and axes of the field.
         offset: byte offset of the field from the start of the chunk.
         pitch: bytes from one token to the next.
     """
@@ -120,15 +120,16 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
 
 
 def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: int, stride: int) -> Layer:
-    """Return a layer whose page starts at its first field.
+    """Return the geometry of one layer in a pool of chunks.
 
-    Equal layers then have equal page formats, so the planner computes their copies only once.
+    The page of the layer starts at the layer's first field, not at the start of the chunk. Equal layers
+    therefore have equal page formats, and the planner computes their copies only once.
 
     Args:
         name: name of the layer.
-        fields: fields of the layer, with offsets from the start of the chunk.
+        fields: fields of the layer, with byte offsets from the start of the chunk.
         scales: quantisation scales of the layer.
-        address: address of slot 0 of the pool.
+        address: address of slot 0 of the pool. A slot is the memory of one chunk.
         stride: bytes from one slot to the next.
     """
     first = fields[0].offset

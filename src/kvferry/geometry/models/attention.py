@@ -37,7 +37,8 @@ class AttentionReader:
     """Derives the caches of attention layers from a model's configuration.
 
     Attributes:
-        config, family: configuration and family of the model.
+        config: keys of the model's ``config.json``.
+        family: properties of the model family, with defaults for absent keys.
         cache_dtype: element type of the KV cache, one of `CACHE_DTYPES`.
         model_dtype: element type that the model computes in, a key of `FLOATS`.
     """
@@ -48,7 +49,10 @@ class AttentionReader:
     model_dtype: str
 
     def stores(self, mixer: Mixer, layer: int) -> tuple[LayerCache, ...]:
-        """Return the caches of one attention layer: K and V or a latent, then those of an indexer if any.
+        """Return the caches of one attention layer.
+
+        The first one holds K and V per head, or an MLA latent. A layer with a sparse-attention indexer has a
+        second one for the indexer's keys. A layer of DeepSeek V4 has up to five.
 
         Args:
             mixer: kind of attention: FULL, SLIDING or CHUNKED.
@@ -81,7 +85,12 @@ class AttentionReader:
         return self.config.number("attention_chunk_size") if mixer is Mixer.CHUNKED else 0
 
     def _heads(self, mixer: Mixer, layer: int) -> tuple[int, int, int]:
-        """Return the number of KV heads of a layer, and the number of elements per head of K and of V."""
+        """Return (number of KV heads, elements per head of K, elements per head of V) of a layer.
+
+        Args:
+            mixer: kind of attention: FULL, SLIDING or CHUNKED.
+            layer: index of the layer in the model.
+        """
         if self.family.expanded:
             self.config.cover("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
             width = self.config.number("qk_nope_head_dim") + self.config.number("qk_rope_head_dim")
@@ -110,7 +119,11 @@ class AttentionReader:
         return heads, k_width, v_width
 
     def _layer_heads(self, layer: int) -> int:
-        """Return the number of KV heads of one layer."""
+        """Return the number of KV heads of a layer, without the keys for sliding-window or global layers.
+
+        Args:
+            layer: index of the layer in the model.
+        """
         config = self.config
         blocks = config.listed("block_configs", config.layers)
         if blocks is not None:
@@ -141,7 +154,7 @@ class AttentionReader:
 
 
 def query_heads(config: ModelConfig) -> int:
-    """Return the number of query heads of the model; 0 if the file does not give it."""
+    """Return the number of query heads of the model; 0 if ``config.json`` does not give the number."""
     return config.maybe(*_QUERY_HEADS) or 0
 
 
@@ -174,13 +187,15 @@ def _inside(block: Any, name: str) -> Mapping[str, Any]:
 
 
 def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
-    """Return the number of KV heads of a sliding-window layer, and the elements per head of K and of V.
+    """Return (number of KV heads, elements per head of K, and of V) of a sliding-window layer of Step 3.5.
 
-    A file of Step 3.5 may have other values for these layers than for the other layers.
+    Its file may have other values for these layers. The arguments are returned unchanged if the file has no
+    other values.
 
     Args:
-        config: configuration of the model.
-        heads, k_width, v_width: values of the other layers.
+        config: keys of the model's ``config.json``.
+        heads: number of KV heads in the other layers.
+        k_width, v_width: elements per head of K and of V in the other layers.
     """
     other = config.nested("attention_other_setting")
     if not other.values or other.get("attention_type") != "sliding_attention":

@@ -26,8 +26,12 @@ tokens, and twice as many values per token."""
 def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tuple[LayerCache, ...]:
     """Return the caches of one layer of DeepSeek V4.
 
+    Every layer has a cache of latents for a sliding window. A layer with compression has two more: one for
+    compressed states, and one for tokens that are not compressed yet. At a compression ratio of 4, the layer
+    has another two of this kind for its indexer.
+
     Args:
-        config: configuration of the model.
+        config: keys of the model's ``config.json``.
         layer: index of the layer.
         cache_dtype: element type of the KV cache: ``auto``, ``fp8`` or `PACKED_LATENT`. All three mean the
             packed format.
@@ -71,7 +75,13 @@ def _states(name: str, size: int, ratio: int) -> LayerCache:
 
 
 def _compressor(name: str, width: int, ratio: int) -> LayerCache:
-    """Return the cache of a compressor: float32 sums and weights of the tokens not compressed yet."""
+    """Return the cache of a DeepSeek V4 compressor: float32 sums and weights of uncompressed tokens.
+
+    Args:
+        name: name of the field.
+        width: number of elements of a compressed state.
+        ratio: number of tokens per compressed state: 4 or 128.
+    """
     groups = 2 if ratio == _OVERLAPPING else 1
     return _latents(GroupKind.SLIDING, name, groups * 2 * width * 4, _COMPRESSOR_BLOCK[ratio], groups * ratio)
 

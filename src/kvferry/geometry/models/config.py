@@ -17,7 +17,7 @@ PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The part of a ``config.json`` that describes the language model.
+    """The keys of a ``config.json`` that describe the language model.
 
     A file may leave out keys for which its model family has defaults. A null value counts as absent. The
     object records every key that is read, so that `strict` can report keys that no rule understands.
@@ -56,8 +56,9 @@ class ModelConfig:
     def get(self, *names: str) -> Any:
         """Return the value of the first key in `names` that is present.
 
-        If the file has none of the keys, return the family's default. If the file sets one of them to null,
-        or there is no default, return None. The other keys count as read only if they have the same value.
+        If the file has none of the keys, return the model family's default, or None without a default. If the
+        file sets one of the keys to null and gives no other a value, return None. The key that is found
+        counts as read, and so does every other key in `names` with an equal value.
         """
         for known in (self.values, self.defaults):
             said = next((known[name] for name in names if known.get(name) is not None), None)
@@ -69,11 +70,11 @@ class ModelConfig:
         return None
 
     def cover(self, *names: str) -> None:
-        """Mark these keys as read, because another key makes them irrelevant."""
+        """Mark these keys as read although no rule has read them. They do not matter for this model."""
         self.asked.update(names)
 
     def nested(self, name: str) -> ModelConfig:
-        """Return the keys of the nested JSON object `name`; no keys if the file has no such object.
+        """Return the keys of the nested JSON object `name`; without keys if the file has no such object.
 
         Raises:
             ConfigError: the value is not a JSON object.
@@ -86,10 +87,10 @@ class ModelConfig:
         return ModelConfig(said, {})
 
     def number(self, *names: str) -> int:
-        """Return the integer value of the first key in `names` that is present.
+        """Return the value of the first key in `names` that is present, as an integer of at least 1.
 
         Raises:
-            ConfigError: no key is present, or its value is not an integer of at least 1.
+            ConfigError: no key is present, or the value is not an integer of at least 1.
         """
         value = self.get(*names)
         if value is None:
@@ -100,9 +101,9 @@ class ModelConfig:
         return whole(names[0], value, 1)
 
     def maybe(self, *names: str) -> int | None:
-        """Return the integer value of the first key in `names` that is present; None if there is no such key.
+        """Return the value of the first key in `names` that is present, as an integer of at least 1.
 
-        A value of 0 or false counts as absent.
+        Return None if no key is present. A value of 0 or false counts as absent.
 
         Raises:
             ConfigError: the value is not an integer of at least 1.
@@ -132,10 +133,15 @@ class ModelConfig:
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """Return `value` if it is an integer of at least `least`.
+    """Return `value` unchanged if it is an integer of at least `least`.
+
+    Args:
+        name: key of the value in ``config.json``, for the message.
+        value: value of the key.
+        least: smallest valid value.
 
     Raises:
-        ConfigError: `value` is something else. The message contains `name`, which is the key of the value.
+        ConfigError: `value` is not such an integer.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
@@ -143,10 +149,13 @@ def whole(name: str, value: Any, least: int) -> int:
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys of the language model inside a multimodal model's configuration.
+    """Return the configuration of the language model inside a multimodal model's configuration.
 
-    A model type, element type or quantization that the inner configuration lacks is taken from the outer
-    configuration.
+    If the inner configuration has no model type, element type or quantization, the outer one's value is
+    added. The configuration of a text-only model is returned unchanged.
+
+    Args:
+        config: keys and values of the model's ``config.json``.
     """
     outer = config
     known = ("model_type", *DTYPES, "quantization_config")

@@ -23,7 +23,11 @@ _ENCODER_DECODERS = frozenset((
 
 
 def check_decoder(config: ModelConfig) -> None:
-    """Raise ConfigError if the model is an encoder without a KV cache or an encoder-decoder."""
+    """Check that the model is a decoder, whose KV cache can be transferred.
+
+    Raises:
+        ConfigError: the model is an encoder without a KV cache, or an encoder-decoder.
+    """
     name = config.model_type or "unknown"
     if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
         raise ConfigError(

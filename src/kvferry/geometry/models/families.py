@@ -39,8 +39,9 @@ class ModelFamily:
     Attributes:
         recurrent: kind of recurrence of the recurrent layers; None for a family without recurrent layers.
         everywhere: True if every layer is recurrent.
-        beside_attention: True if every layer has attention in addition to recurrence (with `everywhere`).
-        window_offset: number of tokens to add to ``sliding_window`` for the length of the window.
+        beside_attention: True if every layer has attention in addition to recurrence. Used only if
+            `everywhere` is True.
+        window_offset: number of tokens by which the attention window exceeds the key ``sliding_window``.
         attentions: number of attention caches per layer.
         expanded: True if layers cache K and V per head although the model computes both from a latent.
         ssm_dtype: element type of the recurrent state; None for the type in which the model computes.

@@ -13,15 +13,20 @@ _SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "
 
 
 def scaled_bytes(width: int) -> int:
-    """Return the bytes of a key of `width` fp8 elements with one float32 scale per 128 elements."""
+    """Return the bytes of an indexer key of `width` fp8 elements with one float32 scale per 128 elements."""
     return width + whole("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
 
 
 def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
-    """Return the indexer cache of a layer of DeepSeek V3.2 or GLM-5.
+    """Return the cache of the sparse-attention indexer in a layer of DeepSeek V3.2 or GLM-5.
 
-    The result is empty for a layer without an indexer and for a layer that reuses an earlier layer's index.
-    The rule follows vLLM's ``deepseek_v32/attention.py``. The key ``indexer_types`` must agree with it.
+    The tuple has one cache. It is empty for a layer without an indexer, and for a layer that reuses the
+    tokens selected by an earlier layer's indexer. The rule follows vLLM's ``deepseek_v32/attention.py``. The
+    key ``indexer_types`` must agree with it.
+
+    Args:
+        config: keys of the model's ``config.json``.
+        layer: index of the layer.
 
     Raises:
         ConfigError: a key of the indexer is invalid, or ``indexer_types`` contradicts the other keys.
@@ -54,9 +59,15 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
 
 
 def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
-    """Return the indexer cache of a layer of MiniMax-M3, which has one key per token for all heads.
+    """Return the cache of the sparse-attention indexer in a layer of MiniMax-M3.
 
-    The result is empty for a dense layer.
+    The tuple has one cache, with one key per token for all heads. It is empty for a layer with dense
+    attention.
+
+    Args:
+        config: keys of the model's ``config.json``.
+        layer: index of the layer.
+        model_dtype: element type of the keys, a key of `FLOATS`.
 
     Raises:
         ConfigError: ``sparse_attention_config`` has no list of sparse layers, or a key is invalid.

@@ -17,7 +17,7 @@ _KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
 
 
 def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
-    """Return the per-layer settings by layer index; empty if the file has none.
+    """Return the settings of single layers in ``per_layer_config``, by layer index; empty if there are none.
 
     Raises:
         ConfigError: a layer does not exist, or a setting is unknown and may affect the cache.
@@ -50,11 +50,11 @@ def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
 
 
 def check_own(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
-    """Check that the per-layer settings can be read and do not apply to a recurrent layer.
+    """Check that the settings in ``per_layer_config`` are readable and apply to no recurrent layer.
 
     Args:
-        config: configuration of the model.
-        layers: mixers of each layer.
+        config: keys of the model's ``config.json``.
+        layers: mixers (kinds of attention or recurrence) of each layer.
 
     Raises:
         ConfigError: a setting cannot be read, or it applies to a recurrent layer.

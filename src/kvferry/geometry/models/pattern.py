@@ -60,13 +60,15 @@ _KIMI_KEYS = (
 
 
 def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
-    """Return the mixers of every layer: those of the first rule that finds its key in the file.
+    """Return the mixers (kinds of attention or recurrence) of every layer.
 
-    If no rule finds its key, all layers have the same attention: sliding windows if the file gives a window
-    and does not disable it, otherwise full attention.
+    Each rule of this module understands one way in which files name mixers. The first rule that finds its key
+    in the file decides. If none does, all layers have the same attention: sliding windows if the file gives a
+    window and does not disable it, otherwise full attention.
 
     Args:
-        config, family: configuration and family of the model.
+        config: keys of the model's ``config.json``.
+        family: properties of the model family.
 
     Raises:
         ConfigError: the file contradicts itself or contains an unknown kind of layer.
@@ -85,7 +87,10 @@ def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
 
 
 def _repeated(layers: list[Mixers], family: ModelFamily) -> list[Mixers]:
-    """Repeat the mixers of each layer for families with two attention caches per layer (LongCat)."""
+    """Return the mixers (kinds of attention) of every layer, each repeated `family.attentions` times.
+
+    Most families have one attention cache per layer. LongCat has two.
+    """
     return [layer * family.attentions for layer in layers]
 
 
@@ -104,15 +109,19 @@ _RECURRENT_TYPES = (
 
 
 def _compressed(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of DeepSeek V4: every layer counts as full attention.
+    """Return the mixers of DeepSeek V4, or None if the file has no ``compress_ratios``.
 
-    `compressed` derives each layer's caches from its compression ratio.
+    A mixer is a kind of attention or recurrence. Here, every layer counts as full attention. `compressed`
+    derives each layer's caches from its compression ratio.
     """
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
 
 def _blocks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Nemotron-NAS. Layers that skip attention have none."""
+    """Return the mixers (kinds of attention) of Nemotron-NAS, or None if there is no ``block_configs``.
+
+    A layer that skips attention has no mixers.
+    """
     if config.get("block_configs") is None:
         return None
     skipped = without_attention(config)
@@ -127,7 +136,11 @@ def _everywhere(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None
 
 
 def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Nemotron-H: ``M`` is recurrence, ``*`` is attention, others are feed-forward."""
+    """Return the mixers of Nemotron-H, or None if there is no ``hybrid_override_pattern``.
+
+    A mixer is a kind of attention or recurrence. The pattern has a letter per layer: ``M`` is recurrence,
+    ``*`` is attention, and ``-`` and ``E`` are feed-forward layers without mixers.
+    """
     name = "hybrid_override_pattern"
     said = config.listed(name, config.layers)
     if said is None:
@@ -137,7 +150,10 @@ def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
 
 
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers from one word per layer. The family decides the kind of recurrence."""
+    """Return the mixers of models with one word per layer; None if the file has no such list.
+
+    A mixer is a kind of attention or recurrence. The model family decides the kind of recurrence.
+    """
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
         return None
@@ -160,7 +176,11 @@ def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> 
 
 
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Jamba: in each period, the layer at a fixed offset is attention."""
+    """Return the mixers of Jamba, or None if the file has no ``attn_layer_period``.
+
+    A mixer is a kind of attention or recurrence. In each period, the layer at a fixed offset is attention,
+    and all other layers are recurrent.
+    """
     period = config.maybe("attn_layer_period")
     if period is None:
         return None
@@ -170,7 +190,11 @@ def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] 
 
 
 def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Bamba, whose file lists the indices of the attention layers."""
+    """Return the mixers of Bamba, or None if the file has no list ``attn_layer_indices``.
+
+    A mixer is a kind of attention or recurrence. The list has the indices of the attention layers. All other
+    layers are recurrent.
+    """
     numbers = config.get("attn_layer_indices")
     if not isinstance(numbers, list):
         return None
@@ -179,7 +203,11 @@ def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers]
 
 
 def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of MiniMax-Text-01: 1 is attention, 0 is recurrence."""
+    """Return the mixers of MiniMax-Text-01, or None if the file has no ``attn_type_list``.
+
+    A mixer is a kind of attention or recurrence. The list has a number per layer: 1 is attention, 0 is
+    recurrence.
+    """
     name = "attn_type_list"
     said = config.listed(name, config.layers)
     if said is None:
@@ -191,7 +219,11 @@ def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] |
 
 
 def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Qwen3-Next and Bailing: the last layer of each period is attention."""
+    """Return the mixers of Qwen3-Next and Bailing, or None if the file gives no such period.
+
+    A mixer is a kind of attention or recurrence. The last layer of each period is attention, and all other
+    layers are recurrent.
+    """
     name = next((n for n in ("full_attention_interval", "layer_group_size") if config.maybe(n)), None)
     if name is None or family.recurrent is None:
         return None
@@ -200,7 +232,11 @@ def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | No
 
 
 def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Kimi Linear, whose file lists the layers of both kinds, counted from one."""
+    """Return the mixers of Kimi Linear, or None if the file has no object ``linear_attn_config``.
+
+    A mixer is a kind of attention or recurrence. The object lists the numbers of the recurrent layers and of
+    the attention layers, counted from one.
+    """
     said = config.get("linear_attn_config")
     if not isinstance(said, Mapping):
         return None
@@ -225,7 +261,11 @@ def _layer_numbers(said: Mapping[str, Any], name: str) -> list[int]:
 
 
 def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of MiMo-V2: 1 is a sliding window, 0 is full attention."""
+    """Return the mixers of MiMo-V2, or None if the file has no ``hybrid_layer_pattern``.
+
+    A mixer is a kind of attention. The list has a number per layer: 1 is a sliding window, 0 is full
+    attention.
+    """
     name = "hybrid_layer_pattern"
     said = config.listed(name, config.layers)
     if said is None:
@@ -235,7 +275,11 @@ def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | N
 
 
 def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Llama 4: layers with rotary positions have chunked attention."""
+    """Return the mixers of Llama 4, or None if the file gives no attention chunks.
+
+    A mixer is a kind of attention. Layers with rotary positions have chunked attention, and the others have
+    full attention.
+    """
     if config.maybe("attention_chunk_size") is None or not config.maybe("no_rope_layer_interval"):
         return None
     period = config.number("no_rope_layer_interval")
@@ -247,8 +291,9 @@ def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
 def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Return the mixers of models whose sliding-window layers follow a pattern.
 
-    In Gemma 3 and Cohere 2 the last layer of each period has no window. EXAONE 4 repeats a string of letters,
-    in which ``L`` is a sliding window.
+    Return None if the file gives no pattern or no window. A mixer is a kind of attention. In Gemma 3 and
+    Cohere 2 the last layer of each period has no window. EXAONE 4 repeats a string of letters, in which ``L``
+    is a sliding window.
     """
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.maybe("sliding_window", "sliding_window_size") is None:
@@ -262,9 +307,10 @@ def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] |
 
 
 def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Qwen2 and Qwen3, if ``use_sliding_window`` is true.
+    """Return the mixers of Qwen2 and Qwen3, or None if ``use_sliding_window`` is not true.
 
-    Layers from ``max_window_layers`` on have a sliding window.
+    A mixer is a kind of attention. Layers from ``max_window_layers`` on have a sliding window, and earlier
+    layers have full attention.
     """
     if config.get("use_sliding_window") is not True or config.maybe("sliding_window") is None:
         return None

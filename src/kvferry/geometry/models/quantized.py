@@ -12,13 +12,14 @@ _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
-    """Return the element type of the KV cache, and notes for the user.
+    """Return (element type of the KV cache, notes for the user).
 
-    As in vLLM's `resolve_kv_cache_dtype_string`, the checkpoint decides if ``--kv-cache-dtype`` is ``auto``.
+    As in vLLM's `resolve_kv_cache_dtype_string`, the checkpoint decides the type if ``auto`` is requested.
 
     Args:
-        config: configuration of the model.
-        dtype: requested element type. A type other than ``auto`` is returned unchanged.
+        config: keys of the model's ``config.json``.
+        dtype: requested element type. It is returned unless it is ``auto`` and the checkpoint requests a
+            type.
 
     Raises:
         ConfigError: the checkpoint requests a type that kvferry cannot plan.

@@ -25,9 +25,9 @@ class ModelReading:
     """The KV cache that a ``config.json`` describes.
 
     Attributes:
-        cache: caches of all layers. A layer of the model with two caches has two entries in `cache.layers`.
-        kept: for each layer of the model, its number of entries in `cache.layers`; 0 for a layer without a
-            cache.
+        cache: caches of all layers. If a layer of the model has two caches, `cache.layers` has two entries
+            for the layer.
+        kept: number of entries in `cache.layers` for each layer of the model; 0 for a layer without a cache.
         notes: assumptions that were made, one sentence each.
     """
 
@@ -47,7 +47,7 @@ def per_layer(reading: ModelReading) -> Iterator[tuple[LayerCache, ...]]:
 def read_model(
     config: Mapping[str, Any], dtype: str = "auto", *, name: str = "", draft: bool = False
 ) -> ModelReading:
-    """Return the KV cache of a model.
+    """Return the KV cache of a model, derived from its ``config.json``.
 
     >>> dense = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
     ...          "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
@@ -57,7 +57,7 @@ def read_model(
     Args:
         config: keys and values of the model's ``config.json``.
         dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`. A floating-point type also replaces
-            the model's element type; ``auto`` takes the types in the file.
+            the model's element type. With ``auto``, the file decides.
         name: display name of the model; empty for the model type.
         draft: True to add the layers of the multi-token prediction module. They have the cache of the last
             attention layer.
@@ -102,12 +102,13 @@ _STATE_KEYS = (
 
 
 def _cover_absent(config: ModelConfig, used: set[Mixer]) -> None:
-    """Mark the keys of attention as read if no layer has attention, and likewise those of recurrence.
+    """Mark keys as read that describe a kind of layer that the model does not have.
 
-    No layer needs these keys. Otherwise `check_unread` would reject them as not understood.
+    These are the keys of attention if no layer has attention, and the keys of recurrence if no layer is
+    recurrent. Without the mark, `check_unread` would reject them as not understood.
 
     Args:
-        config: configuration of the model.
+        config: keys of the model's ``config.json``.
         used: kinds of attention and recurrence that the layers have.
     """
     if used <= RECURRENT:
@@ -122,8 +123,9 @@ def _stores(
     """Return the caches of each layer.
 
     Args:
-        config, family: configuration and family of the model.
-        layers: mixers of each layer, draft layers included.
+        config: keys of the model's ``config.json``.
+        family: properties of the model family.
+        layers: mixers (kinds of attention or recurrence) of each layer, draft layers included.
         dtypes: element types of the KV cache and of the model.
     """
     attention = AttentionReader(config, family, *dtypes)
@@ -144,11 +146,11 @@ def _stores(
 
 
 def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
-    """Return the element type that the model computes in, and notes for the user.
+    """Return (element type that the model computes in, notes for the user).
 
     Args:
-        config: configuration of the model.
-        dtype: requested element type of the KV cache, same as in `read_model`.
+        config: keys of the model's ``config.json``.
+        dtype: requested element type of the KV cache. A floating-point type also replaces the model's type.
     """
     if dtype in FLOATS:
         return dtype, []
@@ -162,9 +164,15 @@ def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
 
 
 def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> str:
-    """Return the element type of recurrent state, which the file, the family or the model type decides.
+    """Return the element type of recurrent state, with vLLM's order of precedence.
 
-    The first of the three that names a type wins, as in vLLM.
+    The type in the file comes first, then the default of the model family, then the element type of the
+    model.
+
+    Args:
+        config: keys of the model's ``config.json``.
+        family: properties of the model family.
+        model_dtype: element type that the model computes in.
     """
     said = config.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     if said is not None and said != "auto":
@@ -173,7 +181,10 @@ def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> st
 
 
 def _unknown(config: ModelConfig) -> str:
-    """Return a note that an unknown model family is read as ordinary attention.
+    """Return a note for the user that an unknown model family is read as ordinary attention.
+
+    Args:
+        config: keys of the model's ``config.json``.
 
     Raises:
         ConfigError: a key suggests that layers cache more than K and V or latents, or the file does not give
@@ -191,7 +202,13 @@ def _unknown(config: ModelConfig) -> str:
 
 
 def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers of all layers, without those of layers that reuse earlier K and V (Gemma 3n and 4).
+    """Return the mixers of all layers, with none for the last layers if they reuse earlier layers' K and V.
+
+    Mixers are kinds of attention or recurrence. Gemma 3n and Gemma 4 have such layers.
+
+    Args:
+        config: keys of the model's ``config.json``.
+        layers: mixers of each layer.
 
     Raises:
         ConfigError: the file says that all layers reuse K and V.
@@ -207,10 +224,16 @@ def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
 
 
 def _draft_layers(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers of the multi-token prediction layers: those of the last attention layer.
+    """Return the mixers (kinds of attention) of the layers for multi-token prediction.
+
+    Each of these layers has the mixers of the model's last attention layer.
+
+    Args:
+        config: keys of the model's ``config.json``.
+        layers: mixers of the model's layers.
 
     Raises:
-        ConfigError: the file has no multi-token prediction layers, or the model has no attention layer.
+        ConfigError: the file has no layers for multi-token prediction, or the model has no attention layer.
     """
     count = config.maybe("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     attention = [tuple(m for m in layer if m not in RECURRENT) for layer in layers]

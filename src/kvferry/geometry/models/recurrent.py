@@ -23,8 +23,8 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
     """Return the cache of one recurrent layer.
 
     Args:
-        config: configuration of the model.
-        mixer: kind of recurrence.
+        config: keys of the model's ``config.json``.
+        mixer: kind of recurrence, e.g. MAMBA2.
         model_dtype: element type of the convolution's inputs, a key of `FLOATS`.
         ssm_dtype: element type of the recurrent state, a key of `FLOATS`.
 
@@ -35,10 +35,13 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
 
 
 def _taps(kernel: int) -> tuple[str, int]:
-    """Return the name and length of the axis of past convolution inputs. The length is ``kernel - 1``.
+    """Return (name, length) of the axis of past convolution inputs. The length is ``kernel - 1``.
+
+    Args:
+        kernel: number of tokens that the convolution covers.
 
     Raises:
-        ConfigError: `kernel`, the number of tokens that the convolution covers, is below 2.
+        ConfigError: `kernel` is below 2.
     """
     if kernel < 2:
         raise ConfigError(
@@ -82,7 +85,10 @@ def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField,
 
 
 def _mamba2_channels(config: ModelConfig) -> int | None:
-    """Return the number of channels of the convolution's ``x``; None if only heads and width give it."""
+    """Return the number of channels of the convolution's input ``x`` in a Mamba2 layer.
+
+    Return None if the file does not give the number. It is then the number of heads times their width.
+    """
     if config.model_type == "nemotron_h":
         config.cover("expand")
         return None
@@ -114,8 +120,9 @@ def _delta(
 
     Args:
         keys, values: (number of heads, elements per head) of the keys and of the values.
-        taps: name and length of the axis of past convolution inputs.
-        item, ssm_item: bytes of one element of the convolution's inputs, and of the recurrent state.
+        taps: (name, length) of the axis of past convolution inputs.
+        item: bytes of one element of the convolution's inputs.
+        ssm_item: bytes of one element of the matrices.
     """
     (k_heads, k_width), (v_heads, v_width) = keys, values
     return (

@@ -95,10 +95,12 @@ _ELSEWHERE = re.compile(
 
 
 def check_unread(config: ModelConfig) -> list[str]:
-    """Return a note that lists the unknown keys that no rule has read; an empty list if there are none.
+    """Check that no unread key of ``config.json`` may affect the cache, and return a note on unknown keys.
+
+    The returned list holds one note with the names of the unknown keys. It is empty if there are none.
 
     Raises:
-        ConfigError: no rule has read a key whose name suggests that it affects the cache.
+        ConfigError: a key that no rule has read has a name that suggests an effect on the cache.
     """
     unread = [name for name, value in config.values.items() if value is not None and name not in config.asked]
     unread = [name for name in unread if name not in _HARMLESS and not _CLEARLY_ELSEWHERE.match(name)]
