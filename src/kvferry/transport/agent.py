@@ -41,16 +41,20 @@ _BACKEND = "UCX"
 
 
 class Agent:
-    """A NIXL agent with its registered memory, prepared descriptor lists and READs."""
+    """A NIXL agent (endpoint of the transport library), reduced to the operations that kvferry uses.
+
+    The agent registers memory, loads the metadata of peers, and runs READs: one-sided reads of a peer's
+    memory, as in RDMA.
+    """
 
     def __init__(self, name: str, *, progress: bool = True) -> None:
         """Start a NIXL agent with the UCX backend.
 
         Args:
             name: name of the agent, unique among all agents that ever communicate.
-            progress: True to run NIXL's progress thread. An agent that peers read from needs it. An agent
-                that reads polls by itself and is faster without it: the thread wakes for every short
-                descriptor and contends with the thread that posts.
+            progress: True to run NIXL's progress thread. An agent that peers read from needs this thread. An
+                agent that reads polls the transport itself and is faster without the thread, which would wake
+                for every short descriptor and contend with the thread that starts READs (one-sided reads).
 
         Raises:
             ConfigError: NIXL is missing, cannot start on this machine, or has no UCX backend.
@@ -72,15 +76,19 @@ class Agent:
         self._uses: Counter[str] = Counter()
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register regions of memory, so that READs may read from them or write to them."""
+        """Register memory with NIXL, so that READs (one-sided reads) may read from it or write into it.
+
+        Args:
+            regions: regions of host or GPU memory.
+        """
         for memory in sorted({region.memory for region in regions}):
             rows = [(r.address, r.length, r.device, "") for r in regions if r.memory == memory]
             self._registered.append(self._nixl.register_memory(rows, memory))
 
     def metadata(self) -> bytes:
-        """Return the metadata that lets another agent read this agent's memory.
+        """Return the metadata (addresses and memory keys) that lets another agent read this agent's memory.
 
-        Send it to authenticated peers only.
+        Send the metadata to authenticated peers only.
 
         Raises:
             ConfigError: the installed NIXL writes a metadata format that peers cannot check.
@@ -99,7 +107,7 @@ class Agent:
         """Load the metadata of another agent and return that agent's name.
 
         Raises:
-            TransferError: NIXL cannot use the metadata, for example because it cannot reach the peer.
+            TransferError: NIXL cannot use the metadata, for example because the peer cannot be reached.
             ProtocolError: the data is not valid NIXL metadata.
         """
         sealed = parse_metadata(metadata).sealed
@@ -112,26 +120,29 @@ class Agent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Undo one call of `add_peer`. When all calls for this peer are undone, remove the peer.
+        """Undo one `add_peer` call for a peer. When all calls are undone, remove the peer from NIXL.
 
-        No READ from the peer may be in flight when it is removed.
+        No READ (one-sided read) from the peer may be in flight when the peer is removed.
+
+        Args:
+            name: name of the peer's agent, from `add_peer`.
         """
         self._uses[name] -= 1
         if not self._uses[name]:
             self._nixl.remove_remote_agent(name)
 
     def prepare(self, owner: str | None, region: Region, rows: npt.NDArray[np.int64]) -> Any:
-        """Prepare a list of descriptors (address and length), which READs select by index.
+        """Prepare a list of descriptors (address and length of memory), so that `read` can select by index.
 
         Args:
             owner: name of the peer that owns the memory; None if this agent owns it.
             region: any registered region of that memory. All descriptors get its memory kind and device.
             rows: int64 of shape (n, 4). Each row describes evenly spaced descriptors of the same length by
-                four columns: address of the first, length in bytes, distance in bytes from one address to the
-                next, number of descriptors. Descriptors are numbered row after row.
+                four columns: address of the first descriptor, length in bytes, distance in bytes from one
+                address to the next, number of descriptors. Descriptors are numbered row after row.
 
         Returns:
-            A handle for `read`.
+            A handle of the list, for `read`.
         """
         table = np.empty((len(rows), 5), np.uint64)
         table[:, :2], table[:, 2], table[:, 3:] = rows[:, :2], region.device, rows[:, 2:]
@@ -144,22 +155,29 @@ class Agent:
         remote: Any,
         remote_indices: npt.NDArray[np.int32],
     ) -> Any:
-        """Create a READ of descriptors in prepared lists, and return its handle. `post` starts it.
+        """Create a READ (one-sided read of a peer's memory), and return its handle. `post` starts the READ.
 
         Args:
-            local: handle of the prepared list of local memory.
-            local_indices: indices into `local`, int32 of shape (n,): the destinations.
-            remote: handle of the prepared list of the peer's memory.
-            remote_indices: indices into `remote`, int32 of shape (n,): the sources, in the same order.
+            local: handle of the prepared descriptor list of local memory.
+            local_indices: destinations of the READ, as indices into `local`, int32 of shape (n,).
+            remote: handle of the prepared descriptor list of the peer's memory.
+            remote_indices: sources of the READ, as indices into `remote`, int32 of shape (n,), in the order
+                of `local_indices`.
         """
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
     def post(self, handle: Any) -> ReadState:
-        """Start a READ and return its state. The call may last as long as the READ itself."""
+        """Start a READ (one-sided read) that `read` created, and return its state.
+
+        The call may block for as long as the READ takes.
+        """
         return ReadState(self._nixl.transfer(handle))
 
     def state(self, handle: Any) -> ReadState:
-        """Poll a READ and return its state. An exception of the transport counts as FAILED."""
+        """Poll a READ (one-sided read) and return its state.
+
+        If the transport raises an exception, return FAILED.
+        """
         try:
             return ReadState(self._nixl.check_xfer_state(handle))
         except Exception as error:  # noqa: BLE001 - any exception means that the READ failed
@@ -167,18 +185,21 @@ class Agent:
             return ReadState.FAILED
 
     def release(self, handle: Any) -> None:
-        """Release the handle of a READ that is DONE or FAILED. It must not be IN_FLIGHT."""
+        """Release the handle of a READ (one-sided read) that is DONE or FAILED.
+
+        The READ must not be IN_FLIGHT.
+        """
         try:
             self._nixl.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 - the READ has ended, so no more bytes can arrive
             logger.debug("transport error while releasing a read: %s", error)
 
     def release_list(self, handle: Any) -> None:
-        """Release a prepared descriptor list, which no READ in flight may use."""
+        """Release a prepared descriptor list. No READ (one-sided read) in flight may use the list."""
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory. No READ from or to this memory may be in flight."""
+        """Deregister all memory. No READ (one-sided read) from or into this memory may be in flight."""
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()

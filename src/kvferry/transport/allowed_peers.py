@@ -26,18 +26,19 @@ _KINDS = "a host name, an address, or a network such as 10.0.0.0/8"
 
 @dataclass(frozen=True, slots=True)
 class AllowedPeers:
-    """The machines that may be peers.
+    """The machines that may be peers of this engine, from the setting ``peers``.
 
     Attributes:
-        networks: networks whose addresses are allowed; None to allow all addresses.
-        names: host names that may be resolved, in lower case; their addresses are allowed too.
+        networks: IP networks whose addresses are allowed; None to allow all addresses.
+        names: host names that the engine may resolve, in lower case. The addresses that they resolve to are
+            allowed too.
     """
 
     networks: tuple[Network, ...] | None = None
     names: tuple[str, ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Return whether the allowed networks contain this address. Host names are not considered.
+        """Return whether an IP address is in one of the allowed networks. Do not consider allowed host names.
 
         Multicast addresses and the unspecified address are never allowed.
 
@@ -49,14 +50,17 @@ class AllowedPeers:
         return self.networks is None or any(address in network for network in self.networks)
 
     def lists(self, name: str) -> bool:
-        """Return whether a host name is listed, so that it may be resolved."""
+        """Return whether a host name is one of the allowed names, so that the engine may resolve it."""
         return normalize_name(name) in self.names
 
     def could_be(self, host: str) -> bool:
-        """Return False if a host is certainly not an allowed peer, and True otherwise. Resolve no names.
+        """Return whether a host may be an allowed peer, as far as can be decided without resolving names.
+
+        An address outside the allowed networks may still be an allowed peer, if there is any allowed host
+        name: the name may resolve to this address.
 
         Args:
-            host: name or address.
+            host: host name or IP address.
         """
         address = _address_of(host)
         if address is None:
@@ -65,7 +69,7 @@ class AllowedPeers:
 
     @property
     def only_here(self) -> bool:
-        """True if only loopback addresses are allowed."""
+        """True if only loopback addresses are allowed, so that all peers run on this machine."""
         return self.networks == _LOOPBACK and not self.names
 
 
@@ -74,7 +78,7 @@ ANY_PEER = AllowedPeers()
 
 
 def normalize_name(name: str) -> str:
-    """Normalize a host name for comparison: lower case, without the trailing dot."""
+    """Return a host name in lower case and without a trailing dot, so that two names can be compared."""
     return name.lower().removesuffix(".")
 
 
@@ -83,15 +87,16 @@ def _address_of(host: str) -> IP | None:
 
 
 def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: str | None) -> AllowedPeers:
-    """Parse the setting ``peers``.
+    """Parse the setting ``peers``, the list of machines that may be peers of this engine.
 
     Args:
-        entries: value of the setting; None if it is not set. Then an engine that listens on loopback accepts
-            loopback addresses only, and any other engine accepts all addresses.
+        entries: value of the setting: host names, IP addresses and IP networks. None if the setting is not
+            set. Then an engine that listens on loopback accepts loopback addresses only, and any other engine
+            accepts all addresses.
         host: address that the engine listens on.
-        advertised: name or address that the engine sends to peers; None if not set. If it is a name and
-            `entries` is None, the name may be resolved, because other engines of this machine may send it
-            too.
+        advertised: name or address that the engine sends to peers; None if not set. If this is a name and
+            `entries` is None, the engine may resolve the name, because other engines on this machine may
+            advertise the same name.
 
     Raises:
         ConfigError: an entry is malformed, or there are no entries or too many.
@@ -118,7 +123,15 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
 
 
 def _network(entry: str, number: int) -> Network | None:
-    """Parse an entry that is an address or a network; return None if it is a name."""
+    """Parse an entry of the setting ``peers`` as an IP address or network. Return None if it is a host name.
+
+    Args:
+        entry: entry of the setting.
+        number: index of the entry, for error messages.
+
+    Raises:
+        ConfigError: the entry contains a slash but is not a valid network.
+    """
     if (address := parse_ip(entry)) is not None:
         return ipaddress.ip_network(address)
     if "/" not in entry:

@@ -32,10 +32,13 @@ _TRY_AGAIN = b"300"
 
 
 class Authenticator:
-    """A thread that admits clients with the listener's own key pair and an allowed address, until closed."""
+    """A thread that decides which clients may connect to a ZeroMQ listener.
+
+    A client is admitted if it has the listener's own CURVE key pair and connects from an allowed address.
+    """
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, peers: AllowedPeers) -> None:
-        """Bind the ZAP socket and start the thread.
+        """Bind the socket on which ZeroMQ asks about new clients, and start the thread that answers.
 
         Args:
             context: ZeroMQ context of the listener; only one listener may use it.
@@ -52,7 +55,10 @@ class Authenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Close the listener first: without this thread, its clients cannot be checked."""
+        """End the thread.
+
+        Close the listener first: its clients cannot be authenticated without the thread.
+        """
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
@@ -73,7 +79,12 @@ class Authenticator:
         self._socket.close()
 
     def _verdict(self, frames: list[bytes]) -> tuple[bytes, bytes]:
-        """Return the ZAP status code and the status text for a client's request."""
+        """Decide whether a client may connect; return the status code and status text for ZeroMQ.
+
+        Args:
+            frames: request of ZeroMQ about the client, in the format of ZAP (ZeroMQ's authentication
+                protocol).
+        """
         if len(frames) != _FRAMES or frames[0] != _VERSION:
             return b"400", b"not a CURVE client"
         _, _, _, client, _, mechanism, key = frames

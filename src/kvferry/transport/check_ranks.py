@@ -30,7 +30,7 @@ _MEMORIES = ("DRAM", "VRAM")
 
 
 def check_ranks(cards: Sequence[RankCard]) -> None:
-    """Check the descriptions of all ranks of a peer.
+    """Check a peer's descriptions of its ranks: sizes must be within limits, and ranks must agree.
 
     Raises:
         ProtocolError: a size or an address is out of bounds, or two ranks contradict each other.
@@ -53,7 +53,7 @@ def _layers(rank: RankGeometry) -> int:
 
 
 def _sizes(rank: RankGeometry) -> Iterator[tuple[str, int, int]]:
-    """Yield (name for messages, size, limit) for every size in a rank's geometry."""
+    """Yield every size in a rank's geometry that has a limit, as (name for error messages, size, limit)."""
     yield "groups of a rank", len(rank.groups), MAX_GROUPS
     yield "layers of a rank", _layers(rank), MAX_LAYERS
     yield "regions of a rank", len(rank.regions), MAX_REGIONS
@@ -101,7 +101,7 @@ def _check_words(card: RankCard) -> None:
 
 
 def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
-    """Check that these are all ranks of one engine, and that all have the same KV cache groups.
+    """Check that these are all ranks of one engine, and that all ranks have the same KV cache groups.
 
     Raises:
         ProtocolError: a rank is missing, or two ranks contradict each other.

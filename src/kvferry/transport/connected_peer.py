@@ -40,11 +40,11 @@ MAX_SOURCES = 256
 
 
 class ConnectedPeer:
-    """A peer that can be read from.
+    """A connection to a peer engine, with the descriptor lists that are needed to read its KV cache.
 
     Attributes:
-        sources: all ranks of the peer, in the order of their descriptions. A rank from which this rank needs
-            nothing has no routes.
+        sources: all ranks of the peer, in the order of their descriptions. A rank that supplies nothing to
+            this rank has no routes.
         src_groups: number of KV cache groups of the peer.
     """
 
@@ -58,20 +58,22 @@ class ConnectedPeer:
         context: zmq.Context[Any],
         settings: TransferSettings,
     ) -> None:
-        """Load the peer's transport metadata and prepare the descriptor lists of all its ranks.
+        """Load the peer's transport metadata, and prepare the NIXL descriptor lists to read from its ranks.
 
         Args:
-            agent: NIXL agent of the lane.
+            agent: NIXL agent of the lane (reading thread) that owns this connection.
             ours: geometry of this rank.
             cards: descriptions of all ranks of the peer.
-            words: registered memory of this rank that lease words are read into.
-            landing: staging area that packed cells are read into.
-            context: ZeroMQ context of the gather clients.
+            words: registered memory of this rank into which the peer's lease words are read. A lease word is
+                an integer in the peer's memory that changes before leased blocks are freed.
+            landing: staging area into which packed cells (units of transfer) are read.
+            context: ZeroMQ context for the connections that ask the peer's ranks to pack cells.
             settings: settings of transfers, such as strategy and costs.
 
         Raises:
             Incompatible: the peer's geometry does not supply what this rank needs.
-            TransferError: the transport cannot reach the peer, or the lists would exceed a limit.
+            TransferError: the peer has too many ranks, the transport cannot reach the peer, or the lists
+                would exceed a limit.
         """
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
@@ -95,10 +97,11 @@ class ConnectedPeer:
             self._made = made.pop_all()
 
     def plan(self, order: ReadOrder) -> ReadPlan:
-        """Plan the reads of one order: the cells, the transfer methods and the descriptor indices.
+        """Plan the reads of one order: cells (units of transfer), transfer methods and descriptor indices.
 
         Raises:
-            TransferError: the block tables do not match the KV cache groups, or contain an invalid block id.
+            TransferError: the block tables do not match the KV cache groups, contain an invalid block id, or
+                belong to a lease slot that the peer does not have.
         """
         started = time.perf_counter()
         self._check(order)
@@ -150,15 +153,19 @@ class ConnectedPeer:
         )
 
     def close(self) -> None:
-        """Release the prepared lists and remove the peer. No READ from it may be in flight."""
+        """Release the descriptor lists and remove the peer from NIXL.
+
+        No read from the peer may be in flight.
+        """
         self._made.close()
 
     def _clears_of_absent(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return the blocks to zero, because they belong to draft layers that the peer does not have.
+        """Return the blocks to set to zero in draft layers that the peer does not have.
 
         Returns:
-            (copies that zero blocks, block ids) for each route of these layers. Only the lane (reading
-            thread) with share 0 zeroes blocks, so the list is empty for the others.
+            (operation that zeroes bytes of a block, ids of the blocks) for each route of these layers. A
+            route is a set of layers that are read with the same copies. Only the lane (reading thread) with
+            share 0 of the order zeroes blocks, so the list is empty for the other lanes.
         """
         if order.share.number:
             return []
@@ -185,16 +192,17 @@ class ConnectedPeer:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """Shared arguments for preparing all ranks of a peer.
+    """The arguments that are the same for all ranks of a peer while the connection is prepared.
 
     Attributes:
-        agent: NIXL agent of the lane.
+        agent: NIXL agent of the lane (reading thread) that owns the connection.
         ours: geometry of this rank.
-        words: registered memory of this rank that lease words are read into.
-        landing: staging area that packed cells are read into.
-        context: ZeroMQ context of the gather clients.
+        words: registered memory of this rank into which the peer's lease words are read. A lease word is an
+            integer that changes before leased blocks are freed.
+        landing: staging area into which packed cells (units of transfer) are read.
+        context: ZeroMQ context for the connections that ask the peer's ranks to pack cells.
         settings: settings of transfers.
-        made: exit stack that collects callbacks. They undo the preparation.
+        made: exit stack with the callbacks that undo the preparation.
     """
 
     agent: Agent

@@ -43,20 +43,23 @@ _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 
 
 class ConnectionLimiter:
-    """Counts the connections of one socket, and pauses accepting at the limit. Only one thread may use it.
+    """Limits the open connections of one ZeroMQ socket: at the limit, it accepts no new ones for a while.
+
+    Only one thread may use it.
 
     Attributes:
         open: number of open connections.
         paused: True while new connections are not accepted.
-        events: ZeroMQ monitor socket, for use in a poller. It is readable if `process_events` has work.
+        events: ZeroMQ monitor socket, for use in a poller. When the socket is readable, call
+            `process_events`.
     """
 
     def __init__(self, listener: zmq.Socket[Any], max_connections: int | None = None) -> None:
-        """Start to monitor the connections of a socket.
+        """Start to monitor the connections of a ZeroMQ socket.
 
         Args:
             listener: ZeroMQ socket, not bound yet.
-            max_connections: maximum number of open connections; None for a quarter of the process's limit of
+            max_connections: maximum number of open connections. None for a quarter of the process's limit of
                 file descriptors, at most `MAX_CONNECTIONS`.
         """
         self.open, self.paused = 0, False
@@ -78,7 +81,7 @@ class ConnectionLimiter:
         self.events.connect(told)
 
     def process_events(self) -> None:
-        """Process the queued connection events: count connections, and pause or resume accepting new ones."""
+        """Process the queued connection events: count open connections, and pause or resume accepting."""
         while (said := self._next()) is not None:
             event, value = said
             if event == zmq.EVENT_LISTENING:
@@ -93,7 +96,7 @@ class ConnectionLimiter:
             self._resume()
 
     def close(self) -> None:
-        """Stop monitoring. Call it before the listener's socket is closed."""
+        """Stop monitoring the connections. Call this method before the listener's socket is closed."""
         # While events wait for space in the queue, ZeroMQ holds a lock that `disable_monitor` needs. So drain
         # the queue, and accept no new connections meanwhile.
         self.process_events()
@@ -106,7 +109,11 @@ class ConnectionLimiter:
             self._accepting.close()
 
     def _next(self) -> tuple[int, int] | None:
-        """Return the next queued event: (event, value) as in zmq_socket_monitor(3); None if there is none."""
+        """Return the next connection event of the socket. Return None if no event is queued.
+
+        Returns:
+            (event, value) as in zmq_socket_monitor(3).
+        """
         try:
             frames = self.events.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -115,12 +122,12 @@ class ConnectionLimiter:
         return event, value
 
     def _on_failed_handshake(self, cause: int) -> None:
-        """Log that a client could not authenticate, if the cause is that it has another key.
+        """Log that a client could not authenticate, if the cause is that the client has another key.
 
-        The message cannot name the client, because ZeroMQ hides its address.
+        The message cannot name the client, because ZeroMQ hides the client's address.
 
         Args:
-            cause: value of ZeroMQ's event.
+            cause: value of ZeroMQ's event about the failed handshake: a protocol error code.
         """
         if cause == _OTHER_KEY:
             self._log.say(

@@ -62,11 +62,11 @@ _Command: TypeAlias = tuple[Address, Request | None]
 
 @dataclass(slots=True)
 class _Peer:
-    """The thread's state of the connection to one peer.
+    """A connection to the control channel of one peer. Only the client's thread uses it.
 
     Attributes:
-        socket: connection to the peer's control channel.
-        held: tickets of the leases that heartbeats keep alive.
+        socket: socket that is connected to the control channel.
+        held: tickets (random ids) of the peer's leases that this engine keeps alive with heartbeats.
     """
 
     socket: ControlSocket
@@ -74,9 +74,11 @@ class _Peer:
 
 
 class ControlClient:
-    """A thread that does handshakes, redeems tickets and sends heartbeats, for all peers of a consumer.
+    """A thread that talks to the control channels of all peers that an engine reads KV from.
 
-    A ticket is a random id that the consumer redeems: it exchanges the ticket for block tables and a lease.
+    The thread does handshakes, redeems tickets, sends heartbeats for leases, and asks for earlier turns of
+    conversations. A ticket is a random id that this engine redeems: it exchanges the ticket for block tables
+    and a lease.
     """
 
     def __init__(
@@ -91,13 +93,13 @@ class ControlClient:
         """Start the thread.
 
         Args:
-            facts: facts about this engine, which handshakes send to peers.
+            facts: facts about this engine, which the thread sends to peers in handshakes.
             check: function that takes the descriptions of a peer's ranks, and raises Incompatible if this
-                engine cannot read them. The client's thread calls it.
-            keys: CURVE keys.
-            peers: machines that may be dialled.
-            handshake_seconds: timeout in seconds of a handshake, and of the redemption of a ticket.
-            heartbeat_seconds: seconds between the heartbeats to a peer.
+                engine cannot read from them. The client's thread calls it.
+            keys: CURVE keys, with which peers authenticate each other.
+            peers: machines that the engine may connect to.
+            handshake_seconds: timeout in seconds of a handshake, and of the exchange of a ticket for a lease.
+            heartbeat_seconds: seconds between two heartbeats to the same peer.
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
         self._check_ranks = check
@@ -120,12 +122,15 @@ class ControlClient:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
-        """Return the status of a peer. Start a handshake if the peer is unknown, and return Pending.
+        """Return the status of a peer. If the peer is unknown, start a handshake and return Pending.
+
+        While the maximum number of handshakes is under way, no further handshake is started, and the status
+        of an unknown peer is Pending too.
 
         Args:
             address: (host, port) of the peer's control channel.
             incarnation: random number of the run of the peer that the caller expects; None for any run. If
-                the known peer has another one, it may have restarted, so a new handshake is started.
+                the known peer has another number, it may have restarted. Then a new handshake is started.
         """
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
@@ -136,16 +141,16 @@ class ControlClient:
         return answer
 
     def forget(self, address: Address) -> None:
-        """Forget a peer that failed, so that the next `look_up` starts a new handshake."""
+        """Forget the status of a peer that failed, so that the next `look_up` starts a new handshake."""
         self._handshakes.forget(address)
 
     def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
-        """Start to exchange a ticket for a grant (block tables and lease); return the redemption's number.
+        """Start to exchange a ticket for block tables and a lease. Return the number of this exchange.
 
         Args:
             address: (host, port) of the producer's control channel.
             ticket: random id that names the lease.
-            tokens: number of tokens in the offer.
+            tokens: number of tokens whose KV the producer has offered.
             content: digests of the first `tokens` tokens of this engine's prompt, which the producer compares
                 with its own digests.
         """
@@ -155,15 +160,18 @@ class ControlClient:
         return message.number
 
     def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the reply to the redemption of a ticket.
+        """Return the producer's reply to the exchange of a ticket for block tables and a lease.
 
-        Returns Redeemed if the producer granted it, Unusable if it refused, and Pending while there is no
-        reply. If the producer has not replied in time, return Unusable and forget the producer, so that its
-        next use starts a new handshake.
+        If the producer has not replied in time, forget the producer's status, so that its next use starts a
+        new handshake.
 
         Args:
             number: number that `redeem` returned.
-            wait_seconds: maximum time to wait for the reply.
+            wait_seconds: maximum time in seconds to wait for the reply.
+
+        Returns:
+            Redeemed if the producer granted the exchange. Unusable if the producer refused, or has not
+            replied in time. Pending while the reply may still arrive.
         """
         answer = self._redemptions.answer(number, wait_seconds)
         if isinstance(answer, Unusable) and (silent := self._redemptions.silent_producer(number)) is not None:
@@ -171,17 +179,23 @@ class ControlClient:
         return answer
 
     def end_redemption(self, number: int) -> bool:
-        """Forget the redemption of a ticket, so that later replies to it are ignored.
+        """Forget the exchange of a ticket for block tables and a lease. Later replies to it are ignored.
 
-        Return True if the producer may hold the lease for this engine. Then the caller must release it.
+        Args:
+            number: number that `redeem` returned.
+
+        Returns:
+            True if the producer may hold the lease for this engine. Then the caller must release the lease.
         """
         return self._redemptions.end(number)
 
     def hold(self, address: Address, ticket: bytes) -> None:
-        """Start to send heartbeats for the lease of an earlier turn of a conversation. `release` stops them.
+        """Start to send heartbeats for the lease on an earlier turn of a conversation. `release` stops them.
+
+        The lease makes another engine keep the KV of a finished request for the next turn.
 
         Args:
-            address: (host, port) of the control channel of the engine that keeps the turn.
+            address: (host, port) of the control channel of the engine that keeps the KV.
             ticket: random id that names the lease.
         """
         self._command(address, Heartbeat(self._consumer, [ticket]))
@@ -196,10 +210,11 @@ class ControlClient:
         self._command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
-        """Ask peers for the KV of an earlier turn of a conversation with this content.
+        """Ask peers whether they keep KV of an earlier turn of the conversation that a prompt continues.
 
         Args:
-            peers: incarnation (random number of the run) of each peer, by the address of its control channel.
+            peers: incarnation (random number of the run) of each peer, by the (host, port) of its control
+                channel.
             content: content of the prompt: chunk keys and token ids.
 
         Returns:
@@ -214,7 +229,7 @@ class ControlClient:
         return number if asked else None
 
     def turns(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return the earlier turns that a query found, and end the query.
+        """Return the earlier turns of conversations that a query found, and end the query.
 
         Return None while peers may still reply.
 
@@ -222,16 +237,16 @@ class ControlClient:
             number: number of the query, from `ask_turn`.
 
         Returns:
-            (address of the peer, turn) for each turn found.
+            ((host, port) of the peer that keeps the turn, description of the turn) for each turn found.
         """
         return self._questions.answers(number)
 
     def drop_question(self, number: int) -> None:
-        """Drop a query for earlier turns; later replies to it are ignored."""
+        """Drop a query for earlier turns of a conversation. Later replies to the query are ignored."""
         self._questions.drop(number)
 
     def close(self) -> None:
-        """Send the queued messages and wait until the thread has ended."""
+        """Send the queued messages, end the thread, and wait until it has ended."""
         self._stop = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -239,7 +254,12 @@ class ControlClient:
         os.close(self._wake)
 
     def _command(self, address: Address, message: Request | None) -> None:
-        """Queue a message for the thread to send; None starts a handshake."""
+        """Queue a message to a peer, which the client's thread sends.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+            message: message to send; None to start a handshake with the peer.
+        """
         self._commands.append((address, message))
         os.eventfd_write(self._wake, 1)
 
@@ -264,7 +284,12 @@ class ControlClient:
         self._context.term()
 
     def _turn(self, poller: zmq.Poller, heard: list[Any]) -> None:
-        """Run one iteration of the thread: receive replies, execute commands, handle deadlines."""
+        """Run one iteration of the thread: receive replies, execute queued commands, handle deadlines.
+
+        Args:
+            poller: poller with the sockets to all peers.
+            heard: sockets and file descriptors that are readable.
+        """
         for source in heard:
             if source == self._wake:
                 os.eventfd_read(self._wake)
@@ -285,7 +310,9 @@ class ControlClient:
             self._close_if_idle(poller, address)
 
     def _wait_seconds(self, beat: float) -> float:
-        """Return the seconds until the next deadline, at most 1 so that delays of the thread are detected.
+        """Return the seconds for which the thread may wait for messages: until the next deadline, at most 1.
+
+        The maximum exists so that a delayed thread is detected.
 
         Args:
             beat: time of the next heartbeat, in monotonic seconds.
@@ -294,10 +321,13 @@ class ControlClient:
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
-        """Send a heartbeat for every lease that this engine holds, and close sockets that are not needed.
+        """Send a heartbeat for every lease that this engine holds, and close the sockets that are not needed.
 
         A socket is not needed if the peer is unknown and holds no lease for this engine. Requests can name
         any address, so there may be many such peers.
+
+        Args:
+            poller: poller with the sockets to all peers.
         """
         self._handshakes.forget_refusals()
         for address, peer in list(self._peers.items()):
@@ -352,7 +382,16 @@ class ControlClient:
             self._close(poller, address)  # opened for this message only, which is still sent
 
     def _close(self, poller: zmq.Poller, address: Address) -> set[bytes]:
-        """Close the socket to a peer, if there is one. Return the tickets that it sent heartbeats for."""
+        """Close the socket to a peer, if there is one.
+
+        Args:
+            poller: poller with the sockets to all peers.
+            address: (host, port) of the peer's control channel.
+
+        Returns:
+            Tickets (random ids) of the leases that this engine kept alive over the socket; empty without a
+            socket.
+        """
         peer = self._peers.pop(address, None)
         if peer is None:
             return set()
@@ -361,13 +400,22 @@ class ControlClient:
         return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
-        """Close the socket to a peer that cannot be used, unless leases of that peer need heartbeats."""
+        """Close the socket to a refused peer, unless the peer holds leases for this engine.
+
+        Such leases still need heartbeats over the socket.
+        """
         peer = self._peers.get(address)
         if peer is not None and not peer.held:
             self._close(poller, address)
 
     def _wait_for_name(self, command: _Command) -> None:
-        """Queue a command until its peer's host name is resolved. The commands for a peer stay in order."""
+        """Queue a command until the host name of its peer is resolved.
+
+        Commands for the same peer stay in order.
+
+        Raises:
+            AddressNotAllowed: too many commands wait for names already.
+        """
         if len(self._unresolved) >= MAX_UNRESOLVED:
             raise AddressNotAllowed(
                 f"{MAX_UNRESOLVED} messages already wait for names of peers; see whether the name "
@@ -377,10 +425,21 @@ class ControlClient:
         self._unnamed.add(command[0])
 
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
-        """Return the descriptions of a peer's ranks, with numeric addresses of their gather channels.
+        """Check that this engine can read from a peer's ranks. Resolve the host names in their descriptions.
+
+        They are the hosts of gather channels, over which a reader asks a rank to pack cells (units of
+        transfer) before it reads them.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+            ranks: descriptions of the peer's ranks.
+
+        Returns:
+            The descriptions with numeric addresses. A description whose host cannot be used has no gather
+            channel.
 
         Raises:
-            Incompatible: this engine cannot read the ranks.
+            Incompatible: this engine cannot read from the ranks.
         """
         self._check_ranks(ranks)
         return tuple(resolve_gather_address(card, address, self._names, self._log) for card in ranks)

@@ -55,18 +55,21 @@ _REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ProducerCard:
-    """Description of a producer, which its control server sends in reply to handshakes.
+    """Description of an engine that others may read KV from. Its control server sends it in handshakes.
 
     Attributes:
-        facts: facts about the producer.
-        ranks: description of every worker of the producer.
+        facts: facts about the engine.
+        ranks: description of every worker of the engine.
     """
 
     facts: Facts
     ranks: tuple[RankCard, ...]
 
     def answer(self, message: Request) -> Reply | None:
-        """Return the reply to a handshake message (Hello or AskRanks); None for other messages."""
+        """Return the reply to a handshake message (Hello or AskRanks). Return None for any other message.
+
+        A consumer whose facts do not match gets a refusal with the differences.
+        """
         if not isinstance(message, Hello | AskRanks):
             return None
         # The consumer prints these sentences, so "there" is the producer.
@@ -76,11 +79,11 @@ class ProducerCard:
 
 
 def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Return the differences that prevent one engine from reading the other, one sentence each.
+    """Return the differences that prevent one engine from reading from another, one sentence each.
 
     Args:
-        theirs: (protocol version, facts) of the side that the sentences call "there".
-        ours: (protocol version, facts) of the side that the sentences call "here".
+        theirs: (protocol version, facts) of the engine that the sentences call "there".
+        ours: (protocol version, facts) of the engine that the sentences call "here".
     """
     if theirs[0] != ours[0]:
         return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
@@ -100,7 +103,7 @@ class LeasesClaimed:
 
 @dataclass(frozen=True, slots=True)
 class LeasesReleased:
-    """Event: the last consumer has released these leases.
+    """Event: no consumer needs these leases any more, because the last one has released them.
 
     Attributes:
         leases: names of the leases in this engine.
@@ -110,14 +113,17 @@ class LeasesReleased:
 
 
 class ControlServer:
-    """A thread that answers consumers until closed.
+    """A thread that answers messages of consumers, which are engines that read KV from this engine.
+
+    It answers handshakes, exchanges tickets (random ids) for block tables and leases, and finds earlier turns
+    of conversations.
 
     Attributes:
         port: port that the server listens on.
         events: queue of events about leases, oldest first. The server's thread appends events, and the
             engine's thread removes them. The number of queued events of each sender is limited.
         rejected: number of messages that could not be decoded.
-        tickets: tickets that consumers can exchange for grants (block tables and lease).
+        tickets: tickets that consumers can exchange for block tables and leases.
         turns: index of the earlier turns whose KV this engine keeps.
     """
 
@@ -130,9 +136,9 @@ class ControlServer:
             host: address to bind.
             port: port to bind; 0 for any free port.
             card: description of this engine and its ranks, sent in reply to handshakes.
-            keys: CURVE keys.
-            peers: machines that may connect to this engine. It asks only these for the KV of earlier turns of
-                a conversation.
+            keys: CURVE keys, with which peers authenticate each other.
+            peers: machines that may connect to this engine. The engine asks only these machines for the KV of
+                earlier turns of a conversation.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -152,7 +158,7 @@ class ControlServer:
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """Consumers that keep the KV of earlier turns of conversations, so that this engine can ask them.
+        """Consumers that keep the KV of earlier turns of conversations. This engine can ask them for the KV.
 
         Only the latest consumers that did a handshake with this engine are included. Each key is the (host,
         port) at which the consumer answers queries for turns. The value is the incarnation (random number of
@@ -161,7 +167,7 @@ class ControlServer:
         return self._keepers.copy()
 
     def close(self) -> None:
-        """Stop listening, and wait until the thread has ended."""
+        """Stop listening, and wait until the server's thread has ended."""
         self._stop.set()
         self._thread.join()
 

@@ -17,7 +17,7 @@ from kvferry.transport.messages import MAX_REPLY_BYTES, Reply, Request, decode_r
 
 
 class ControlSocket:
-    """A socket that is connected to one control channel. Not thread-safe.
+    """A socket that is connected to the control channel of one peer. Not thread-safe.
 
     Attributes:
         raw: underlying ZeroMQ socket, for use in a poller.
@@ -30,7 +30,7 @@ class ControlSocket:
             context: ZeroMQ context.
             host: name or address of the producer.
             port: port of the producer's control channel.
-            keys: CURVE keys.
+            keys: CURVE keys, with which peers authenticate each other.
 
         Raises:
             zmq.ZMQError: the address is malformed.
@@ -46,7 +46,10 @@ class ControlSocket:
             raise
 
     def send(self, message: Request) -> bool:
-        """Queue a message. If the queue is full, drop the message and return False."""
+        """Queue a message to the producer and return True.
+
+        If the queue is full, drop the message and return False.
+        """
         try:
             self.raw.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:
@@ -54,15 +57,15 @@ class ControlSocket:
         return True
 
     def receive(self) -> bytes:
-        """Block until a message arrives, and return it undecoded."""
+        """Block until a message from the producer arrives, and return its encoded bytes."""
         frames: list[bytes] = self.raw.recv_multipart()
         return frames[-1]
 
     def ask(self, message: Request, deadline: float) -> Reply:
-        """Send a message and block until the reply arrives.
+        """Send a request to the producer, block until the reply arrives, and return the decoded reply.
 
         Args:
-            message: message to which the producer replies.
+            message: request to which the producer replies.
             deadline: time to give up, in seconds of `time.monotonic`.
 
         Raises:

@@ -40,7 +40,7 @@ class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the default path of the costs file.
+    """Return the default path of the file with the measured costs, which lies in the user's cache directory.
 
     Raises:
         ConfigError: the user has no home directory.
@@ -49,10 +49,11 @@ def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def load_costs(path: str | None = None) -> Costs:
-    """Load the costs of this machine.
+    """Load the measured transfer costs of this machine, or the built-in costs if nothing was measured.
 
     Args:
-        path: path of the costs file; None for the default file, or the built-in costs if that does not exist.
+        path: path of the costs file. None for the default file; if that does not exist, the built-in costs
+            are returned.
 
     Raises:
         ConfigError: the file cannot be read, or `write_costs` did not write it.
@@ -64,7 +65,7 @@ def load_costs(path: str | None = None) -> Costs:
 
 
 def find_default_costs() -> Path | None:
-    """Return the path of the default costs file; None if it does not exist or cannot be accessed."""
+    """Return the path of the default costs file. Return None if the file is missing or cannot be accessed."""
     try:
         found = default_costs_path()
         return found if found.exists() else None
@@ -73,7 +74,7 @@ def find_default_costs() -> Path | None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read the costs from a file.
+    """Read the measured transfer costs of a machine from a file.
 
     Raises:
         ConfigError: the file cannot be read, or `write_costs` did not write it.
@@ -102,11 +103,11 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
-    """Write the costs to a file. An existing file is replaced atomically.
+    """Write measured transfer costs to a file. Replace an existing file atomically.
 
     Args:
         path: path of the file; its directory is created.
-        costs: the fitted costs.
+        costs: costs that were fitted to the measurements.
         made: time of the calibration, ISO 8601.
         machine: description of the calibrated machine; informational.
 

@@ -8,10 +8,11 @@ import zmq
 
 
 def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
-    """Return the ZeroMQ endpoint of an address. If `host` is an IPv6 address, enable IPv6 on `socket`.
+    """Return the ZeroMQ endpoint (``tcp://host:port``) of an address. Enable IPv6 on the socket if needed.
 
     Args:
-        socket: ZeroMQ socket that is not bound or connected yet.
+        socket: ZeroMQ socket that is not bound or connected yet. If `host` is an IPv6 address, IPv6 is
+            enabled on this socket.
         host: name, IPv4 address, or IPv6 address with or without brackets.
         port: port number; ``*`` to bind any free port.
     """

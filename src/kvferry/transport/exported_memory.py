@@ -17,7 +17,9 @@ from kvferry.transport.staging import StagingArea
 
 
 class ExportedMemory:
-    """A worker's memory, registered for peers to read, and the gather server that packs cells for them.
+    """The memory of a worker that peers can read, and the server that packs cells in it for peers.
+
+    A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides.
 
     Attributes:
         card: description of this worker, which the scheduler sends to peers.
@@ -26,11 +28,12 @@ class ExportedMemory:
     def __init__(
         self, geometry: RankGeometry, words: LeaseWords, settings: TransferSettings, agent: Agent
     ) -> None:
-        """Register the memory and start the gather server.
+        """Register the memory with NIXL, and start the server that packs cells (units of transfer) for peers.
 
         Args:
             geometry: addresses and layout of this worker's KV cache.
-            words: lease words of this worker. One word is appended for each unit of the staging area.
+            words: lease words of this worker: integers that change before leased blocks are freed. One word
+                is appended for each unit of the staging area.
             settings: settings of transfers, such as the size of the staging area.
             agent: NIXL agent that nothing else uses. `close` closes the agent.
 
@@ -76,7 +79,7 @@ class ExportedMemory:
         )
 
     def close(self) -> None:
-        """Stop the gather server and close the agent."""
+        """Stop the server that packs cells (units of transfer) for peers, and close the NIXL agent."""
         if self._gatherer is not None:
             self._gatherer.close()
             self._gatherer = None

@@ -14,7 +14,7 @@ _Message = TypeVar("_Message")
 
 
 class FairQueue(Generic[_Message]):
-    """A FIFO queue between two threads, with a limit on the messages of each sender and a total limit.
+    """A FIFO queue of messages between two threads. It limits the messages of each sender and their total.
 
     Attributes:
         dropped: number of messages dropped because of a limit.
@@ -47,8 +47,8 @@ class FairQueue(Generic[_Message]):
         Args:
             sender: id of the sender.
             message: message to append.
-            force: True to ignore the limits. Use it for messages that are sent only once, if something else
-                limits their number.
+            force: True to ignore the limits. Use this for messages that are sent only once and whose number
+                is limited elsewhere.
         """
         with self._lock:
             full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total
@@ -60,7 +60,11 @@ class FairQueue(Generic[_Message]):
             return True
 
     def popleft(self) -> _Message:
-        """Remove and return the oldest message. Raise IndexError if the queue is empty."""
+        """Remove and return the oldest message.
+
+        Raises:
+            IndexError: the queue is empty.
+        """
         with self._lock:
             sender, message = self._waiting.popleft()
             self._of[sender] -= 1

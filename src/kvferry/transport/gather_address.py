@@ -19,7 +19,8 @@ def resolve_gather_address(
 ) -> RankCard:
     """Return a copy of a rank's description in which the address of its gather channel is numeric.
 
-    If the address is not allowed or not resolved yet, the copy has no gather channel. Workers connect to the
+    Over the gather channel, readers ask the rank to pack cells (units of transfer) into staging memory. If
+    this address is not allowed or not resolved yet, the copy has no gather channel. Workers connect to the
     address in the description, so they never resolve a name.
 
     Args:

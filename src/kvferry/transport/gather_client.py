@@ -36,14 +36,14 @@ _QUEUED = 10_000
 
 
 class GatherClient:
-    """A connection to one rank of a peer, for requests to gather cells.
+    """A connection to one rank of a peer, over which a lane (reading thread) asks the rank to pack cells.
 
-    A *segment* is the run of cells of one request. The routes are announced once; requests name them by
-    index.
+    A cell is the unit of transfer. A *segment* is the run of cells of one request. The routes (sets of layers
+    that are read with the same copies) are announced once; requests name them by index.
 
     Attributes:
-        silent_until: time of the lane's clock, in seconds, until which the rank is not asked, because it did
-            not reply in time. Any reply sets it to 0.
+        silent_until: end of the pause in which the rank is not asked, because it did not reply in time; in
+            seconds of the lane's clock. Any reply sets it to 0.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class GatherClient:
         routes: Sequence[GatherRoute],
         keys: security.Keys,
     ) -> None:
-        """Start to connect, and announce the routes of later requests.
+        """Start to connect to the rank, and announce the routes of later requests.
 
         Args:
             context: ZeroMQ context.
-            host: numeric address of the rank's gather channel.
+            host: numeric address of the rank's gather channel, over which it is asked to pack cells.
             port: port of the gather channel.
-            routes: routes that `ask` names by index.
-            keys: CURVE keys.
+            routes: routes (sets of layers that are read with the same copies) that `ask` names by index.
+            keys: CURVE keys, with which peers authenticate each other.
         """
         self.silent_until = 0.0
         self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
@@ -84,11 +84,16 @@ class GatherClient:
 
     @property
     def waiting(self) -> bool:
-        """True if any request is still open: its reply was not taken with `answer` or dropped with `done`."""
+        """True while any request to pack cells is open.
+
+        A request is closed when `answer` has returned the reply to it, or when `done` is called.
+        """
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the rank timed out recently and has not replied since.
+        """Return whether the rank did not reply in time recently, and has not replied since.
+
+        Replies that have arrived are processed first.
 
         Args:
             now: current time of the lane's clock, in seconds.
@@ -97,13 +102,16 @@ class GatherClient:
         return now < self.silent_until
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
-        """Ask the rank to pack cells into its staging memory. Return the number of this segment of cells.
+        """Ask the rank to pack cells (units of transfer) into its staging memory.
 
         Args:
             route: index of the cells' route in the argument `routes` of the constructor.
             lease: word that shows whether the lease on the source blocks is valid.
             blocks: source block id of each cell, int64 of shape (n,).
             cell: index of the first cell within its block; the other cells follow it.
+
+        Returns:
+            Number of the segment (the cells of this request), for `answer` and `done`.
         """
         segment = next(self._numbers) % (1 << 31)
         self._wanted[segment] = self._introductions
@@ -121,7 +129,10 @@ class GatherClient:
         return segment
 
     def answer(self, segment: int) -> Gathered | NotGathered | None:
-        """Return the rank's reply about a segment, and forget it. Return None if it has not arrived."""
+        """Return the rank's reply about a segment (the cells of one request), and forget the segment.
+
+        Return None if no reply has arrived yet.
+        """
         self._receive()
         found = self._answers.pop(segment, None)
         if found is not None:
@@ -129,13 +140,16 @@ class GatherClient:
         return found
 
     def done(self, segment: int) -> None:
-        """Tell the rank that this reader no longer needs a segment, so that its memory can be freed."""
+        """Tell the rank to free the staging memory of a segment (the packed cells of one request).
+
+        This reader no longer needs the segment, and ignores later replies about it.
+        """
         self._wanted.pop(segment, None)
         self._answers.pop(segment, None)
         self._send(Done(segment))
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the rank."""
         self._socket.close()
 
     def _receive(self) -> None:

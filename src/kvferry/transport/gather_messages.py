@@ -44,16 +44,17 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """The copies that pack the cells of one route (layers that are read with the same copies) into images.
+    """The copies that pack the cells of one route into images. The source prepares them for later requests.
 
-    A cell is the smallest unit that is transferred. An image is a cell packed into contiguous memory.
+    A route is a set of layers that are read with the same copies. A cell is the unit of transfer. An image is
+    a cell packed into contiguous memory.
 
     Attributes:
         src_stride: bytes from one block of the source's KV cache to the next.
         src_blocks: number of blocks in the source's KV cache.
         image_stride: bytes from one image to the next.
-        parts: strided copies from the addresses of block 0 to offsets in an image. Each part has the byte
-            offsets of the cells in a block, the same number in all parts.
+        parts: strided copies that pack the first cell of block 0 into an image. Each part also holds the byte
+            offset of every cell in a block. All parts have the same number of offsets.
     """
 
     src_stride: _Stride
@@ -63,12 +64,15 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def cells(self) -> int:
-        """Number of cells (units of transfer) in a block of the source."""
+        """Number of cells (units of transfer) in a block of the source's KV cache."""
         return len(self.parts[0].at)
 
 
 class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
-    """Message without reply: announces the routes of later `Gather` messages. Replaces earlier routes.
+    """Message without reply: announces the routes that later `Gather` messages name.
+
+    A route is a set of layers that are read with the same copies. The message replaces the routes that the
+    reader announced before.
 
     Attributes:
         protocol: protocol version of the reader.
@@ -80,13 +84,14 @@ class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Request: asks the source to pack cells, whose blocks a lease protects, into its staging memory.
+    """Request: asks the source to pack cells (units of transfer) into its staging memory.
 
     Attributes:
         segment: number of the segment (the cells of this request), repeated in the reply.
-        route: index of the route among those sent in `AnnounceRoutes`.
-        slot: index of the lease word, which shows whether the lease is valid.
-        generation: generation (low half) that the lease word must have.
+        route: index of the cells' route among the routes in `AnnounceRoutes`.
+        slot: index of the lease word: an integer in the source's memory that changes before the cells' blocks
+            are freed.
+        generation: low half that the lease word has while the lease is valid.
         blocks: source block id of each cell, as packed int32.
         cell: index of the first cell within its block; the other cells follow it.
     """
@@ -107,21 +112,21 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """Message without reply: frees the staging memory of a segment, which the reader no longer needs.
 
     Attributes:
-        segment: number of the segment.
+        segment: number of the segment (the cells of one request).
     """
 
     segment: _Count = msgspec.field(name="chunk")
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """Reply: the cells of a segment have been packed into images (one contiguous piece per cell).
+    """Reply: the cells of a segment have been packed into images (one contiguous piece of memory per cell).
 
     Attributes:
-        segment: number of the segment.
+        segment: number of the segment (the cells of one request).
         position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
-        word: index of the word that changes when the images are overwritten. The reader reads it after the
-            images.
-        generation: generation (low half) that the word must still have then.
+        word: index of the word (integer in registered memory) that changes before the images are overwritten.
+            The reader reads this word after the images.
+        generation: low half that the word has as long as the images are valid.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -134,9 +139,9 @@ class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
     """Reply: the cells of a segment will not be packed.
 
     Attributes:
-        segment: number of the segment.
+        segment: number of the segment (the cells of one request).
         reason: cause, for log messages.
-        unknown: True if the server does not know the routes; the reader must announce them again.
+        unknown: True if the server does not know the reader's routes, so the reader must announce them again.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -153,12 +158,12 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a request or a reply as MessagePack."""
+    """Encode a request to pack cells (units of transfer), or a reply to such a request, as MessagePack."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a reader's message and check its sizes and routes.
+    """Decode a reader's message to the server that packs cells, and check the sizes and routes in it.
 
     Raises:
         ProtocolError: the message cannot be decoded, or a value is out of bounds.
@@ -173,7 +178,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a reply of the producer's worker.
+    """Decode a server's reply to a request to pack cells (units of transfer).
 
     Raises:
         ProtocolError: the reply cannot be decoded.
@@ -224,7 +229,7 @@ def _check_route(route: GatherRoute) -> None:
 
 
 def _check_nest(nest: StridedCopy, stride: int) -> None:
-    """Check that a copy writes only inside its image (packed cell).
+    """Check that a strided copy writes only inside its image (memory of one packed cell).
 
     The memory after the image may belong to another reader.
 

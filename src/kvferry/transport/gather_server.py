@@ -69,12 +69,15 @@ _SWEEP_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Reader:
-    """A reader that has announced its routes.
+    """A peer's worker that reads from this worker, and has announced its routes.
+
+    A route is a set of layers that are read with the same copies.
 
     Attributes:
         routes: announced routes, each with its prepared copies.
-        allocations: staging memory of the reader's packed segments, by segment number.
-        cells: number of cell offsets that the routes contain.
+        allocations: staging memory of the reader's packed segments (the cells of one request each), by
+            segment number.
+        cells: number of cell offsets in the routes, which counts towards `MAX_CELLS_OF_ALL_READERS`.
     """
 
     routes: list[tuple[GatherRoute, StagingCopies]]
@@ -84,7 +87,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _HeldAllocation:
-    """Staging memory of a packed segment.
+    """Staging memory of a packed segment (the cells of one request).
 
     Attributes:
         allocation: memory in the staging area.
@@ -97,7 +100,7 @@ class _HeldAllocation:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that waits for staging memory.
+    """A request to pack cells (units of transfer) that waits for free staging memory.
 
     Attributes:
         sender: id of the reader.
@@ -111,11 +114,12 @@ class _Waiting:
 
 
 class GatherServer:
-    """A thread that packs cells into staging memory for readers, until closed.
+    """A thread that packs cells (units of transfer) into staging memory at the request of readers.
 
     Attributes:
         port: port that the server listens on.
-        area: staging area that readers read from. It is allocated in units; each unit has one lease word.
+        area: staging area that readers read from. It is allocated in units. Each unit has a word: an integer
+            in registered memory that changes before the unit is given to another reader.
     """
 
     def __init__(
@@ -129,16 +133,16 @@ class GatherServer:
         peers: AllowedPeers = ANY_PEER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind a socket to any free port and start the thread.
+        """Bind a socket to any free port, and start the thread that packs cells (units of transfer).
 
         Args:
             host: address to bind.
             geometry: addresses and layout of this worker's KV cache, which contains the cells.
-            area: staging area that readers read from.
-            words: lease words of the worker. Those from `first_word` on belong to the staging area: one for
-                each unit of the area.
+            area: staging area that readers read from. It is allocated in units.
+            words: lease words of the worker: integers in registered memory. The words from index `first_word`
+                on belong to the staging area, one to each unit.
             first_word: index of the first word that belongs to the staging area.
-            keys: CURVE keys.
+            keys: CURVE keys, with which peers authenticate each other.
             peers: machines that may connect.
             clock: function that returns the time in seconds.
 
@@ -160,7 +164,7 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """Stop the thread. Wait at most `patience_seconds` until it has finished its current copy."""
+        """Stop the server's thread, and wait at most `patience_seconds` until its current copy has ended."""
         self._stop.set()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():
@@ -177,7 +181,13 @@ class GatherServer:
         self._listener.close()
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Call `step` and log any exception, so that the thread continues for other readers."""
+        """Call a step of the thread's loop.
+
+        Log any exception, so that the thread continues for other readers.
+
+        Args:
+            step: function to call.
+        """
         try:
             step()
         except KVFerryError as error:
@@ -209,7 +219,7 @@ class GatherServer:
             self._free_all(oldest)
 
     def _crowded(self) -> bool:
-        """Return whether there are too many readers, or too many cells in their routes."""
+        """Return whether there are too many readers, or too many cell offsets in their announced routes."""
         cells = sum(reader.cells for reader in self._readers.values())
         return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
 
@@ -220,7 +230,15 @@ class GatherServer:
             self._waiting.append(_Waiting(sender, message, self._clock()))
 
     def _is_full(self, sender: bytes, message: Gather) -> bool:
-        """Return whether too many requests of this reader, or of all readers, are waiting."""
+        """Return whether a request must be refused, because too many requests wait for staging memory.
+
+        The limits are the number of all waiting requests, the number of those from the same reader, and the
+        size of all their block ids.
+
+        Args:
+            sender: id of the reader.
+            message: request of the reader.
+        """
         if not self._waiting:
             return False
         of_reader = sum(one.sender == sender for one in self._waiting)
@@ -239,13 +257,16 @@ class GatherServer:
                 return
 
     def _gather(self, sender: bytes, message: Gather) -> bool:
-        """Pack the cells of a request into staging memory, and reply where they are, or why it is refused.
+        """Pack the cells of a request into staging memory, and send the reader a reply.
 
-        Return False, and do not reply, if not enough staging memory is free now.
+        The reply says where the packed cells are, or why the request is refused.
 
         Args:
             sender: id of the reader.
             message: request of the reader.
+
+        Returns:
+            True if the reply was sent. False, without a reply, if not enough staging memory is free now.
         """
         reader = self._readers.get(sender)
         if reader is None:
@@ -272,16 +293,16 @@ class GatherServer:
     def _copy(
         self, message: Gather, route: GatherRoute, loops: StagingCopies, allocation: Allocation
     ) -> str | None:
-        """Pack the cells of a request into staging memory.
+        """Copy the cells of a request from the KV cache into staging memory.
 
         Args:
             message: request, which names the cells.
-            route: route of the cells.
+            route: route (set of layers that are read with the same copies) of the cells.
             loops: prepared copies of the route.
             allocation: staging memory to write to.
 
         Returns:
-            None; the reason if the copy fails.
+            Reason of the failure, as a text; None if the copy succeeded.
         """
         slots = self.area.images(route.image_stride)
         try:
@@ -322,7 +343,7 @@ class GatherServer:
         self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.segment != segment)
 
     def _expire(self) -> None:
-        """Free staging memory that readers did not release in time. Refuse requests that waited too long."""
+        """Free packed cells that readers did not release in time. Refuse requests that waited too long."""
         now = self._clock()
         if now - self._swept < _SWEEP_SECONDS:
             return
@@ -342,6 +363,13 @@ class GatherServer:
         reader.allocations.clear()
 
     def _free(self, held: _HeldAllocation) -> None:
-        """Free the staging memory of a segment. Raise its word first, so that late READs are detected."""
+        """Free the staging memory of a segment (the packed cells of one request).
+
+        First increment the memory's word: an integer that readers check after they have read. So a late
+        reader detects that the memory may have been overwritten.
+
+        Args:
+            held: memory to free.
+        """
         self._words.end([self._first_word + held.allocation.unit])
         self.area.free(held.allocation)

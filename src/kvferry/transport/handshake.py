@@ -62,15 +62,15 @@ Address: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Status: the handshake with the peer is under way."""
+    """Status of a peer: the handshake with the peer is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Status: the peer can be read from.
+    """Status of a peer: this engine can read from the peer.
 
     Attributes:
-        facts: facts about the peer.
+        facts: facts about the peer's engine.
         ranks: description of every worker of the peer.
     """
 
@@ -80,7 +80,7 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Status: the peer cannot be read from.
+    """Status of a peer: this engine cannot read from the peer.
 
     Attributes:
         reason: cause, as a sentence.
@@ -94,11 +94,11 @@ PeerStatus: TypeAlias = Pending | PeerInfo | Unusable
 
 @dataclass(slots=True)
 class _Handshake:
-    """A handshake under way.
+    """A handshake with a peer that is under way.
 
     Attributes:
         began: time of the first message to the peer, in seconds of the clock.
-        facts: facts about the peer; None until the peer has accepted this engine.
+        facts: facts about the peer's engine; None until the peer has accepted this engine.
     """
 
     began: float
@@ -106,7 +106,7 @@ class _Handshake:
 
 
 class Handshakes:
-    """The handshakes with all peers, and their results. Each handshake has its own deadline."""
+    """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline."""
 
     def __init__(
         self,
@@ -115,14 +115,15 @@ class Handshakes:
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the registry without peers.
+        """Create the collection without peers.
 
         Args:
             facts: facts about this engine, which are sent to peers.
-            check: function that takes a peer's address and ranks and returns the ranks with resolved
-                addresses. It raises Incompatible for ranks that this engine cannot read.
+            check: function that takes a peer's address and the descriptions of its ranks, and returns the
+                descriptions with numeric addresses. It raises Incompatible for ranks that this engine cannot
+                read from.
             patience_seconds: timeout of a handshake, in seconds.
-            clock: function that returns the time in seconds.
+            clock: function that returns the current time in seconds.
         """
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
         self._answers: dict[Address, PeerStatus] = {}
@@ -137,12 +138,12 @@ class Handshakes:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
-        """Return the status of a peer; None if a new handshake is needed.
+        """Return the status of a peer. Return None if a new handshake with the peer is needed.
 
-        The incarnation is the random number of a run of the peer. If the known peer has another incarnation
-        than `incarnation`, it may have been restarted. Then a new handshake is needed, unless one was
-        requested for this reason in the last `REFRESH_SECONDS`. If the new handshake finds the same
-        incarnation as before, `incarnation` is outdated. The caller compares it with `PeerInfo.facts`.
+        A new handshake is needed if the peer is unknown, or if its refusal is over. It is also needed if the
+        peer may have restarted: its known incarnation differs from `incarnation`, and no handshake was
+        requested for this reason in the last `REFRESH_SECONDS`. If the new handshake finds the known
+        incarnation again, `incarnation` is outdated. The caller compares it with `PeerInfo.facts`.
 
         Args:
             address: (host, port) of the peer's control channel.
@@ -160,17 +161,17 @@ class Handshakes:
 
     @property
     def is_full(self) -> bool:
-        """True while the maximum number of handshakes is under way, so that none may be started."""
+        """True while the maximum number of handshakes is under way, so that no further one may be started."""
         return len(self._looking) >= MAX_HANDSHAKES
 
     def start(self, address: Address) -> Pending:
-        """Set a peer's status to Pending, because a handshake is about to start; return the status."""
+        """Set the status of a peer to Pending, because a handshake is about to start. Return the status."""
         self._looking[address] = None
         answer = self._answers[address] = Pending()
         return answer
 
     def forget(self, address: Address) -> None:
-        """Forget the status of a peer, so that its next use starts a handshake."""
+        """Forget the status of a peer, so that its next use starts a new handshake."""
         self._looking.pop(address, None)
         self._answers.pop(address, None)
 
@@ -182,14 +183,25 @@ class Handshakes:
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address) -> Hello:
-        """Start the timeout of the handshake with a peer, and return the first message to send to it."""
+        """Start the timeout of the handshake with a peer.
+
+        Return the first message, which the caller must send.
+        """
         self._running[address] = _Handshake(self._clock())
         return Hello(PROTOCOL, self._facts)
 
     def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
-        """Process a peer's encoded reply to a handshake message.
+        """Process a peer's reply to a handshake message, and return the next message to send to the peer.
 
-        Return the next message to send to the peer; None if the handshake needs no further message.
+        If the reply is a refusal or cannot be used, the status of the peer becomes Unusable. If the reply
+        completes the handshake, the status becomes PeerInfo.
+
+        Args:
+            address: (host, port) of the peer's control channel.
+            answer: encoded reply.
+
+        Returns:
+            Next message; None if the handshake needs no further message.
         """
         handshake = self._running.get(address)
         if handshake is None:
@@ -204,7 +216,7 @@ class Handshakes:
         return None
 
     def refuse(self, address: Address, reason: str) -> None:
-        """Mark a peer as Unusable for `REFUSAL_SECONDS`, and log the reason."""
+        """Set the status of a peer to Unusable for `REFUSAL_SECONDS`, and log the reason."""
         reason = shown(reason, _REASON_CHARACTERS)
         host, port = address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
@@ -223,7 +235,7 @@ class Handshakes:
         return refused
 
     def refuse_silent(self) -> None:
-        """Mark all peers as Unusable that did not complete their handshake in time."""
+        """Set the status of every peer to Unusable whose handshake has timed out."""
         now = self._clock()
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
@@ -239,9 +251,9 @@ class Handshakes:
         return isinstance(self._answers.get(address), Unusable)
 
     def _patience(self, handshake: _Handshake) -> float:
-        """Return a handshake's timeout in seconds.
+        """Return the timeout of a handshake in seconds.
 
-        It is shorter if the peer has not replied at all and many handshakes are under way.
+        The timeout is shorter if the peer has not replied at all and many handshakes are under way.
         """
         if handshake.facts is None and len(self._running) > HURRY_HANDSHAKES:
             return min(HURRY_SECONDS, self._patience_seconds)
@@ -297,9 +309,15 @@ class Handshakes:
 
 
 def _put(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Record the time `now` for an address, in `times`.
+    """Store the current time for a peer in `times`. If there are too many peers, remove the oldest entry.
 
-    If there are too many addresses, remove the one with the oldest time and return it. Otherwise return None.
+    Args:
+        times: time of each peer's last event, in seconds of the clock, by (host, port).
+        address: (host, port) of the peer.
+        now: current time, in seconds of the clock.
+
+    Returns:
+        Address of the peer whose entry was removed; None if no entry was removed.
     """
     times.pop(address, None)
     times[address] = now

@@ -29,7 +29,7 @@ def new_secret() -> str:
 
 
 def write_secret(path: Path) -> None:
-    """Write a new random secret to a new file that only its owner can read.
+    """Create a file with a new random secret. Only the owner of the file can read it.
 
     Raises:
         ConfigError: the file exists, or cannot be written.
@@ -50,7 +50,8 @@ def write_secret(path: Path) -> None:
 def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
     """Open and check the directory of the machine's key, and yield its file descriptor.
 
-    Only this user may have access to the directory.
+    The machine's key is the secret that all engines of a user on a machine share. Only this user may have
+    access to its directory.
 
     Args:
         folder: path of the directory.
@@ -84,7 +85,9 @@ def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
 
 
 def make_key(folder: Path, directory: int) -> None:
-    """Create the file with the machine's key. If another engine has just created it, keep that file.
+    """Create the file with the machine's key: the secret that all engines of a user on a machine share.
+
+    If another engine has just created the file, keep that file.
 
     Args:
         folder: path of the directory, for error messages.

@@ -30,23 +30,25 @@ class KeyLocation:
 
     Attributes:
         path: path of the file.
-        configured: True if the setting ``secret_file`` names it; False for the machine's key.
+        configured: True if the setting ``secret_file`` names the file. False for the machine's key, which all
+            engines of a user on a machine share.
     """
 
     path: Path
     configured: bool
 
     def __str__(self) -> str:
-        """Return the description of the file for error messages."""
+        """Return a description of the file, for error messages."""
         return f"secret_file {self.path}" if self.configured else f"this machine's key {self.path}"
 
 
 def key_location(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> KeyLocation:
-    """Return the location of the file with the secret. The file may not exist yet.
+    """Return the location of the file with an engine's secret. The file may not exist yet.
 
     Args:
-        secret_file: value of the setting ``secret_file``; None for the machine's key.
-        environment: environment variables.
+        secret_file: value of the setting ``secret_file``. None for the machine's key, which all engines of a
+            user on a machine share.
+        environment: environment variables, which determine the user's state directory.
 
     Raises:
         ConfigError: `secret_file` is None, and the user has no state directory.
@@ -69,10 +71,13 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
 
 
 def read_keys(secret_file: str | None) -> Keys:
-    """Read the secret and derive the key pair. Create the machine's key if it is needed and does not exist.
+    """Read an engine's secret from its file, and derive the CURVE key pair from it.
+
+    Create the machine's key if it is needed and does not exist.
 
     Args:
-        secret_file: value of the setting ``secret_file``; None for the machine's key.
+        secret_file: value of the setting ``secret_file``. None for the machine's key, which all engines of a
+            user on a machine share.
 
     Raises:
         ConfigError: the file cannot be read or created, others have access to it, or it holds no secret.
@@ -87,10 +92,11 @@ def read_keys(secret_file: str | None) -> Keys:
 
 
 def existing_keys(secret_file: str | None) -> Keys | None:
-    """Read the secret and derive the key pair, but create no file.
+    """Read an engine's secret from its file, and derive the CURVE key pair from it. Create no file.
 
     Args:
-        secret_file: value of the setting ``secret_file``; None for the machine's key.
+        secret_file: value of the setting ``secret_file``. None for the machine's key, which all engines of a
+            user on a machine share.
 
     Returns:
         Key pair; None if `secret_file` is None and the machine has no key yet.
@@ -109,9 +115,15 @@ def existing_keys(secret_file: str | None) -> Keys | None:
 
 
 def _given_secret(place: KeyLocation) -> bytes:
-    """Read the file of the setting ``secret_file``.
+    """Read an engine's secret from the file that the setting ``secret_file`` names.
 
-    It may be a symbolic link and readable by its group, as in Kubernetes.
+    The file may be a symbolic link, and its group may read it, as in Kubernetes.
+
+    Args:
+        place: location of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, others have access to it, or it holds no secret.
     """
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -134,13 +146,16 @@ def _machine_secret(place: KeyLocation, directory: int) -> bytes:
 
 
 def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
-    """Check that an open file is safe, return the secret in the file, and close the file.
+    """Check the owner and permissions of an open file, return the secret in the file, and close the file.
 
     Args:
         descriptor: file descriptor.
         place: location of the file, for error messages.
         closed_to: permission bits that must not be set.
         owners: ids of the users that may own the file.
+
+    Raises:
+        ConfigError: the file is not safe, cannot be read, or holds no secret.
     """
     try:
         found = os.fstat(descriptor)
@@ -174,7 +189,11 @@ def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tupl
 
 
 def _exists(directory: int) -> bool:
-    """Return whether the file with the machine's key exists. A dangling symbolic link counts as existing."""
+    """Return whether the file with the machine's key exists. A dangling symbolic link counts as existing.
+
+    Args:
+        directory: file descriptor of the key's directory.
+    """
     try:
         os.stat(KEY_NAME, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:

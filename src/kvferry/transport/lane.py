@@ -66,10 +66,10 @@ Then the lane only waits for sources to pack cells.
 
 
 class MakeAgent(Protocol):
-    """A function that creates an agent, with the same arguments as `Agent`."""
+    """Type of functions that create a NIXL agent. They take the same arguments as `Agent`."""
 
     def __call__(self, name: str, *, progress: bool) -> Agent:
-        """Start and return an agent.
+        """Start a NIXL agent and return it.
 
         Args:
             name: name of the agent, unique among all agents that ever communicate.
@@ -79,15 +79,15 @@ class MakeAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The result of an order to read KV. None of the order's READs is in flight any more.
+    """The result of an order to read KV from a peer. All its transfers have ended.
 
     Attributes:
         key: key of the order.
-        failure: reason of the failure; None if all bytes arrived and the lease words were unchanged.
+        failure: reason of the failure; None if all bytes arrived and are valid.
         plan: plan of the read; None if the order failed before its read was started.
         transfer_seconds: duration from the start of the read until the KV has arrived.
-        check_seconds: duration of reading the lease words.
-        peer_lost: True if the peer cannot be read or has restarted, so that other orders will fail too.
+        check_seconds: duration of reading the lease words (integers that show whether the KV is valid).
+        peer_lost: True if the peer cannot be read from or has restarted, so that other orders will fail too.
     """
 
     key: str
@@ -100,7 +100,7 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class _Connect:
-    """A command to connect or to disconnect a peer.
+    """A command to a lane (reading thread): connect or disconnect a peer.
 
     Attributes:
         peer: name of the peer.
@@ -113,7 +113,10 @@ class _Connect:
 
 @dataclass(slots=True)
 class _Read:
-    """A read in progress.
+    """A read that a lane (reading thread) has started and not ended.
+
+    A READ is a one-sided read of the peer's memory. A lease word is an integer in that memory that changes
+    before leased blocks are freed.
 
     Attributes:
         order: order that is executed.
@@ -121,14 +124,15 @@ class _Read:
         landing: index of the first local word that lease words are read into. Each read has `MAX_SOURCES`
             local words, one for each rank of the peer.
         plan: plan of the read.
-        handles: handles of the READs in flight: first of cells that are read straight into blocks, later of
-            lease words.
-        packed: reads of packed cells in progress, one per route (layers that are read with the same copies).
+        handles: handles of the READs in flight. They first read cells (units of transfer) straight into
+            blocks, later lease words.
+        packed: reads of packed cells in progress, one per route (set of layers that are read with the same
+            copies).
         words: True once the lease words are being read.
         failure: reason of the failure; None if there is none so far.
         peer_lost: True if the transport failed.
-        started: time of the start of the read, seconds of `time.perf_counter`.
-        data_done: time when the KV had arrived; 0 before.
+        started: time of the start of the read, in seconds of `time.perf_counter`.
+        data_done: time at which all KV had arrived; 0 before.
     """
 
     order: ReadOrder
@@ -145,7 +149,11 @@ class _Read:
 
 
 class Lane:
-    """A thread that executes read orders. The engine's thread calls the public methods."""
+    """A thread that reads KV from peers into this worker's KV cache, with a NIXL agent of its own.
+
+    The engine's thread calls the public methods. They queue commands and orders, which the lane's thread
+    executes.
+    """
 
     def __init__(
         self,
@@ -162,9 +170,9 @@ class Lane:
         Args:
             name: name of the NIXL agent, unique among all agents that ever communicate.
             geometry: addresses and layout of this worker's KV cache.
-            landing: staging area that packed cells are read into; all lanes share it.
+            landing: staging area into which packed cells (units of transfer) are read; all lanes share it.
             settings: settings of transfers, such as strategy and costs.
-            make_agent: function that creates the agent; the thread calls it.
+            make_agent: function that creates the NIXL agent; the thread calls it.
             validator: object that decides whether a peer's transport metadata may be loaded.
             in_flight: maximum number of orders that are read at a time; further orders are queued.
         """
@@ -187,7 +195,7 @@ class Lane:
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Block until the agent runs and the memory is registered.
+        """Block until the lane (reading thread) has created its NIXL agent and registered its memory.
 
         Raises:
             ConfigError: NIXL cannot be used, or the memory cannot be registered.
@@ -209,29 +217,35 @@ class Lane:
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Queue a command to disconnect a peer when reads from it have ended. Later orders for it fail."""
+        """Queue a command to disconnect a peer. The connection is closed when no read uses it.
+
+        Later orders to read from the peer fail.
+        """
         self._asked.append(_Connect(peer, None))
         self._wake.set()
 
     def submit(self, order: ReadOrder) -> None:
-        """Queue an order, which the lane's thread reads."""
+        """Queue an order to read KV from a peer.
+
+        The lane's thread executes it; `results` returns its result.
+        """
         self._asked.append(order)
         self._wake.set()
 
     def results(self) -> list[ReadResult]:
-        """Return and remove the results of all orders that have ended since the last call."""
+        """Return and remove the results of all read orders that have ended since the last call."""
         taken = []
         while self._results:
             taken.append(self._results.popleft())
         return taken
 
     def stop(self) -> None:
-        """Tell the lane's thread to end as soon as the reads in progress have ended. Do not wait for it."""
+        """Tell the lane's thread to end as soon as the reads in progress have ended. Return at once."""
         self._stop = True
         self._wake.set()
 
     def join(self, patience_seconds: float) -> bool:
-        """Wait at most `patience_seconds` for the thread to end; return whether it has ended."""
+        """Wait at most `patience_seconds` for the lane's thread to end; return whether it has ended."""
         self._thread.join(patience_seconds)
         return not self._thread.is_alive()
 
@@ -274,7 +288,7 @@ class Lane:
         self._shut(agent)
 
     def _take_asked(self, agent: Agent) -> bool:
-        """Execute queued commands and orders, oldest first. Return False if nothing was done.
+        """Execute the queued commands and read orders, oldest first. Return whether there was anything to do.
 
         An order stays in the queue while the maximum number of reads is in progress.
         """
@@ -306,7 +320,12 @@ class Lane:
         )
 
     def _start(self, agent: Agent, order: ReadOrder) -> None:
-        """Plan an order and start its READs, or hold it back while its peer's metadata is being checked."""
+        """Plan an order and start to read its KV.
+
+        While the peer's metadata is being checked, keep the order for later.
+
+        If the order cannot be planned or its peer is not connected, add a failed result.
+        """
         peer = self._links.get(order.peer)
         if peer is None:
             self._held.append(order)
@@ -363,7 +382,10 @@ class Lane:
             read.failure, read.peer_lost = f"the transport refused the read: {error}", True
 
     def _pause(self, nap: float) -> None:
-        """Sleep for `nap` seconds. Wake up early if a source that was asked to pack cells replies."""
+        """Sleep for `nap` seconds.
+
+        Wake up early if a peer that was asked to pack cells (units of transfer) replies.
+        """
         clients = [
             rank.source.client.socket
             for read in self._reads
@@ -380,7 +402,7 @@ class Lane:
             time.sleep(nap)
 
     def _progress(self, agent: Agent) -> bool:
-        """Advance all reads in progress; return whether any advanced."""
+        """Advance all reads in progress; return whether any of them advanced."""
         moved = False
         for read in list(self._reads):
             try:
@@ -392,7 +414,11 @@ class Lane:
         return moved
 
     def _advance(self, agent: Agent, read: _Read) -> bool:
-        """Take the next step of a read if it is possible; return whether the read advanced."""
+        """Take the next step of a read if that is possible now; return whether a step was taken.
+
+        The steps are: wait until the KV has arrived, read the lease words (integers that show whether the KV
+        is valid), and add the result.
+        """
         moved = False
         for packed in read.packed:
             if read.failure is not None:
@@ -416,7 +442,11 @@ class Lane:
         return True
 
     def _read_words(self, agent: Agent, read: _Read) -> None:
-        """Start to read the lease word of every rank that was read from, because the KV has arrived."""
+        """Start to read a lease word from every rank that KV was read from, because all KV has arrived.
+
+        A lease word is an integer in the rank's memory that changes before leased blocks are freed. So an
+        unchanged word shows that the KV is valid.
+        """
         read.words, read.data_done = True, time.perf_counter()
         there = np.array([read.order.lease.slot], np.int32)
         for number, rank in enumerate(read.plan.ranks):

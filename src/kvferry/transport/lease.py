@@ -30,7 +30,9 @@ _GENERATIONS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class LeaseWord:
-    """The word that protects a lease. After reading the lease's blocks, a consumer checks the word's value.
+    """The word of a lease: an integer in registered memory of every worker. It changes when the lease ends.
+
+    After a consumer has read the lease's blocks, it checks that the word has the value described here.
 
     Attributes:
         slot: index of the word, the same on every worker.
@@ -43,55 +45,68 @@ class LeaseWord:
     incarnation: int
 
     def word(self, worker: int) -> int:
-        """Return the expected word of the worker with incarnation `worker` while the lease is valid."""
+        """Return the value that the lease's word has on one worker while the lease is valid.
+
+        Args:
+            worker: incarnation (random number of the run) of the worker, which is the high half of its words.
+        """
         return worker << 32 | self.generation
 
 
 def new_incarnation() -> int:
-    """Return a random number from 1 to 2³² - 1 that identifies one run of an engine or worker."""
+    """Return a random number from 1 to 2³² - 1, which identifies one run of an engine or worker."""
     return secrets.randbelow(_GENERATIONS - 1) + 1
 
 
 class LeaseWords:
-    """A worker's lease words: an array in memory that peers can read.
+    """The lease words of a worker: integers in memory that peers can read.
+
+    Each word changes before the blocks of its lease are freed, so that readers can detect it.
 
     Attributes:
-        incarnation: random number of this run of the worker, the high half of every word.
+        incarnation: random number of this run of the worker, which is the high half of every word.
         array: word of every slot, uint64 of shape (slots,).
     """
 
     def __init__(self, incarnation: int, slots: int) -> None:
-        """Create the lease words.
+        """Create the array of lease words.
 
         Args:
-            incarnation: random number of this run of the worker, the high half of every word.
-            slots: number of words. The low half of each starts at 0.
+            incarnation: random number of this run of the worker, which is the high half of every word.
+            slots: number of words. The low half of each word starts at 0.
         """
         self.incarnation = incarnation
         self.array: npt.NDArray[np.uint64] = np.full(slots, incarnation << 32, np.uint64)
 
     @property
     def address(self) -> int:
-        """Address of the word of slot 0."""
+        """Memory address of the first lease word, which is the word of slot 0."""
         return int(self.array.ctypes.data)
 
     def add(self, count: int) -> int:
-        """Append `count` words that belong to no lease, and return the index of the first.
+        """Append `count` words that belong to no lease, and return the index of the first of them.
 
-        Call it before the array is registered with the transport, because it moves the array in memory.
+        Call this method before the array is registered with the transport, because it moves the array in
+        memory.
         """
         first = len(self.array)
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
         return first
 
     def invalidate_all(self) -> None:
-        """Invalidate all present and future leases: set all words to 0, an incarnation that no worker has."""
+        """Invalidate all present and future leases of this worker.
+
+        Set all words to 0, whose high half differs from the incarnation of every worker.
+        """
         self.array[:] = 0
 
     def end(self, slots: Iterable[int]) -> None:
-        """Raise the generation (low half) of the words of these slots.
+        """Increment the generation (low half) of the words of some leases. Call it before blocks are freed.
 
         Readers that compare with the old words then know that their data may be invalid.
+
+        Args:
+            slots: indices of the words.
         """
         for slot in slots:
             word = int(self.array[slot])
@@ -103,10 +118,10 @@ class _HeldLease:
     """A lease that has not ended.
 
     Attributes:
-        slot: index of its word.
+        slot: index of the lease's word.
         granted: time of the grant, in seconds of the clock.
-        expires: time at which it expires, in seconds of the clock.
-        claimed: True once a consumer has redeemed its ticket.
+        expires: time at which the lease expires, in seconds of the clock.
+        claimed: True once a consumer has redeemed the lease's ticket.
     """
 
     slot: int
@@ -118,7 +133,8 @@ class _HeldLease:
 class LeaseBook:
     """The leases of a producer, kept by its scheduler. Only this class decides when a lease ends.
 
-    Not thread-safe: only the engine's thread calls it. Events of other threads arrive through a queue.
+    A lease is the promise to keep the KV blocks of a request for consumers to read. Not thread-safe: only the
+    engine's thread may use the book.
 
     Attributes:
         seconds: default duration of a lease.
@@ -129,10 +145,10 @@ class LeaseBook:
         """Create a book without leases.
 
         Args:
-            incarnation: random number of this run of the engine.
+            incarnation: random number that identifies this run of the engine.
             slots: maximum number of leases.
             seconds: default duration of a lease.
-            clock: function that returns the time in seconds.
+            clock: function that returns the current time in seconds.
         """
         self.seconds = seconds
         self.expired = 0
@@ -144,19 +160,19 @@ class LeaseBook:
         self._ending: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of leases that are held or ending."""
+        """Return the number of leases that are held, or that are ending and whose blocks are still kept."""
         return len(self._held) + len(self._ending)
 
     @property
     def held(self) -> list[str]:
-        """Names of the leases that are held, oldest first."""
+        """Names of the leases that have not ended, oldest first."""
         return list(self._held)
 
     def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
-        """Grant a lease for the blocks of a request, and return the word that protects it.
+        """Grant a lease on the blocks of a request, and return the word with which consumers check the lease.
 
         Args:
-            name: name of the lease, the id of the request.
+            name: name of the lease, which is the id of the request.
             seconds: duration until the lease expires; None for the default.
 
         Raises:
@@ -172,12 +188,13 @@ class LeaseBook:
         return LeaseWord(slot, self._generations[slot], self._incarnation)
 
     def extend(self, names: Iterable[str]) -> list[str]:
-        """Mark leases as claimed by a consumer, and extend them to the default duration from now.
+        """Mark leases as claimed by a consumer, and extend each to at least the default duration from now.
 
-        A lease that expires later than that keeps its time. Names of leases that are not held are ignored.
+        Args:
+            names: names of leases. Leases that are not held are ignored.
 
         Returns:
-            Names of the leases that are held, which are now claimed.
+            Names of the leases that are held.
         """
         known = [name for name in names if name in self._held]
         for name in known:
@@ -186,29 +203,36 @@ class LeaseBook:
         return known
 
     def unclaimed(self, seconds: float) -> list[str]:
-        """Return the names of the leases granted at least `seconds` ago and never claimed, oldest first."""
+        """Return the names of the held leases that no consumer has claimed, oldest first.
+
+        Args:
+            seconds: minimum age of the leases. Leases that were granted more recently are left out.
+        """
         latest = self._clock() - seconds
         return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
-        """Begin to end leases. Their blocks must be kept until all workers have raised the lease words.
+        """End leases that are held. Keep their blocks until all workers have incremented the lease words.
 
         Args:
             names: names of leases. Leases that are not held are ignored.
 
         Returns:
-            Slot of each lease that ends, by name. All workers must raise the words of these slots. Then the
-            caller must call `ended` for each name.
+            Slot of each lease that ends, by name. All workers must increment the words of these slots. Then
+            the caller must call `ended` for each name.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         self._ending.update(ending)
         return ending
 
     def end_expired(self) -> dict[str, int]:
-        """Begin to end all leases that have expired.
+        """End all leases that have expired.
+
+        Keep their blocks until all workers have incremented the lease words.
 
         Returns:
-            Slot of each lease that ends, by name, as `end` returns it.
+            Slot of each lease that ends, by name. All workers must increment the words of these slots. Then
+            the caller must call `ended` for each name.
         """
         now = self._clock()
         late = [name for name, held in self._held.items() if held.expires <= now]
@@ -216,7 +240,7 @@ class LeaseBook:
         return self.end(late)
 
     def ended(self, name: str) -> None:
-        """Free the slot of a lease that is ending, because all workers have raised the lease's word."""
+        """Free the slot of a lease that is ending, because all workers have incremented the lease's word."""
         slot = self._ending.pop(name, None)
         if slot is None:
             return

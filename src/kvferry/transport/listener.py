@@ -22,7 +22,10 @@ ZeroMQ holds back further messages, and drops further replies.
 
 
 class Listener:
-    """A socket that receives messages from peers and sends replies. One thread at a time may use it.
+    """A listening ZeroMQ socket that receives messages from peers and sends replies.
+
+    Connections are encrypted and authenticated, and their number is limited. One thread at a time may use the
+    socket.
 
     Attributes:
         port: port that the socket listens on.
@@ -74,9 +77,9 @@ class Listener:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a message, and return whether one has arrived.
+        """Wait at most `seconds` for a message from a peer, and return whether one has arrived.
 
-        Meanwhile, count connections that open or close, and enforce the limit on their number.
+        Meanwhile, count the connections that open or close, and enforce the limit on their number.
         """
         heard = dict(self._poller.poll(int(seconds * 1000)))
         if self._connections.events in heard:
@@ -84,7 +87,10 @@ class Listener:
         return self._socket in heard
 
     def receive(self) -> tuple[bytes, bytes]:
-        """Return the next message as (id of the sender, bytes of the message). Block until there is one.
+        """Return the next message from a peer. Block until there is one.
+
+        Returns:
+            (id of the sender, bytes of the message).
 
         Raises:
             ProtocolError: the message does not consist of exactly one frame.

@@ -79,16 +79,16 @@ Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Facts about the engine that sends a message.
+    """Facts about an engine, which the engine sends to peers in handshakes.
 
     Attributes:
         engine_id: id of the engine.
         incarnation: random number that identifies this run of the engine.
         software: versions of the engine's software, for logs only.
-        must_agree: facts on which the meaning of the KV bytes depends, by name; if one differs, the peer is
-            refused.
-        keeps_turns: (host, port) at which the engine answers queries for earlier turns; None if it keeps
-            none.
+        must_agree: facts on which the meaning of the KV bytes depends, by name. If one of them differs, the
+            peer is refused.
+        keeps_turns: (host, port) at which the engine answers queries for earlier turns of conversations; None
+            if it keeps no KV of earlier turns.
     """
 
     engine_id: EngineId
@@ -99,7 +99,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Request: opens a handshake.
+    """Request: opens a handshake with a producer (engine that offers KV).
 
     Attributes:
         protocol: protocol version of the consumer.
@@ -124,7 +124,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Reply: the producer cannot serve this consumer.
 
     Attributes:
-        differences: reasons, one sentence each.
+        differences: reasons, one sentence each: differences between the two engines.
     """
 
     differences: Annotated[list[_Sentence], msgspec.Meta(max_length=MAX_DIFFERENCES)]
@@ -133,7 +133,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
     """Request: asks for the descriptions of all ranks of the producer.
 
-    It repeats the facts of `Hello`, because the producer keeps no state of peers.
+    The request repeats the facts of `Hello`, because the producer keeps no state of peers.
 
     Attributes:
         protocol: protocol version of the consumer.
@@ -145,12 +145,16 @@ class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """The gather channel of a worker, over which readers ask it to pack cells into its staging area.
+    """The gather channel of a worker, and the staging area that belongs to the channel.
+
+    Over the channel, readers ask the worker to pack cells (units of transfer) into the staging area. Then
+    they read the packed cells from there.
 
     Attributes:
         host, port: address of the gather channel.
-        address, bytes: memory address and size of the staging area that packed cells are read from.
-        words: number of words that belong to the staging area. They are the last of the worker's words.
+        address, bytes: memory address and size of the staging area.
+        words: number of words (integers in registered memory) that belong to the staging area. They follow
+            the words of leases.
     """
 
     host: Host
@@ -184,12 +188,15 @@ class RankCard(msgspec.Struct, frozen=True):
 
     @property
     def leases(self) -> int:
-        """Number of the worker's words that belong to leases; the others belong to its staging area."""
+        """Number of the worker's words (integers in registered memory) that belong to leases.
+
+        The worker's other words belong to its staging area.
+        """
         return self.words - (self.outgoing.words if self.outgoing else 0)
 
 
 class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
-    """Reply: all workers of the producer.
+    """Reply: describes all workers of the producer.
 
     Attributes:
         ranks: description of every worker.
@@ -199,11 +206,14 @@ class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Message without reply: extends leases that the consumer has claimed, and leases of earlier turns.
+    """Message without reply: extends leases that the consumer has claimed, and leases on earlier turns.
+
+    An earlier turn is a finished request whose KV blocks the producer keeps for the next turn of the
+    conversation.
 
     Attributes:
         consumer: incarnation (random number of the run) of the consumer.
-        tickets: tickets of the leases to extend.
+        tickets: tickets (random ids) of the leases to extend.
     """
 
     consumer: Incarnation
@@ -215,7 +225,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
     Attributes:
         consumer: incarnation (random number of the run) of the consumer.
-        tickets: tickets of the leases.
+        tickets: tickets (random ids) of the leases.
     """
 
     consumer: Incarnation
@@ -241,12 +251,12 @@ class KeptTurn(msgspec.Struct, frozen=True):
 
     Attributes:
         engine_id, incarnation: id of the engine that keeps the turn, and random number of the engine's run.
-        ticket: ticket that names the turn's lease.
+        ticket: ticket (random id) that names the turn's lease.
         grant: block tables and lease word for a reader.
-        tokens: number of tokens in the blocks.
+        tokens: number of tokens whose KV the blocks hold.
         least: number of tokens in the shortest prefix that a reader can continue from. With sliding windows,
             earlier blocks are gone; recurrent state exists only after the last token.
-        chunks: number of chunks that the turn shares with the prompt of the query.
+        chunks: number of chunks at the start of the turn that equal those of the query's prompt.
         after: token ids that follow these chunks, at most one chunk of them.
     """
 
@@ -260,7 +270,12 @@ class KeptTurn(msgspec.Struct, frozen=True):
     after: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)]
 
     def found(self, chunks: int, after: list[int]) -> KeptTurn:
-        """Return a copy of this turn for the reply to a query, with the given `chunks` and `after`."""
+        """Return a copy of this turn for the reply to a query.
+
+        Args:
+            chunks: number of chunks that the turn shares with the query's prompt.
+            after: token ids of the turn that follow these chunks.
+        """
         return msgspec.structs.replace(self, chunks=chunks, after=after)
 
 
@@ -269,8 +284,8 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
 
     Attributes:
         number: number of the query.
-        kept: turns found. All share the same number of chunks with the prompt. They may differ in the tokens
-            that follow these chunks.
+        kept: turns that were found. All of them share the same number of chunks with the prompt. They may
+            differ in the tokens that follow these chunks.
     """
 
     number: int
@@ -289,12 +304,12 @@ _numbered = msgspec.msgpack.Decoder(Numbered)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a request or a reply as MessagePack."""
+    """Encode a request or a reply of the control channel as MessagePack."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a consumer's message.
+    """Decode a consumer's message to the control channel of a producer.
 
     Raises:
         ProtocolError: the message cannot be decoded, or a value is out of bounds.
@@ -305,7 +320,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a producer's reply; if it holds ranks, check them.
+    """Decode a producer's reply. If the reply describes ranks, check the descriptions.
 
     Raises:
         ProtocolError: the reply cannot be decoded, a value is out of bounds, or ranks contradict each other.
@@ -318,7 +333,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def decode_numbered(data: bytes) -> Numbered | None:
-    """Decode a reply that repeats the number of its request. Return None for anything else."""
+    """Decode a reply that repeats the number of its request. Return None for any other or malformed data."""
     try:
         answer: Numbered = _numbered.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -327,7 +342,7 @@ def decode_numbered(data: bytes) -> Numbered | None:
 
 
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
-    """Compare the facts that both sides have, and return one sentence per difference.
+    """Compare the facts about two engines that both have, and return one sentence per difference.
 
     Each differing setting of a group counts as one difference.
 
@@ -346,7 +361,10 @@ def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[
 
 
 def make_refusal(differences: Sequence[str]) -> Refused:
-    """Return a refusal with these differences, shortened to the limits of a message."""
+    """Return a refusal with these differences.
+
+    Shorten their texts and their number to the limits of a message.
+    """
     said = [shown(text, MAX_SENTENCE) for text in differences[: MAX_DIFFERENCES - 1]]
     if more := len(differences) - len(said):
         said.append(f"{more} more differences")
@@ -354,7 +372,7 @@ def make_refusal(differences: Sequence[str]) -> Refused:
 
 
 def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
-    """Yield one sentence for each of the first `MAX_NAMED` differing settings, and one that counts the rest.
+    """Yield a sentence for each of the first `MAX_NAMED` differing settings, and one that counts the others.
 
     Args:
         name: name of the group of settings.

@@ -50,13 +50,13 @@ UCX parses both without knowing their length, and stops at these bytes.
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Parsed transport metadata of another agent.
+    """Parsed transport metadata of a peer's NIXL agent.
 
     Attributes:
         name: name of the agent.
         regions: memory that the agent has registered.
-        sealed: metadata for NIXL to load. It is the received metadata with bytes appended to each address and
-            key; UCX stops parsing at these bytes.
+        sealed: metadata for NIXL to load: the received metadata with bytes appended to each address and key.
+            UCX (NIXL's transport) stops parsing at these bytes.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Metadata:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """Parse the metadata of an agent.
+    """Parse the transport metadata of a peer's NIXL agent.
 
     Raises:
         ProtocolError: the data is not valid NIXL metadata, or exceeds a limit.
@@ -109,7 +109,11 @@ def check_metadata(card: RankCard) -> Metadata:
 
 
 def _section(items: _ItemReader) -> Iterator[Region]:
-    """Read the section of one memory kind, and yield its registered regions."""
+    """Read the metadata's section for one kind of memory (host or GPU), and yield its registered regions.
+
+    Args:
+        items: reader, positioned at the start of the section.
+    """
     items.exactly(b"bknd", BACKEND)
     items.exactly(b"nixlDList", b"nixlSDList")
     kind = int.from_bytes(items.fixed(b"t", 4), "little")
@@ -151,7 +155,9 @@ def _check_key(key: bytes) -> None:
 
 
 class _ItemReader:
-    """Reads the items of metadata in order. Its methods raise ProtocolError if an item is not as expected.
+    """Reads the items of transport metadata in order. An item is a tag, a length and a value.
+
+    The methods raise ProtocolError if the next item is not as expected.
 
     Attributes:
         sealed: copy of the items read so far, with the endings that `followed` appends to values.
@@ -166,12 +172,15 @@ class _ItemReader:
         self.sealed = bytearray(_START)
 
     def followed(self, tag: bytes, most: int, ending: bytes) -> bytes:
-        """Read and return the value of an item, and append `ending` to the value in `sealed`.
+        """Read the next item and return its value. Append `ending` to the value in the copy `sealed`.
 
         Args:
             tag: tag that the item must have.
             most: maximum length of the value in bytes; the minimum is 1.
             ending: bytes to append.
+
+        Raises:
+            ProtocolError: the item has another tag, is truncated, or is too long.
         """
         start = self._at + len(tag) + _LENGTH_BYTES
         head = self._data[self._at : start]
@@ -190,29 +199,60 @@ class _ItemReader:
         return found
 
     def exactly(self, tag: bytes, wanted: bytes) -> None:
-        """Read an item whose value must equal `wanted`."""
+        """Read the next item, and check that it has this tag and this value.
+
+        Args:
+            tag: tag that the item must have.
+            wanted: value that the item must have.
+
+        Raises:
+            ProtocolError: the item has another tag or value.
+        """
         if (found := self.followed(tag, MAX_NAME_BYTES, b"")) != wanted:
             raise ProtocolError(f"transport metadata names {found[:64]!r}, expected {wanted!r}")
 
     def fixed(self, tag: bytes, length: int) -> bytes:
-        """Read and return a value of exactly `length` bytes."""
+        """Read the next item and return its value, which must have a given length.
+
+        Args:
+            tag: tag that the item must have.
+            length: length of the value in bytes.
+
+        Raises:
+            ProtocolError: the item has another tag or length.
+        """
         if len(found := self.followed(tag, length, b"")) != length:
             raise ProtocolError(f"transport metadata: {len(found)} bytes of {tag!r}, expected {length}")
         return found
 
     def number(self, tag: bytes) -> int:
-        """Read and return a number of 8 bytes."""
+        """Read the next item and return its value, an integer of 8 bytes.
+
+        `tag` is the tag that it must have.
+        """
         return int.from_bytes(self.fixed(tag, 8), "little")
 
     def text(self, tag: bytes, most: int) -> str:
-        """Read and return a text of at most `most` bytes."""
+        """Read the next item and return its value as text.
+
+        Args:
+            tag: tag that the item must have.
+            most: maximum length of the value in bytes.
+
+        Raises:
+            ProtocolError: the item has another tag, is too long, or is not UTF-8 text.
+        """
         try:
             return self.followed(tag, most, b"").decode()
         except UnicodeDecodeError as error:
             raise ProtocolError("transport metadata has a name that is not UTF-8 text") from error
 
     def end(self) -> None:
-        """Check that all items have been read."""
+        """Check that all items have been read.
+
+        Raises:
+            ProtocolError: bytes are left.
+        """
         if self._at != len(self._data):
             raise ProtocolError(
                 f"transport metadata has {len(self._data) - self._at} bytes after its end, expected none"
