@@ -28,10 +28,10 @@ class SpaceUsage:
 
 @dataclass(frozen=True, slots=True)
 class CollectResult:
-    """The result of `CacheAdmin.collect`.
+    """The result of `CacheAdmin.collect`, which evicts files until a cache fits into a capacity.
 
     Attributes:
-        swept: number of temporary files of dead writers that were removed.
+        swept: number of temporary files that were removed because their writers are dead.
         evicted: number of evicted files: chunks, and bad chunks in quarantine.
         evicted_bytes: bytes of the evicted files.
         charged: bytes in use after the eviction.
@@ -59,15 +59,17 @@ class StoredFile(Protocol):
         ...
 
     def quarantine(self) -> bool:
-        """Move the file to quarantine, where no engine reads it; return whether it was moved.
+        """Move the file to quarantine, where no engine reads it. Return whether the file was moved.
 
-        A file that has replaced it meanwhile stays.
+        If another file has replaced this file in the meantime, the other file is not moved.
         """
         ...
 
 
 class CacheAdmin(Protocol):
-    """A cache as operator commands see it. Engines may use it at the same time, so listed files may be gone.
+    """The operations that operator commands need on a cache: the kvferry files in a directory or under a URL.
+
+    Engines may use the cache at the same time, so a file that was listed may be gone.
 
     Attributes:
         where: absolute path of the directory, or URL.
@@ -84,7 +86,10 @@ class CacheAdmin(Protocol):
         ...
 
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
-        """Open a file for reading, as a context manager. Raises FileNotFoundError or another OSError."""
+        """Return a context manager that opens a file of the cache for reading.
+
+        Entering it raises FileNotFoundError if the file is gone, or another OSError.
+        """
         ...
 
     def space(self) -> SpaceUsage:
@@ -92,7 +97,7 @@ class CacheAdmin(Protocol):
         ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove temporary files of dead writers, count all files again, and evict the oldest files.
+        """Remove temporary files of dead writers, measure the bytes in use again, and evict the oldest files.
 
         Args:
             capacity: limit in bytes to evict to, for this call only; None for the capacity of the cache.
@@ -103,10 +108,10 @@ class CacheAdmin(Protocol):
         ...
 
     def clear(self) -> tuple[int, int]:
-        """Remove all kvferry files and no others.
+        """Remove all kvferry files of the cache, and no other files.
 
         Returns:
-            The number of removed files, and their bytes.
+            The number of removed files, and the sum of their bytes.
 
         Raises:
             ConfigError: the cache cannot be used.

@@ -9,7 +9,11 @@ from threading import Lock
 
 
 class PutOutcome(StrEnum):
-    """The outcome of storing a chunk. With all but the first two, the chunk is *dropped*: not stored."""
+    """The outcome of storing a chunk in a tier.
+
+    After `STORED` and `PRESENT`, the tier has the chunk. After any other outcome it does not: the chunk is
+    *dropped*.
+    """
 
     STORED = "stored"
     PRESENT = "present"  # the tier had it already
@@ -21,12 +25,12 @@ class PutOutcome(StrEnum):
 
     @property
     def dropped(self) -> bool:
-        """Return whether the chunk was not stored, so that the tier does not have it."""
+        """Return whether the outcome means that the tier does not have the chunk."""
         return self not in (PutOutcome.STORED, PutOutcome.PRESENT)
 
 
 class GetOutcome(StrEnum):
-    """The outcome of fetching a chunk. All outcomes but the first are misses."""
+    """The outcome of fetching a chunk. All outcomes except `HIT` are misses."""
 
     HIT = "hit"
     ABSENT = "absent"
@@ -40,7 +44,7 @@ class TierStats:
     """The counts of one storage tier in one process, since the process opened the tier.
 
     Attributes:
-        puts, gets: numbers of stores and of fetches, by outcome.
+        puts, gets: numbers of attempts to store and to fetch a chunk, by outcome.
         stored_bytes: bytes of the stored files, including headers and padding.
         evicted: number of files that this process evicted to make room.
         evicted_bytes: bytes of the evicted files.
@@ -77,11 +81,12 @@ class OutcomeCounter:
     _lock: Lock = field(default_factory=Lock)
 
     def count_put(self, what: PutOutcome, stored_bytes: int) -> bool:
-        """Count a store; return whether it is the first one with this outcome.
+        """Count an attempt to store a chunk. Return whether this is the first attempt with this outcome.
 
         Args:
-            what: outcome of the store.
-            stored_bytes: bytes of the chunk file, counted only if it was stored.
+            what: outcome of the attempt.
+            stored_bytes: bytes of the chunk file. They are added to `TierStats.stored_bytes` if the chunk was
+                stored.
         """
         with self._lock:
             self._puts[what] += 1
@@ -89,18 +94,21 @@ class OutcomeCounter:
             return self._puts[what] == 1
 
     def count_get(self, what: GetOutcome) -> bool:
-        """Count a fetch; return whether it is the first one with this outcome."""
+        """Count an attempt to fetch a chunk. Return whether this is the first attempt with this outcome."""
         with self._lock:
             self._gets[what] += 1
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:
-        """Add numbers to counts, given by their names in `TierStats`, for example ``add(evicted=1)``."""
+        """Increase counts by the given numbers, for example ``add(evicted=1)``.
+
+        The names are fields of `TierStats`.
+        """
         with self._lock:
             self._sums.update(counts)
 
     def stats(self) -> TierStats:
-        """Return the counts so far."""
+        """Return a copy of all counts."""
         names = ("stored_bytes", "evicted", "evicted_bytes", "quarantined", "swept")
         with self._lock:
             return TierStats(dict(self._puts), dict(self._gets), **{name: self._sums[name] for name in names})

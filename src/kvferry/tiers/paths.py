@@ -41,7 +41,7 @@ _BAD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32,64}-[0-9a-f]{16}\.bad")
 
 
 class EntryKind(StrEnum):
-    """The purpose of a file in a cache."""
+    """The purpose of a file in a cache directory, or of an object in a bucket."""
 
     CHUNK = "chunk"
     TEMPORARY = "temporary"
@@ -59,8 +59,9 @@ class CacheEntry:
         kind: purpose of the file.
         size: length of the file in bytes.
         charged: bytes counted against the capacity: the size, or for a temporary file the reserved bytes.
-        used_ns: time of the last use (of storing, in object storage), nanoseconds since 1970.
-        namespace: digest of the namespace, 64 hex digits; empty if the file belongs to none.
+        used_ns: time of the last use, or in object storage the time of storing, in nanoseconds since 1970.
+        namespace: digest of the namespace (scope of chunk keys), 64 hex digits; empty if the file belongs to
+            none.
         boot: boot id of the machine that writes a temporary file; empty for other files.
     """
 
@@ -95,7 +96,11 @@ def chunk_name(namespace: bytes, key: bytes) -> str:
 
 
 def note_name(namespace: bytes) -> str:
-    """Return the name of the file that describes a namespace, relative to the directory or the URL."""
+    """Return the name of the file that describes a namespace (scope of chunk keys).
+
+    The name is relative to the directory or the URL of the tier. `namespace` is the digest of the namespace,
+    32 bytes.
+    """
     return f"{namespace.hex()}/{NAMESPACE_NOTE}"
 
 
@@ -113,7 +118,7 @@ def keys_of(names: Sequence[str]) -> list[bytes]:
 
 
 def is_chunk_folder(name: str) -> bool:
-    """Return whether `name` is the name of a folder for chunks, within the folder of a namespace."""
+    """Return whether `name` is a valid name of a folder for chunks, within the folder of a namespace."""
     return _BUCKET.fullmatch(name) is not None
 
 
@@ -130,7 +135,10 @@ def temporary_path(final: str, reserved: int) -> str:
 
 
 def chunk_identity(path: str) -> tuple[bytes, bytes]:
-    """Return the digest of the namespace and the chunk key in the path of a chunk file."""
+    """Parse the path of a chunk file, and return the digest of its namespace and the key of its chunk.
+
+    The namespace is the scope of chunk keys. The key is empty if the file name is not that of a chunk file.
+    """
     folders, name = os.path.split(path)
     return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
 
@@ -156,9 +164,10 @@ def quarantine_name(namespace: bytes, key: bytes) -> str:
 
 
 def entry_kind(name: str) -> EntryKind | None:
-    """Return the kind of an object by its name; None if the name is not one of kvferry's.
+    """Return the purpose of an object in object storage, derived from its name.
 
-    Only the kinds that occur in object storage are recognised. A directory has more kinds, see `walk`.
+    Return None if the name is not that of a kvferry object. Only kinds that occur in object storage are
+    recognised; `walk` recognises more kinds in a directory.
 
     >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
     (<EntryKind.CHUNK: 'chunk'>, None)
@@ -196,7 +205,7 @@ def find_same_directory(path: str, others: Iterable[str]) -> str | None:
 
 @cache
 def boot_id() -> str:
-    """Return an id of this boot of the machine, in hex; the host name in hex if the kernel gives no id."""
+    """Return the kernel's id of the current boot, in hex; without such an id, the host name in hex."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
@@ -204,7 +213,9 @@ def boot_id() -> str:
 
 
 def walk(root: str) -> Iterator[CacheEntry]:
-    """Yield all kvferry files under `root`. Files that are removed during the walk are skipped.
+    """Yield an entry for each kvferry file under the directory `root`.
+
+    Files removed during the walk are skipped.
 
     Raises:
         OSError: an existing folder cannot be read.
@@ -221,7 +232,7 @@ def walk(root: str) -> Iterator[CacheEntry]:
 
 
 def folders(root: str) -> Iterator[str]:
-    """Yield the paths of all kvferry folders under `root`, each after the folders in it."""
+    """Yield the paths of all kvferry folders under `root`. A folder follows the folders that it contains."""
     for name, is_folder, entry in _scan(root):
         if is_folder and _NAMESPACE.fullmatch(name):
             yield from (
@@ -232,7 +243,7 @@ def folders(root: str) -> Iterator[str]:
 
 
 def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
-    """Yield the kvferry files in the folder of one namespace.
+    """Yield an entry for each kvferry file in the folder of one namespace.
 
     Args:
         folder: path of the folder.
@@ -252,7 +263,14 @@ def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
 def _files(
     folder: str, kinds: dict[re.Pattern[str], EntryKind], namespace: str = "", *, links: bool = False
 ) -> Iterator[CacheEntry]:
-    """Yield the files of a folder whose names match a pattern in `kinds`. Links are skipped by default."""
+    """Yield an entry for each file of a folder whose name matches a pattern in `kinds`.
+
+    Args:
+        folder: path of the folder.
+        kinds: kind of file for each pattern of file names.
+        namespace: digest of the namespace that the files belong to, 64 hex digits; empty if there is none.
+        links: whether symbolic links are included.
+    """
     for name, is_folder, entry in _scan(folder, links=links):
         for pattern, kind in kinds.items():
             if not is_folder and (found := pattern.fullmatch(name)):
@@ -260,7 +278,10 @@ def _files(
 
 
 def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.DirEntry[str]]]:
-    """Yield the name of each entry of a folder, whether it is a folder, and the entry itself."""
+    """Scan a folder, and yield (name, whether the entry is a folder, directory entry) for each entry.
+
+    Symbolic links are skipped unless `links` is true. A missing folder has no entries.
+    """
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -285,7 +306,7 @@ def _check_gone(path: str) -> None:
 def _stat(
     entry: os.DirEntry[str], kind: EntryKind, namespace: str = "", found: re.Match[str] | None = None
 ) -> Iterator[CacheEntry]:
-    """Yield one entry for a file, or none if the file is gone.
+    """Yield a `CacheEntry` for a file; yield nothing if the file is gone.
 
     Args:
         entry: directory entry of the file.

@@ -17,7 +17,7 @@ def check_capacity(where: str, capacity: int | str | None) -> None:
 
     Args:
         where: name of the tier in the configuration, for the error message.
-        capacity: number of bytes, or a text such as ``4GiB``; None, for the default, is valid.
+        capacity: number of bytes, or a text such as ``4GiB``. None means the default, and is valid.
 
     Raises:
         ConfigError: the capacity is not a size, or not above 0.

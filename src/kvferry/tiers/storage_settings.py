@@ -82,11 +82,13 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         raise NotImplementedError
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> StorageTier:
-        """Open the storage and return the tier. This may block for a minute or more.
+        """Open the storage, and return the tier that stores chunks there.
+
+        This may block for a minute or more.
 
         Args:
-            namespace: namespace of the chunks.
-            table: key table that the tiers of a cache share.
+            namespace: namespace (scope of chunk keys) of the chunks.
+            table: hash table of the chunk keys of all tiers of a cache.
             earlier: settings of the storage tiers before this one in the configuration. Their locations
                 differ, but a link or a mount can make two locations the same storage.
 

@@ -57,10 +57,10 @@ class StorageTier(Protocol):
         return False
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the keys that can be fetched: bool of shape (len(keys),).
+        """Return a mask of the keys whose chunks can be fetched: bool of shape (len(keys),).
 
-        The answer comes from memory, without access to the storage. While the tier is paused, it is all
-        False.
+        The answer comes from memory, without access to the storage. While the tier is paused after failures,
+        the mask is all False.
         """
         return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
 
@@ -97,7 +97,9 @@ class StorageTier(Protocol):
         ...
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks were used, in a tier that evicts by time of last use. The call blocks.
+        """Record that chunks were used, so that a tier that evicts by time of last use keeps them.
+
+        The call blocks.
 
         Args:
             keys: keys of the chunks, in the order in which to evict them. Keys that the tier does not have
@@ -121,9 +123,9 @@ class StorageTier(Protocol):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of stored, fetched and evicted chunks in this process since it opened the tier."""
+        """Counts of the chunks that this process has stored, fetched and evicted since it opened the tier."""
         ...
 
     def close(self) -> None:
-        """Release open resources. Idempotent. No other call may be in progress, or follow."""
+        """Release open resources. Idempotent. No other method may be running, or be called later."""
         ...

@@ -34,8 +34,8 @@ class NamespaceUsage:
         tokens: sum of the tokens of all chunks. For a chunk with several KV cache groups, the group with the
             most tokens counts.
         total_bytes: bytes of all chunk files.
-        oldest, newest: earliest and latest time at which a chunk was last used (or stored, if use is not
-            recorded), seconds since 1970; None if there is no chunk.
+        oldest, newest: earliest and latest time at which a chunk was last used, or stored if the cache does
+            not record uses. In seconds since 1970; None if there is no chunk.
         unreadable: number of chunks with an unreadable or invalid header.
     """
 
@@ -56,10 +56,11 @@ class CacheTotals:
 
     Attributes:
         path: path of the directory, or the URL.
-        capacity, charged, free: maximum bytes, bytes in use, and free bytes on the disk, same as in
-            `SpaceUsage`; None if unknown.
+        capacity: maximum bytes of all files together; None if unknown.
+        charged: bytes in use, as recorded by the cache; None if unknown.
+        free: free bytes on the disk; None if unknown.
         total_bytes: bytes of all kvferry files.
-        namespaces: number of namespaces with a file.
+        namespaces: number of namespaces (scopes of chunk keys) with a file.
         chunks, chunk_bytes: number and bytes of chunk files.
         temporary, temporary_bytes: number and bytes of files that are being written or were abandoned.
         quarantined, quarantined_bytes: number and bytes of bad chunks in quarantine.
@@ -96,7 +97,7 @@ class BadChunk:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The result of `verify_all`: the bad chunks of a cache, and the number of checked ones.
+    """The result of `verify_all`, which checks all chunks of a cache.
 
     Attributes:
         chunks: number of chunk files.
@@ -121,7 +122,7 @@ def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
 
 
 def cache_totals(cache: CacheAdmin) -> CacheTotals:
-    """Return the totals of a cache. Files are listed, but not read."""
+    """Count the files and bytes of a cache. The files are listed, but their content is not read."""
     entries = list(cache.entries())
     space = cache.space()
     kinds = {kind: [entry.size for entry in entries if entry.kind is kind] for kind in EntryKind}
@@ -142,7 +143,7 @@ def cache_totals(cache: CacheAdmin) -> CacheTotals:
 
 
 def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
-    """Read and check every byte of every chunk.
+    """Read and check every byte of every chunk of a cache.
 
     Args:
         cache: cache to check.
@@ -159,7 +160,10 @@ def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
 
 
 def _of_each(entries: Sequence[CacheEntry], read: Callable[[CacheEntry], _Read]) -> Iterator[_Read]:
-    """Yield the result of `read` for each entry, in order. Several threads call `read` at the same time."""
+    """Call `read` for each entry, and yield the results in the order of the entries.
+
+    Several threads call `read` at the same time.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
         for at in range(0, len(entries), _BATCH):
             yield from pool.map(read, entries[at : at + _BATCH])
@@ -217,7 +221,11 @@ def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -
 
 
 def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
-    """Return the number of tokens of a chunk; 0 if it is gone, None if its header cannot be read."""
+    """Return the number of tokens of a chunk.
+
+    A chunk with several KV cache groups has the tokens of the longest. Return 0 if the chunk's file is gone,
+    and None if its header cannot be read.
+    """
     try:
         with cache.opened(entry) as opened:
             return max(group.tokens for group in read_header(opened.read, opened.size).chunk.groups)
@@ -228,7 +236,10 @@ def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
 
 
 def _note(cache: CacheAdmin, entry: CacheEntry) -> Namespace | None:
-    """Return the namespace that a note file describes; None if the file cannot be read or is invalid."""
+    """Read a note, the file that describes a namespace (scope of chunk keys).
+
+    Return the namespace; None if the file cannot be read or is invalid.
+    """
     try:
         with cache.opened(entry) as opened:
             return Namespace.read(bytes(opened.read(0, _LONGEST_NOTE)).decode("ascii"))

@@ -20,7 +20,10 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class ARC(EvictionPolicy):
-    """The ARC policy. Keys used only once pass through the queue `recent`, and evict no key of `frequent`.
+    """The ARC eviction policy (adaptive replacement cache).
+
+    The queue `recent` has keys that were used once, and the queue `frequent` has keys that were used again.
+    If keys are admitted again soon after their eviction, the policy changes the share of `recent`.
 
     Args:
         capacity_bytes: maximum sum of the bytes of all chunks.
@@ -33,14 +36,21 @@ class ARC(EvictionPolicy):
         super().__init__(capacity_bytes, resident, ghosts)
 
     def touch(self, key: bytes) -> None:
-        """Record a use of a key: make it the newest in `frequent`. Raises KeyError if it is not admitted."""
+        """Record a use of a key: make it the newest key in `frequent`, the queue of keys used more than once.
+
+        Raises:
+            KeyError: the key is not admitted.
+        """
         if key in self._recent:
             self._recent.move(key, self._frequent)
         else:
             self._frequent.make_newest(key)
 
     def evict(self) -> bytes | None:
-        """Remove and return the key to evict (REPLACE of the paper); None if all keys are pinned."""
+        """Remove and return the key to evict; None if all keys are pinned.
+
+        The ARC paper calls this REPLACE.
+        """
         if self._recent.unpinned and (self._recent.total > self._target or not self._frequent.unpinned):
             queue, ghosts = self._recent, self._recent_ghosts
         elif self._frequent.unpinned:
@@ -53,7 +63,11 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """Check the queues of keys and of remembered keys, and the target. Raises AssertionError."""
+        """Check that the queues are consistent, and that their bytes and the target are within the limits.
+
+        Raises:
+            AssertionError: a check fails.
+        """
         super().check_integrity()
         recent = self._recent.total + self._recent_ghosts.total
         everything = recent + self._frequent.total + self._frequent_ghosts.total
@@ -63,15 +77,29 @@ class ARC(EvictionPolicy):
             raise AssertionError(f"target {self._target} is outside the capacity {self.capacity_bytes}")
 
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key into `frequent` if its earlier eviction is remembered, else into `recent`."""
+        """Put a new key into a queue.
+
+        The queue is `frequent` if the policy remembers an earlier eviction of the key, else `recent`.
+
+        Args:
+            key: key of the chunk.
+            size: bytes of the chunk.
+        """
         again = self._learn(key, size)
         (self._frequent if again else self._recent).push(key, size)
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """If a new key was evicted before and is remembered, adapt the target and forget the old key.
+        """If the policy remembers an earlier eviction of a new key, adapt the target and forget the eviction.
 
-        Return whether the key was remembered. The *target* is the number of bytes that `recent` should have.
+        The *target* is the number of bytes that `recent`, the queue of keys used once, should have.
+
+        Args:
+            key: key of the chunk.
+            size: bytes of the chunk.
+
+        Returns:
+            Whether the policy remembered an earlier eviction of the key.
         """
         recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
         if key in self._recent_ghosts:
@@ -85,7 +113,11 @@ class ARC(EvictionPolicy):
         return True
 
     def _trim(self) -> None:
-        """Forget the oldest evicted keys (ghosts), so that T1 + B1 and all four queues keep their limits."""
+        """Forget the oldest remembered keys of evicted chunks (ghosts) until the limits hold.
+
+        `recent` and its ghosts may have as many bytes as the capacity. All four queues together may have
+        twice as many.
+        """
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total
         self._frequent_ghosts.trim(rest)

@@ -34,14 +34,14 @@ from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
 
 class EvictionPolicy(ABC):
-    """A ranking of the keys of chunks, which decides the order of their eviction.
+    """The order in which chunks are evicted when their tier is full. It ranks the keys of the chunks.
 
     Every admitted key is in one of the policy's *resident* queues, and `evict` chooses among these keys. The
     other queues hold *ghosts*, which are remembered keys of evicted chunks. A subclass decides which queue a
     key enters, where the key moves on a use, and which key is evicted.
 
     Attributes:
-        capacity_bytes: maximum sum of admitted bytes.
+        capacity_bytes: maximum sum of the bytes of all admitted keys' chunks.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EvictionPolicy(ABC):
 
     @property
     def used_bytes(self) -> int:
-        """Sum of the bytes of all admitted keys, including pinned ones."""
+        """Sum of the bytes of all admitted keys' chunks, including pinned ones."""
         return sum(queue.total for queue in self._resident)
 
     def __len__(self) -> int:
@@ -68,18 +68,19 @@ class EvictionPolicy(ABC):
         return sum(map(len, self._resident))
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the key is admitted. The remembered key of an evicted chunk is not."""
+        """Return whether the key is admitted. The remembered key of an evicted chunk is not admitted."""
         return any(key in queue for queue in self._resident)
 
     def admit(self, key: bytes, size: int) -> None:
-        """Add an unpinned key.
+        """Add the key of a chunk. The key is not pinned.
 
         Args:
             key: key of a chunk.
             size: bytes of the chunk.
 
         Raises:
-            ValueError: the key is admitted already, `size` is not positive, or it exceeds the capacity.
+            ValueError: the key is admitted already, `size` is not positive, or the chunk does not fit into
+                the capacity.
         """
         if key in self:
             raise ValueError(f"key {key.hex()} is admitted already")
@@ -92,7 +93,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, key: bytes) -> None:
-        """Record a use of a key. Raises KeyError if it is not admitted."""
+        """Record a use of a key. Raises KeyError if the key is not admitted."""
 
     def make_newest(self, key: bytes) -> None:
         """Rank a key as the latest used, but count no use. Raises KeyError if the key is not admitted.
@@ -102,15 +103,15 @@ class EvictionPolicy(ABC):
         self._queue_of(key).make_newest(key)
 
     def pin(self, key: bytes) -> None:
-        """Exclude a key from eviction. Raises KeyError if it is not admitted or already pinned."""
+        """Exclude a key from eviction. Raises KeyError if the key is not admitted or already pinned."""
         self._queue_of(key).pin(key)
 
     def unpin(self, key: bytes) -> None:
-        """Allow eviction of a pinned key again. Raises KeyError if it is not pinned."""
+        """Allow the eviction of a pinned key again. Raises KeyError if the key is not pinned."""
         self._queue_of(key).unpin(key)
 
     def remove(self, key: bytes) -> None:
-        """Remove a key, pinned or not, and do not remember it. Raises KeyError if it is not admitted."""
+        """Remove a key, pinned or not, without remembering it. Raises KeyError if the key is not admitted."""
         self._queue_of(key).remove(key)
 
     @abstractmethod
@@ -129,7 +130,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key into a queue of admitted keys. If an earlier eviction is remembered, forget it.
+        """Put a new key into a queue of admitted keys, and forget an earlier eviction of the key.
 
         The caller has checked that the chunk fits into the capacity.
 
@@ -139,7 +140,7 @@ class EvictionPolicy(ABC):
         """
 
     def _queue_of(self, key: bytes) -> ByteQueue:
-        """Return the queue that has an admitted key. Raises KeyError if the key is not admitted."""
+        """Return the queue that contains an admitted key. Raises KeyError if the key is not admitted."""
         for queue in self._resident:
             if key in queue:
                 return queue

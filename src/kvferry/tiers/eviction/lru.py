@@ -7,7 +7,7 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class LRU(EvictionPolicy):
-    """The LRU policy, which evicts the least recently used key, and remembers no evicted keys.
+    """The LRU policy, which evicts the least recently used key, and does not remember evicted keys.
 
     Args:
         capacity_bytes: maximum sum of the bytes of all chunks.
@@ -18,7 +18,7 @@ class LRU(EvictionPolicy):
         super().__init__(capacity_bytes, [self._queue])
 
     def touch(self, key: bytes) -> None:
-        """Record a use of a key: rank it as the newest. Raises KeyError if it is not admitted."""
+        """Record a use of a key: rank it as the newest. Raises KeyError if the key is not admitted."""
         self._queue.make_newest(key)
 
     def evict(self) -> bytes | None:

@@ -7,13 +7,15 @@ from collections.abc import Iterable
 
 
 class ByteQueue:
-    """A queue of keys from oldest to newest. Pinned keys are not in the order, but count in `total`.
+    """A queue of chunk keys and the sizes of the chunks, ordered from the oldest to the newest key.
 
-    Methods that move one key take constant time. They raise KeyError for a key that is not in the queue, or
-    not pinned or unpinned as required.
+    A pinned key, which must not be evicted, has no place in the order, but its size counts in `total`.
+
+    Methods that move one key take constant time. They raise KeyError if the key is not in the queue. `pin`
+    also raises KeyError for a pinned key, and `unpin` for an unpinned one.
 
     Attributes:
-        total: sum of the bytes of all keys, including pinned ones.
+        total: sum of the bytes of all keys' chunks, including pinned ones.
     """
 
     def __init__(self) -> None:
@@ -35,24 +37,24 @@ class ByteQueue:
         return len(self._unpinned)
 
     def push(self, key: bytes, size: int) -> None:
-        """Add a key of `size` bytes as the newest. The queue must not have it yet."""
+        """Add a key as the newest one, for a chunk of `size` bytes. The key must not be in the queue yet."""
         self._unpinned[key] = size
         self.total += size
 
     def pop(self) -> tuple[bytes, int]:
-        """Remove the oldest unpinned key; return the key and its chunk's size in bytes."""
+        """Remove the oldest unpinned key. Return the key and the size of its chunk in bytes."""
         key, size = self._unpinned.popitem(last=False)
         self.total -= size
         return key, size
 
     def remove(self, key: bytes) -> int:
-        """Remove a key, pinned or not; return its chunk's size in bytes."""
+        """Remove a key, pinned or not. Return the size of its chunk in bytes."""
         size = self._unpinned.pop(key) if key in self._unpinned else self._pinned.pop(key)
         self.total -= size
         return size
 
     def make_newest(self, key: bytes) -> None:
-        """Make a key the newest; a pinned key becomes the newest when unpinned."""
+        """Make a key the newest of the queue. A pinned key becomes the newest when it is unpinned."""
         if key not in self._pinned:
             self._unpinned.move_to_end(key)
 
@@ -65,7 +67,7 @@ class ByteQueue:
         self._unpinned[key] = self._pinned.pop(key)
 
     def move(self, key: bytes, to: ByteQueue) -> None:
-        """Move a key to another queue as the newest; a pinned key stays pinned."""
+        """Move a key to another queue, as the newest key there. A pinned key stays pinned."""
         pinned = key in self._pinned
         to.push(key, self.remove(key))
         if pinned:
@@ -77,7 +79,10 @@ class ByteQueue:
             self.pop()
 
     def check_integrity(self) -> None:
-        """Check the total, and that no key is both pinned and in the order. Raises AssertionError."""
+        """Check that `total` is correct, and that no key is both pinned and unpinned.
+
+        Raises AssertionError.
+        """
         found = sum(self._unpinned.values()) + sum(self._pinned.values())
         if found != self.total:
             raise AssertionError(f"a queue of {found} bytes says {self.total}")
@@ -86,7 +91,7 @@ class ByteQueue:
 
 
 def check_disjoint(queues: Iterable[ByteQueue]) -> None:
-    """Check the integrity of every queue, and that no key is in two of them.
+    """Check that every queue is consistent, and that no key is in two queues.
 
     Raises:
         AssertionError: a check fails.

@@ -41,11 +41,11 @@ class S3FIFO(EvictionPolicy):
         super().__init__(capacity_bytes, [self._small, self._main], [self._ghosts])
 
     def touch(self, key: bytes) -> None:
-        """Record a use of a key. Raises KeyError if it is not admitted."""
+        """Record a use of a key. Raises KeyError if the key is not admitted."""
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
     def remove(self, key: bytes) -> None:
-        """Remove a key and its count of uses. Raises KeyError if it is not admitted."""
+        """Remove a key and its count of uses. Raises KeyError if the key is not admitted."""
         super().remove(key)
         del self._uses[key]
 
@@ -62,7 +62,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check the queues, the limit of remembered keys, and the counts of uses. Raises AssertionError."""
+        """Check the queues, the bytes of remembered keys, and the counts of uses. Raises AssertionError."""
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")
@@ -70,7 +70,14 @@ class S3FIFO(EvictionPolicy):
             raise AssertionError("uses are counted of other keys than those in the queues")
 
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key into main if its earlier eviction is remembered, else into the small queue."""
+        """Put a new key into a queue.
+
+        The queue is `main` if the policy remembers an earlier eviction of the key, else `small`.
+
+        Args:
+            key: key of the chunk.
+            size: bytes of the chunk.
+        """
         known = key in self._ghosts
         if known:
             self._ghosts.remove(key)
@@ -78,9 +85,11 @@ class S3FIFO(EvictionPolicy):
         self._uses[key] = 0
 
     def _evict_small(self) -> bytes | None:
-        """Remove the oldest key of the small queue and return it; if it was used twice, move it to main.
+        """Take the oldest unpinned key from the small queue, and evict it or move it to the main queue.
 
-        Return None if the key was moved.
+        Returns:
+            The evicted key, which the policy remembers. None if the key was used at least twice, and so was
+            moved.
         """
         key, size = self._small.pop()
         if self._uses[key] >= _PROMOTED_FROM:
@@ -93,9 +102,11 @@ class S3FIFO(EvictionPolicy):
         return key
 
     def _evict_main(self) -> bytes | None:
-        """Remove the oldest key of main and return it; if it was used, make it the newest of main instead.
+        """Take the oldest unpinned key from the main queue, and evict it or put it back as the newest key.
 
-        Return None if the key was reinserted.
+        Returns:
+            The evicted key. None if the key was used, and so was put back with its count of uses reduced by
+            1.
         """
         key, size = self._main.pop()
         if self._uses[key]:

@@ -24,7 +24,7 @@ def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
     """Return the description of a chunk's content that its file contains: group name, tokens and sections.
 
     Args:
-        group: canonical KV cache group of the chunk.
+        group: KV cache group that the chunk belongs to, in the format in which chunks are stored.
         tokens: number of tokens in the chunk; 0 for a snapshot of recurrent state.
     """
     sections = (
@@ -34,12 +34,11 @@ def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
 
 
 def zero_padding(chunk: Chunk, body: memoryview) -> None:
-    """Write zeros between the sections of a body.
+    """Write zeros into the padding after each section of a chunk's body (its file without the header).
 
     Args:
         chunk: identity and layout of the chunk.
-        body: writable memory with the sections, each at a multiple of 4096 bytes. The padding after each
-            section is overwritten.
+        body: writable memory with the sections, each at a multiple of 4096 bytes. The padding is overwritten.
 
     Raises:
         ChunkError: `body` does not have the length of the chunk's body.
@@ -50,9 +49,14 @@ def zero_padding(chunk: Chunk, body: memoryview) -> None:
 
 
 def make_header(chunk: Chunk, body: memoryview) -> bytes:
-    """Return the header of a chunk file, with the digests of all units in `body`.
+    """Return the header of a chunk file, with the digests of all units of its body.
 
-    Set the padding of `body` to zero before the file is written, for example with `zero_padding`.
+    A unit is a part of a section with a digest of its own. Set the padding of `body` to zero before the file
+    is written, for example with `zero_padding`.
+
+    Args:
+        chunk: identity and layout of the chunk.
+        body: content of the file after the header.
 
     Raises:
         ChunkError: `body` does not have the length of the chunk's body.
@@ -64,16 +68,18 @@ def make_header(chunk: Chunk, body: memoryview) -> bytes:
 def is_chunk(
     chunk: Chunk, header: Buffer, body: memoryview, wait: Callable[[int], object] = lambda _: None
 ) -> bool:
-    """Return whether header and body are, byte for byte, the file of the expected chunk.
+    """Return whether a header and a body are, byte for byte, the file of the expected chunk.
 
-    A chunk has exactly one encoding. So the expected header is computed from the body and compared, and
-    nothing in the given header is trusted. If they differ, `decode_header` and `check_body` find the reason.
+    A chunk has exactly one encoding. So this function computes the expected header from the body, compares it
+    with the given header, and trusts no content of the given header. If they differ, `decode_header` and
+    `check_body` find the reason.
 
     Args:
         chunk: identity and layout of the expected chunk.
         header: header of the file. It is read only after the whole body has arrived.
         body: body of the file, as long as the expected chunk's body.
-        wait: function that takes a number of bytes, and blocks until that many bytes of the body are there.
+        wait: function that takes a number of bytes, and blocks until that many bytes of the body have
+            arrived.
     """
     written = _header(chunk, body, wait)
     wait(len(body))
@@ -82,7 +88,11 @@ def is_chunk(
 
 
 def check_body(header: ChunkHeader, body: memoryview) -> None:
-    """Check the digest of every unit of a body, and that the padding is zero.
+    """Check the digest of every unit in a chunk's body, and check that the padding is zero.
+
+    Args:
+        header: decoded header of the chunk's file, with the expected digests.
+        body: content of the file after the header.
 
     Raises:
         ChunkError: a check fails; the message names the section, and the unit if its digest differs.
@@ -97,7 +107,7 @@ def check_body(header: ChunkHeader, body: memoryview) -> None:
 
 
 def check_size(chunk: Chunk, body: memoryview) -> None:
-    """Check that `body` has the length of the chunk's body.
+    """Check that `body` has the length of the chunk's body (the chunk file without its header).
 
     Raises:
         ChunkError: the lengths differ.
@@ -111,12 +121,29 @@ def _is_zero(padding: memoryview) -> bool:
 
 
 def _header(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> bytes:
-    """Return the header of a chunk, computed from its body while the bytes of the body arrive."""
+    """Compute the header of a chunk from its body, while the bytes of the body arrive.
+
+    Args:
+        chunk: identity and layout of the chunk.
+        body: memory that the content of the chunk arrives in.
+        wait: function that takes a number of bytes, and blocks until that many bytes of the body have
+            arrived.
+    """
     return encode_header(chunk, b"".join(_digests(chunk, body, wait)))
 
 
 def _digests(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the digests of all units in order, one or several at a time, as the bytes arrive."""
+    """Yield the digests of all units of a chunk in order, while the bytes arrive.
+
+    Args:
+        chunk: identity and layout of the chunk.
+        body: memory that the content of the chunk arrives in.
+        wait: function that takes a number of bytes, and blocks until that many bytes of the body have
+            arrived.
+
+    Yields:
+        Concatenated digests of one or several units, 16 bytes each.
+    """
     view = body.cast("B")
     for section, offset in zip(chunk.sections, chunk.offsets, strict=True):
         begin, unit_bytes = offset - chunk.offsets[0], section.unit_bytes
@@ -131,14 +158,22 @@ def _digests(chunk: Chunk, body: memoryview, wait: Callable[[int], object]) -> I
 
 
 def _arriving(view: memoryview, begin: int, end: int, wait: Callable[[int], object]) -> Iterator[memoryview]:
-    """Yield the pieces of a range of bytes, each piece after its bytes have arrived."""
+    """Yield the pieces of a range of bytes, each piece after its bytes have arrived.
+
+    Args:
+        view: memory that the bytes arrive in.
+        begin, end: half-open range of bytes in `view`.
+        wait: function that takes a number of bytes, and blocks until that many bytes of `view` have arrived.
+    """
     for at, stop in _pieces(begin, end, PIECE_BYTES):
         wait(stop)
         yield view[at:stop]
 
 
 def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Split a range into pieces of `size` bytes and a shorter last one; return their (begin, end) pairs.
+    """Split a range into pieces of `size` bytes, the last one shorter if need be.
+
+    Return their (begin, end) pairs.
 
     >>> list(_pieces(10, 25, 10))
     [(10, 20), (20, 25)]
@@ -147,7 +182,15 @@ def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _sections(chunk: Chunk, body: memoryview) -> Iterator[tuple[ChunkSection, memoryview, memoryview]]:
-    """Yield each section with views of its bytes and of the padding after it."""
+    """Yield each section of a chunk with views of its bytes and of the padding after it.
+
+    Args:
+        chunk: identity and layout of the chunk.
+        body: content of the chunk's file after the header.
+
+    Yields:
+        (section, view of the section's bytes, view of the padding). Both views are parts of `body`.
+    """
     view = body.cast("B")
     for section, offset in zip(chunk.sections, chunk.offsets, strict=True):
         at = offset - chunk.offsets[0]

@@ -25,11 +25,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
-    """Return the concatenated digests of the units in `data`, `UNIT_DIGEST_BYTES` each.
+    """Return the XXH3 digests of units, 16 bytes each, concatenated.
 
     Args:
-        data: units of `unit_bytes` bytes each, without gaps; its length is a multiple of `unit_bytes`.
-        unit_bytes: bytes of one unit, at least 1.
+        data: units without gaps between them. The length is a multiple of `unit_bytes`.
+        unit_bytes: bytes of one unit (part of a chunk with a digest of its own), at least 1.
     """
     view, digests = memoryview(data), list[bytes]()
     stretch = min(_STRETCH_UNITS * unit_bytes, max(_STRETCH_BYTES // unit_bytes, 1) * unit_bytes)
@@ -43,10 +43,10 @@ def unit_digests(data: Buffer, unit_bytes: int) -> bytes:
 
 
 def digest_of(pieces: Iterable[Buffer]) -> bytes:
-    """Return the digest of one unit, 16 bytes. Each piece is digested before the next is requested.
+    """Return the XXH3 digest of one unit, 16 bytes. A unit is a part of a chunk with a digest of its own.
 
     Args:
-        pieces: consecutive parts of the unit.
+        pieces: consecutive parts of the unit. Each piece is digested before the next one is requested.
     """
     digest = xxh3_128()
     for piece in pieces:
@@ -55,5 +55,5 @@ def digest_of(pieces: Iterable[Buffer]) -> bytes:
 
 
 def header_digest(data: Buffer) -> bytes:
-    """Return the digest of a header, 32 bytes. `data` is the header up to the position of its digest."""
+    """Return the BLAKE3 digest of a chunk file's header, 32 bytes. `data` is the header up to its digest."""
     return blake3(data).digest(HEADER_DIGEST_BYTES)

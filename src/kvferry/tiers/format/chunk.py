@@ -45,7 +45,10 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ChunkSection:
-    """A section of a chunk: units of one size, in the order of the axis that is split over ranks.
+    """The description of one section of a chunk: a contiguous run of units of equal size.
+
+    A unit is a part of a chunk that a tensor-parallel rank may need alone, such as one KV head of all layers.
+    The units are in the order of the axis that is split over the ranks.
 
     Attributes:
         name: name of the section, unique in its group: 1 to 31 printable ASCII characters.
@@ -66,7 +69,7 @@ class ChunkSection:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of the bytes of all units."""
+        """Sum of the bytes of all units of the section."""
         return self.units * self.unit_bytes
 
 
@@ -96,7 +99,7 @@ class ChunkLayout:
     """Offsets and sizes of the parts of a chunk file, in bytes.
 
     Attributes:
-        sections: sections of all groups, in the order of the file.
+        sections: sections (runs of units of equal size) of all groups, in the order of the file.
         tables: encoded group table and section table of the header.
         header_bytes: length of the header with its digest, without padding.
         offsets: offset of each section in the file.
@@ -112,7 +115,7 @@ class ChunkLayout:
     @staticmethod
     @lru_cache(maxsize=16)
     def of(groups: tuple[ChunkGroup, ...]) -> ChunkLayout:
-        """Compute the offsets and sizes in the file of a chunk that has these groups.
+        """Compute the layout of the file of a chunk with these KV cache groups.
 
         Raises:
             ChunkError: the groups do not form a chunk.
@@ -164,37 +167,40 @@ class Chunk:
 
     @property
     def sections(self) -> tuple[ChunkSection, ...]:
-        """The sections of all groups, in the order of the file."""
+        """The sections (runs of units of equal size) of all KV cache groups, in the order of the file."""
         return self.layout.sections
 
     @property
     def header_bytes(self) -> int:
-        """Length in bytes of the header with its digest, without padding."""
+        """Length of the chunk file's header in bytes, with its digest, without padding."""
         return self.layout.header_bytes
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Offset of each section in the file, in bytes."""
+        """Offset of each section in the chunk file, in bytes."""
         return self.layout.offsets
 
     @property
     def file_bytes(self) -> int:
-        """Length of the whole file, in bytes."""
+        """Length of the whole chunk file, in bytes."""
         return self.layout.file_bytes
 
     @property
     def body_bytes(self) -> int:
-        """Length of the file without its padded header, in bytes."""
+        """Length of the chunk file without its padded header, in bytes."""
         return self.file_bytes - self.offsets[0]
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to a multiple of 4096, because sections begin at such offsets."""
+    """Round a number of bytes up to a multiple of 4096.
+
+    Each section of a chunk file begins at such an offset.
+    """
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def encode_header(chunk: Chunk, digests: bytes) -> bytes:
-    """Return the header of a chunk, padded with zeros to the start of the body.
+    """Return the header of a chunk file, padded with zeros to the start of the first section.
 
     Args:
         chunk: identity and layout of the chunk.
@@ -210,12 +216,20 @@ def encode_header(chunk: Chunk, digests: bytes) -> bytes:
 
 
 def _name(name: str) -> tuple[int, bytes]:
-    """Return the length and the bytes of a name, as the tables contain it."""
+    """Encode a name for the tables in a header. Return the length of the name, and its bytes in ASCII."""
     return len(name), name.encode("ascii")
 
 
 def _check_name(what: str, name: str) -> None:
-    """Check the name of a group or a section. Raises ChunkError."""
+    """Check that a name has a valid length and printable ASCII characters.
+
+    Args:
+        what: kind of the named object, for the message: ``group`` or ``section``.
+        name: name to check.
+
+    Raises:
+        ChunkError: the name is not valid.
+    """
     if len(name) not in NAME_BYTES or not (name.isascii() and name.isprintable()):
         raise ChunkError(
             f"a {what} named {name!r}; expected 1 to {NAME_BYTES[-1]} printable ASCII characters"
@@ -223,7 +237,16 @@ def _check_name(what: str, name: str) -> None:
 
 
 def _check_different(whole: str, what: str, names: Sequence[str]) -> None:
-    """Check that there is at least one name, and that all differ. Raises ChunkError."""
+    """Check that there is at least one name, and that no two names are equal.
+
+    Args:
+        whole: object that the names belong to, for the message, such as ``chunk``.
+        what: kind of the named objects, for the message, such as ``group``.
+        names: names to check.
+
+    Raises:
+        ChunkError: the check fails.
+    """
     if not names:
         raise ChunkError(f"a {whole} without a {what}; expected at least one")
     if len(set(names)) < len(names):

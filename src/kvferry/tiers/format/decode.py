@@ -43,7 +43,7 @@ ReadAt = Callable[[int, int], Buffer]
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """A decoded header whose own digest was correct.
+    """The decoded header of a chunk file. Its own checksum was correct.
 
     Attributes:
         chunk: identity and layout of the chunk that the header describes.
@@ -54,7 +54,7 @@ class ChunkHeader:
     digests: bytes
 
     def digests_of(self, section: int, first: int, units: int) -> bytes:
-        """Return the digests of consecutive units, 16 bytes each, concatenated.
+        """Return the digests of consecutive units of a section, 16 bytes each, concatenated.
 
         Args:
             section: index of the section.
@@ -66,7 +66,7 @@ class ChunkHeader:
 
 
 def header_span(start: Buffer) -> int:
-    """Read the length of a header from the first bytes of a file; return it in bytes, with padding.
+    """Return the padded length of a chunk file's header, in bytes, which the first bytes of the file tell.
 
     Args:
         start: first 128 bytes of the file, or more.
@@ -130,10 +130,10 @@ def decode_header(data: Buffer) -> ChunkHeader:
 
 
 def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
-    """Check units against their digests in the header.
+    """Check units of a chunk against their digests in the header of the chunk file.
 
     Args:
-        header: header of the file.
+        header: decoded header of the file.
         section: index of the section.
         first: index, in the section, of the first unit in `data`.
         data: one or more consecutive whole units.
@@ -155,7 +155,7 @@ def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> 
 
 
 def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """Read the header of a file, and check that the file has the length in the header.
+    """Read and decode the header of a chunk file, and check that the file has the length in the header.
 
     Args:
         read: function that takes an offset and a size, and returns these bytes of the file.
@@ -170,7 +170,7 @@ def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """Check every byte of a file: header, units and padding. Return its header.
+    """Check every byte of a chunk file: header, units and padding. Return the decoded header.
 
     Args:
         read: function that takes an offset and a size, and returns these bytes of the file.
@@ -198,7 +198,11 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def check_length(header: ChunkHeader, file_bytes: int) -> None:
-    """Check that a file has the length in its header.
+    """Check that a chunk file has the length that its header says.
+
+    Args:
+        header: decoded header of the file.
+        file_bytes: length of the file.
 
     Raises:
         ChunkError: the lengths differ.
@@ -208,7 +212,13 @@ def check_length(header: ChunkHeader, file_bytes: int) -> None:
 
 
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
-    """Return the groups in the tables of a header. The caller has checked that the tables lie within it.
+    """Decode the group table and the section table of a header, and return the KV cache groups of the chunk.
+
+    The caller has checked that the tables lie within the header.
+
+    Args:
+        header: encoded header.
+        groups, sections: number of groups and of sections.
 
     Raises:
         ChunkError: the tables do not describe valid groups.
@@ -228,7 +238,15 @@ def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]
 
 
 def _name(size: int, name: bytes) -> str:
-    """Return the first `size` bytes of a name field. Raises ChunkError if `size` is out of range."""
+    """Decode a name field of a header: return its first `size` bytes as text.
+
+    Args:
+        size: length of the name in bytes.
+        name: whole field, padded with zeros.
+
+    Raises:
+        ChunkError: `size` is out of range.
+    """
     if size not in NAME_BYTES:
         raise ChunkError(f"a name of {size} bytes; expected 1 to {NAME_BYTES[-1]}")
     return name[:size].decode("latin-1")

@@ -81,7 +81,7 @@ class KeyTable:
         return 1 << self._tiers - 1
 
     def update(self, tag: int, *, keep: int = ALL_TIERS, add: int = 0) -> int:
-        """Change which tiers have a chunk: set its tier bits to ``(bits & keep) | add``.
+        """Change the tier bits of a chunk, which say which tiers have it, to ``(bits & keep) | add``.
 
         Args:
             tag: tag (last 8 bytes) of the chunk's key, as `tag_of` returns it.
@@ -101,24 +101,30 @@ class KeyTable:
             return before
 
     def clear(self, bit: int) -> None:
-        """Remove all keys of the tier with this bit. The time is proportional to the size of the table."""
+        """Remove all keys of one tier. The time is proportional to the size of the table.
+
+        Args:
+            bit: bit of the tier, as `add_tier` returned it.
+        """
         with self._lock:
             for rows in {self._rows, self._next}:
                 rows.clear(bit)
             self._count = self._rows.count(ALL_TIERS)
 
     def count(self, bit: int) -> int:
-        """Return the number of keys of the tier with this bit.
+        """Return the number of keys of one tier. The time is proportional to the size of the table.
 
-        The time is proportional to the size of the table.
+        Args:
+            bit: bit of the tier, as `add_tier` returned it.
         """
         with self._lock:
             return self._rows.count(bit)
 
     def _grow(self) -> None:
-        """Move some rows to a table of twice the size, which replaces the current one when all have moved.
+        """Move some rows to a table of twice the size.
 
-        Until then, changes go to both tables, and look-ups use the current one.
+        When all rows have moved, that table replaces the current one. Until then, changes go to both tables,
+        and look-ups use the current one.
         """
         if self._next is self._rows:
             self._next = TagRows(2 * len(self._rows))

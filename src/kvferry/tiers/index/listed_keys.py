@@ -29,7 +29,7 @@ class ListedKeys:
         changes: number of keys that listings have added or removed.
 
     Args:
-        keys: keys of the tier in the shared table, initially empty.
+        keys: set of keys in which the engine looks up the chunks of the tier, initially empty.
         max_keys: number of keys above which listings add no more.
     """
 
@@ -52,13 +52,13 @@ class ListedKeys:
         return key in self._keys[key[0]]
 
     def add(self, key: bytes) -> None:
-        """Add a key that was stored or found."""
+        """Add the key of a chunk that was stored or found in the tier."""
         with self._lock:
             self._keys[key[0]][key] = self._listings[key[0]]
             self._tier.add(key)
 
     def discard(self, key: bytes) -> None:
-        """Remove a key that was evicted or found missing."""
+        """Remove the key of a chunk that was evicted, or that was missing when it was fetched."""
         with self._lock:
             if key[0] in self._discarded:
                 self._discarded[key[0]].add(key)
@@ -67,13 +67,13 @@ class ListedKeys:
 
     @contextmanager
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
-        """Return a context manager that replaces the known keys of some parts by those of a listing.
+        """Return a context manager that replaces known keys by the keys that a listing of the storage shows.
 
         In the ``with`` statement, call `show` with every page of the listing. At the end of the statement,
         keys that no page showed are removed. If an exception ends the statement, no keys are removed.
 
         Args:
-            parts: first bytes of the keys that the listing covers.
+            parts: first bytes of the keys that the listing covers. Other keys do not change.
         """
         with self._lock:
             for part in parts:
@@ -89,7 +89,7 @@ class ListedKeys:
                     self._discarded.pop(part, None)
 
     def show(self, page: Iterable[bytes]) -> None:
-        """Add the keys on one page of a listing, as long as there are fewer than `max_keys`.
+        """Add the keys on one page of a listing, as long as fewer than `max_keys` keys are known.
 
         Keys that were discarded since the listing began are skipped.
 
@@ -111,7 +111,7 @@ class ListedKeys:
                 known[key] = self._listings[key[0]]
 
     def _remove_unlisted(self, part: int) -> None:
-        """Remove the keys with first byte `part` that the latest listing did not show."""
+        """Remove the keys whose first byte is `part` and that the latest listing did not show."""
         with self._lock:
             known, latest = self._keys[part], self._listings[part]
             missing = [key for key, listing in known.items() if listing < latest]

@@ -31,13 +31,16 @@ class RecentlyEvicted:
         return self._marks[slot] == mark
 
     def add(self, key: bytes) -> None:
-        """Add the key of an evicted chunk. It must have 12 bytes or more."""
+        """Add the key of an evicted chunk. The key must have 12 bytes or more."""
         slot, mark = _slot_and_mark(key)
         self._marks[slot] = mark
 
 
 def _slot_and_mark(key: bytes) -> tuple[int, int]:
-    """Return the slot of a key, and the mark to store there. A mark is never 0, which means an empty slot."""
+    """Return the index of a key's slot, and the mark (63 bits of the key) to store there.
+
+    A mark is never 0, because 0 means an empty slot.
+    """
     # The last byte is the index of the group. All groups of a chunk have the same bytes before it.
     slot = (int.from_bytes(key[:4], "big") + 0x9E37 * key[-1]) % _SLOTS
     return slot, int.from_bytes(key[4:12], "big") | 1

@@ -41,7 +41,7 @@ class TagRows:
     """
 
     def __init__(self, count: int) -> None:
-        """Create `count` rows with free slots. `count` is a power of 2."""
+        """Create a table of `count` rows whose slots are all free. `count` is a power of 2."""
         memory = np.zeros((count + 1) * _ROW, np.uint64)
         begin = -memory.ctypes.data % _LINE_BYTES // memory.itemsize
         self._table = memory[begin : begin + count * _ROW].reshape(count, _ROW)
@@ -53,7 +53,14 @@ class TagRows:
         return len(self._table)
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Return which tiers have each tag, as bits: int64 of shape (len(tags),), 0 if no tier has it."""
+        """Return the tiers that have the chunk of each tag, as bits.
+
+        Args:
+            tags: tags (last 8 bytes) of the chunks' keys, uint64.
+
+        Returns:
+            The bits of the tiers, int64 of shape (len(tags),); 0 if no tier has the chunk.
+        """
         # All row indices are in range. With ``mode="clip"`` numpy saves the check.
         rows = self._table.take((_rows_of(tags) & self._mask).view(np.int64), axis=0, mode="clip")
         bits = rows[:, _SLOTS]
@@ -65,7 +72,16 @@ class TagRows:
         return found
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
-        """Change which tiers have a tag: set its bits to ``(bits & keep) | add``; return old and new bits."""
+        """Change which tiers have the chunk of a tag: set the tag's bits to ``(bits & keep) | add``.
+
+        Args:
+            tag: tag (last 8 bytes) of the chunk's key.
+            keep: bits of the tiers that keep the chunk, if they have it.
+            add: bits of the tiers that have the chunk now.
+
+        Returns:
+            The bits before and after the change.
+        """
         first = (row_of(tag) & len(self) - 1) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
@@ -94,7 +110,9 @@ class TagRows:
         return 0, add
 
     def copy_rows(self, smaller: TagRows, first: int, last: int) -> None:
-        """Copy the tags of some rows from a table with half as many rows, but not those in its `overflow`.
+        """Copy the tags and bits of some rows from a table with half as many rows.
+
+        Tags in the `overflow` of that table, which did not fit into their rows, are not copied.
 
         Args:
             smaller: table to copy from.
@@ -111,24 +129,27 @@ class TagRows:
             rows[:, :_SLOTS], rows[:, _SLOTS] = old[:, :_SLOTS], those
 
     def clear(self, bit: int) -> None:
-        """Remove the bit of one tier from every tag."""
+        """Remove one tier from every tag, because the tier no longer has the chunks.
+
+        `bit` is the bit of the tier.
+        """
         self._table[:, _SLOTS] &= ~np.uint64(bit * _EVERY)
         self.overflow = {tag: left for tag, bits in self.overflow.items() if (left := bits & ~bit)}
 
     def count(self, mask: int) -> int:
-        """Return the number of tags that have any of the tier bits in `mask`."""
+        """Return the number of tags that at least one of the tiers in the bit mask `mask` has."""
         bits = (self._table[:, _SLOTS] & np.uint64(mask * _EVERY)).view(np.uint8)
         return int(np.count_nonzero(bits)) + sum(1 for bits in self.overflow.values() if bits & mask)
 
 
 def row_of(tag: int) -> int:
-    """Return a number whose lowest bits are the index of the tag's row.
+    """Return a number whose lowest bits are the index of the row for a tag (last 8 bytes of a chunk key).
 
-    It spreads the tags of one chunk's groups, which differ in the last byte only, over distant rows.
+    The tags of one chunk's groups differ in the last byte only. Their rows are far apart.
     """
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 
 
 def _rows_of(tags: Tags) -> Tags:
-    """Return the result of `row_of` for each tag, modulo 2^64."""
+    """Return an integer for each tag, modulo 2^64, whose lowest bits are the index of the tag's row."""
     return tags + (tags >> _LAST) * np.uint64(_SPREAD)

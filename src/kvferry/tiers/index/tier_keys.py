@@ -41,7 +41,7 @@ class TierKeys:
         self._evicted = RecentlyEvicted()
 
     def __len__(self) -> int:
-        """Return the number of keys. The time is proportional to the size of the table."""
+        """Return the number of keys of the tier. The time is proportional to the size of the table."""
         return self.table.count(self.bit)
 
     def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:
@@ -62,7 +62,7 @@ class TierKeys:
         self.table.update(tag_of(key), add=self.bit)
 
     def discard(self, key: bytes) -> None:
-        """Remove a key and remember it as recently evicted. Do nothing if the tier does not have it."""
+        """Remove a key, and remember it as recently evicted. Do nothing if the tier does not have the key."""
         if self.table.update(tag_of(key), keep=ALL_TIERS ^ self.bit) & self.bit:
             self._evicted.add(key)
 
