@@ -68,9 +68,9 @@ class Item:
 class ChunkKeys:
     """The keys of one request's chunks, extended as the request grows. Not thread-safe.
 
-    A chunk is a fixed number of tokens. The object keeps the keys of all chunks, and the token ids (4 bytes
-    each), because `at` needs the ids. Tokens can only be appended. If tokens of a request change, create a
-    new object.
+    A chunk is a fixed number of tokens. A chunk's key is a digest of all tokens up to the end of the chunk
+    and of everything else that decides their KV. The object keeps the keys and the token ids (4 bytes each).
+    Tokens can only be appended. If tokens of a request change, create a new object.
 
     >>> keys = ChunkKeys(4, range(6))
     >>> len(keys.chunks()), keys.at(4) == keys.chunks()[0], keys.at(6) == keys.chunks()[0]
@@ -198,9 +198,10 @@ class ChunkKeys:
         return digest.digest()
 
     def _before(self, index: int) -> bytes:
-        """Return the key of the chunk before chunk `index`. For the first chunk, return the root digest.
+        """Return the key from which the key of chunk `index` is derived.
 
-        The root digest covers the chunk size, the LoRA adapter and the cache salt.
+        This is the key of the chunk before. For the first chunk, it is a digest of the chunk size, the LoRA
+        adapter and the cache salt.
         """
         return self._chunks[index - 1] if index else self._root
 
@@ -217,13 +218,17 @@ def _text(text: str) -> bytes:
 
 
 def _items(items: Sequence[Item]) -> bytes:
-    """Encode multimodal items for a digest: their number, then each item."""
+    """Encode multimodal items as bytes for a digest: the number of items, then each item."""
     parts = [_count(item.start) + _count(item.tokens) + _text(item.identity) for item in items]
     return _count(len(items)) + b"".join(parts)
 
 
 def _little_endian(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """Return token ids as little-endian integers of 4 bytes each."""
+    """Encode token ids as little-endian integers of 4 bytes each.
+
+    Raises:
+        Unnameable: a token id is no whole number from 0 to 2^32 - 1.
+    """
     if isinstance(tokens, np.ndarray):
         return _of_array(tokens)
     try:
@@ -237,7 +242,11 @@ def _little_endian(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 
 
 def _of_array(tokens: npt.NDArray[np.integer]) -> bytes:
-    """Return an array of token ids as little-endian integers of 4 bytes each. Raises Unnameable."""
+    """Encode an array of token ids as little-endian integers of 4 bytes each.
+
+    Raises:
+        Unnameable: the array is not a row of integers, or a token id does not fit into 4 bytes.
+    """
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise Unnameable(
             f"token ids must be one row of whole numbers, not {tokens.dtype} of shape {tokens.shape}"

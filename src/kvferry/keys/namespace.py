@@ -64,12 +64,12 @@ class Namespace:
 
         Args:
             weights: digest of the content of the weights.
-            model: configuration of the model after overrides, such as rope, windows and heads.
+            model: configuration of the model after overrides, such as RoPE, windows and heads.
             dtype: element type of the model's activations.
             kv_dtype: element type of the KV cache.
             scales: scales of a quantised KV cache, by name; empty if it is not quantised. Scales that an
                 engine computes at run time differ from run to run, so they give another namespace each time.
-            form: format of a chunk's bytes, as the lines of `CanonicalForm.describe`.
+            form: description of the format of a chunk's bytes, the lines from `CanonicalForm.describe`.
             name: display name of the model.
 
         Raises:
@@ -90,9 +90,10 @@ class Namespace:
 
     @classmethod
     def read(cls, note: str) -> Namespace:
-        """Return the namespace that a note describes.
+        """Return the namespace that a note describes. A note is a small JSON file that a tier stores.
 
-        The caller should compare the digest with the expected one, because a note may have been changed.
+        The caller should compare the namespace's digest with the expected digest, because a note may have
+        been changed.
 
         Args:
             note: text of the note.
@@ -108,18 +109,18 @@ class Namespace:
 
     @property
     def note(self) -> str:
-        """Text of the note that a tier stores beside the chunks: facts and name."""
+        """Text of the note that a tier stores beside the chunks: JSON with the facts and the model's name."""
         return _dumped({"facts": self.facts, "name": self.name})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Copy of the facts as plain data."""
+        """Facts about model and format that decide the bytes of chunks, as a new dict of JSON types."""
         found: dict[str, Any] = json.loads(self.text)
         return found
 
     @property
     def digest(self) -> bytes:
-        """BLAKE2b digest of `text`, 32 bytes; the same as the output of ``b2sum -l 256``."""
+        """BLAKE2b digest, 32 bytes, of the facts as canonical JSON (`text`)."""
         return blake2b(self.text.encode("ascii"), digest_size=32).digest()
 
 
@@ -135,7 +136,12 @@ def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
 
 
 def _differences(where: str, a: Any, b: Any) -> Iterator[str]:
-    """Yield the differences of two values. `where` is their dotted path in the facts."""
+    """Yield one sentence for each difference between two values of facts.
+
+    Args:
+        where: dotted path of the values in the facts; empty for the facts as a whole.
+        a, b: values of the first and of the second namespace.
+    """
     if isinstance(a, dict) and isinstance(b, dict):
         for name in sorted(a.keys() | b.keys()):
             yield from _differences(
@@ -158,19 +164,23 @@ _LONGEST = 400
 
 
 def _said(value: Any) -> str:
-    """Return a value as text for a message."""
+    """Return the value of a fact as text for a message: JSON, or "none" if the fact is absent."""
     return "none" if value is _NONE else json.dumps(value, sort_keys=True)
 
 
 def _kind(value: Any) -> str:
-    """Return a short description of a value that is too long for a message."""
+    """Return a short description of a value that is too long for a message: its size or its beginning."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     return f"{len(value)} facts" if isinstance(value, dict) else f"{_said(value)[:100]}"
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises Unnameable if the text is anything else."""
+    """Parse the text of a JSON object.
+
+    Raises:
+        Unnameable: the text is no JSON, or not an object.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -181,22 +191,31 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _canonical(facts: Mapping[str, Fact]) -> str:
-    """Return facts as canonical JSON. Raises Unnameable if a fact cannot be written exactly."""
+    """Return the facts of a namespace as canonical JSON: sorted keys, ASCII, fixed whitespace.
+
+    Raises:
+        Unnameable: a fact cannot be written exactly as JSON.
+    """
     return _dumped(_plain("", facts, 0))
 
 
 def _dumped(plain: Any) -> str:
-    """Return a value of built-in types as canonical JSON."""
+    """Return a value of built-in types as canonical JSON: sorted keys, ASCII, a line feed at the end."""
     return json.dumps(plain, sort_keys=True, indent=1, separators=(",", ": "), allow_nan=False) + "\n"
 
 
 def _plain(where: str, value: Any, depth: int) -> Any:
-    """Return a value converted to built-in types.
+    """Return the value of a fact, converted to built-in types that JSON can hold exactly.
 
     Subclasses of built-in scalar types are refused: an instance can compare equal and mean something else.
 
+    Args:
+        where: dotted path of the value in the facts, for messages.
+        value: value to convert.
+        depth: number of mappings and lists around the value.
+
     Raises:
-        Unnameable: the value cannot be written exactly as JSON. `where`, its dotted path, is in the message.
+        Unnameable: the value cannot be written exactly as JSON.
     """
     if depth > _DEEPEST:
         raise Unnameable(f"namespace: {where[:60]}... is nested deeper than {_DEEPEST}")
@@ -227,16 +246,29 @@ def _plain(where: str, value: Any, depth: int) -> Any:
 
 
 def _name(where: str, key: Any) -> str:
-    """Return `key`, a key of a mapping of facts. Raises Unnameable if JSON cannot hold it exactly."""
+    """Check a key of a mapping of facts, and return the key unchanged.
+
+    Args:
+        where: dotted path of the mapping in the facts, for messages.
+        key: key to check.
+
+    Raises:
+        Unnameable: JSON cannot hold the key exactly.
+    """
     if type(key) is not str:
         raise Unnameable(f"namespace: {where} has the key {key!r}, which is no text; 1 and '1' would be one")
     return _encodable(f"{where}.{key!a}", key)
 
 
 def _encodable(where: str, text: str) -> str:
-    """Return `text` unchanged, after a check that it has no surrogates.
+    """Check that a text has no surrogates, and return the text unchanged.
 
-    A pair of surrogates has the same JSON as the character that it encodes, so the digest would be equal.
+    A pair of surrogates has the same JSON as the character that the pair encodes. Two different texts would
+    then have one digest.
+
+    Args:
+        where: dotted path of the text in the facts, for messages.
+        text: text to check.
 
     Raises:
         Unnameable: the text has a surrogate.

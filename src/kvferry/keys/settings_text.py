@@ -47,9 +47,10 @@ _DEEPEST = 6
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten a nested configuration to a mapping from dotted key to text, without `NOT_CONTENT`.
+    """Flatten a nested configuration to a mapping from dotted key to text.
 
-    Null settings are left out, because versions of a library differ in the defaults that they write.
+    Keys that do not affect the content of a KV cache (`NOT_CONTENT`) are left out. Null settings are left out
+    too, because versions of a library differ in the defaults that they write.
 
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}
@@ -70,7 +71,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text. The text of a long value is its beginning and a digest.
+    """Return the value of a setting as text. A long text is shortened to its beginning and a digest.
 
     An integer and a float of the same whole value have the same text.
     """
@@ -79,7 +80,12 @@ def text_of(value: Any) -> str:
 
 
 def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield dotted key and text of each setting below the key `where`."""
+    """Yield (dotted key, text) of each setting in a nested configuration.
+
+    Args:
+        where: dotted key of the configuration; empty for the outermost mapping.
+        config: settings, possibly nested.
+    """
     for key, value in config.items():
         if str(key) in NOT_CONTENT or value is None:
             continue
@@ -91,7 +97,12 @@ def _flat(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Convert a value to JSON types. The result is the same in every process."""
+    """Convert the value of a setting to JSON types. The result is the same in every process.
+
+    Args:
+        value: value to convert.
+        depth: number of collections and objects around the value.
+    """
     parts = _parts(value) if depth <= _DEEPEST else None
     if isinstance(parts, Mapping):
         return {str(key): _plain(each, depth + 1) for key, each in parts.items()}
@@ -113,7 +124,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
 
 
 def _single(value: Any) -> bool | int | float | str | None:
-    """Convert a value without members to a JSON scalar."""
+    """Convert a value that is neither a collection nor an object with attributes to a JSON scalar."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     if value is None or isinstance(value, bool | int | float | str):

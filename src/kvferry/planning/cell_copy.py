@@ -31,11 +31,14 @@ ONE_CELL: Offsets = (0,)
 
 @dataclass(frozen=True)
 class CellCopy:
-    """Strided copies that are the same for every cell of a block, apart from the cell's offset.
+    """Strided copies of one cell, and the byte offsets at which other cells of a block need the same copies.
+
+    A cell is the part of a block that is copied as one unit. The strided copies are the same for every cell
+    of a block. For another cell, add its offsets to the addresses.
 
     Attributes:
-        src_at, dst_at: byte offset of each cell in its block, on either side.
-        nests: strided copies of the cell whose offset is 0 on both sides.
+        src_at, dst_at: byte offset of each cell in its source block, and in its destination block.
+        nests: strided copies (nested loops over runs of bytes) of the cell whose offset is 0 on both sides.
     """
 
     src_at: Offsets
@@ -44,12 +47,15 @@ class CellCopy:
 
     @cached_property
     def descriptors(self) -> Descriptors:
-        """Runs of the cell at offset 0. Runs that are adjacent on both sides are merged."""
+        """Descriptors of the runs (contiguous bytes) of the cell whose offset in its block is 0.
+
+        Runs that are adjacent on both sides are merged.
+        """
         return expand_copies(self.nests)
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """(run length in bytes, number of runs) for each distinct run length in `descriptors`."""
+        """Lengths of the runs of one cell: (length in bytes, number of runs) for each distinct length."""
         found = np.unique(self.descriptors.length, return_counts=True)
         return tuple(zip(*(array.tolist() for array in found), strict=True))
 
@@ -65,22 +71,25 @@ class CellCopy:
 
     @cached_property
     def src_offsets(self) -> Int64s:
-        """`src_at` as an array, int64 of shape (cells,)."""
+        """Byte offset of each cell in its source block, int64 of shape (cells,)."""
         return np.array(self.src_at, np.int64)
 
     @cached_property
     def dst_offsets(self) -> Int64s:
-        """`dst_at` as an array, int64 of shape (cells,)."""
+        """Byte offset of each cell in its destination block, int64 of shape (cells,)."""
         return np.array(self.dst_at, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCopies:
-    """Strided copies between the blocks of a pool and packed cells, the same for every cell of a block.
+    """Strided copies between the blocks of a pool and packed memory, for one cell of a block.
+
+    A cell is the part of a block that is copied as one unit. The copies are the same for every cell of a
+    block, apart from the cell's offset in the block.
 
     Attributes:
         at: byte offset of each cell in its block.
-        nests: strided copies of the cell at offset 0.
+        nests: strided copies (nested loops over runs of bytes) of the cell at offset 0.
     """
 
     at: Offsets
@@ -89,11 +98,14 @@ class PoolCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolDescriptors:
-    """Descriptors between the blocks of a pool and packed cells, the same for every cell of a block.
+    """Transfer descriptors between the blocks of a pool and packed memory, for one cell of a block.
+
+    A cell is the part of a block that is copied as one unit. The descriptors are the same for every cell of a
+    block, apart from the cell's offset in the block.
 
     Attributes:
         at: byte offset of each cell in its block.
-        descriptors: runs of the cell at offset 0.
+        descriptors: source, destination and length of each run of the cell at offset 0.
     """
 
     at: Offsets
@@ -101,7 +113,7 @@ class PoolDescriptors:
 
 
 def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
-    """Merge cell copies that have equal offsets. Cell copies without strided copies are left out.
+    """Merge the `CellCopy` objects that have equal cell offsets, and leave out those without strided copies.
 
     >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
     >>> joined([k, v, CellCopy((0, 3), (0,), ())])
@@ -117,10 +129,10 @@ def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Divide the tokens of a cell into groups. All tokens of a group have the same offsets from cell to cell.
+    """Divide the tokens of a cell into groups whose tokens have equal distances from one cell to the next.
 
-    Usually there is one group, so one `CellCopy` describes all tokens. There are several groups if a block
-    consists of kernel blocks that end inside cells.
+    A cell is a fixed number of consecutive tokens of a block. Usually there is one group, so one `CellCopy`
+    describes all tokens. There are several groups if a block consists of kernel blocks that end inside cells.
 
     >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
     >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]
@@ -133,8 +145,8 @@ def split_tokens(
 
     Yields:
         (source cells, destination cells, source tokens, destination tokens) for each group. The first two are
-        the byte offsets of the cells in a block. The last two are the byte offsets of the group's tokens in
-        the cell at offset 0, int64.
+        the byte offsets of all cells in a block. The last two are the byte offsets of the group's tokens in
+        the cell at offset 0, int64 of shape (tokens of the group,).
     """
     cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
     steps = np.concatenate([side - side[0] for side in cells])

@@ -22,18 +22,21 @@ from kvferry.planning.template import Route
 
 @dataclass(frozen=True, slots=True)
 class TableSlice:
-    """A contiguous part of a block table.
+    """A contiguous part of a block table, the list of a group's block ids by position in the prompt.
 
     Attributes:
         first: position of the first entry in the block table; 0 in a state group.
-        ids: block ids from that position on; in a state group, the one block with the snapshot.
+        ids: block ids from that position on. In a state group, the id of the one block with the snapshot
+            (recurrent state at one position).
     """
 
     first: int
     ids: tuple[int, ...]
 
     def table(self) -> Int64s:
-        """Return the block ids by position, int64 of shape (first + ids,), with null blocks before `first`.
+        """Return the block ids by position, int64 of shape (first + len(ids),).
+
+        All positions before `first` have 0, the id of the null block.
 
         >>> TableSlice(2, (7, 9)).table().tolist()
         [0, 0, 7, 9]
@@ -48,8 +51,8 @@ def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> T
     TableSlice(first=1, ids=(6, 7, 8))
 
     Args:
-        ids: block ids by position.
-        low, high: token range ``[low, high)``.
+        ids: block table: block ids by position.
+        low, high: first token, and token after the last, counted from the start of the prompt.
         block_tokens: number of tokens per block.
     """
     first = low // block_tokens
@@ -72,17 +75,17 @@ def runs_of(numbers: Sequence[int]) -> list[range]:
 
 
 def chunk_table(numbers: Sequence[int]) -> Int64s:
-    """Return the chunk table of a buffer that holds the chunks `numbers`, in this order.
+    """Return a table that maps chunk numbers to positions in a buffer of chunks.
 
     >>> chunk_table([1, 3]).tolist()
     [0, 1, 0, 2]
 
     Args:
-        numbers: number of each chunk in the prompt; at least one.
+        numbers: number of each chunk in the prompt, in the order of the buffer; at least one.
 
     Returns:
-        Table by chunk number, int64 of shape (max(numbers) + 1,): 1 + the chunk's index in the buffer, or 0
-        if the buffer does not hold the chunk.
+        Table, int64 of shape (max(numbers) + 1,). Entry ``n`` is 1 + the index of chunk ``n`` in the buffer,
+        or 0 if the buffer does not hold the chunk.
     """
     table = np.zeros(max(numbers) + 1, np.int64)
     table[list(numbers)] = np.arange(1, len(numbers) + 1)
@@ -92,15 +95,19 @@ def chunk_table(numbers: Sequence[int]) -> Int64s:
 def cells_to_store(
     route: Route, chunk_tokens: int, numbers: Sequence[int], available: range, blocks: TableSlice
 ) -> list[Cells]:
-    """Return the cells to copy from blocks into chunks, one `Cells` per range of consecutive chunks.
+    """Return the cells to copy from an engine's blocks into chunks.
+
+    A cell is the part of a block that is copied as one unit. There is one `Cells` object per range of
+    consecutive chunks.
 
     Args:
-        route: route from a rank to a pool of chunks.
+        route: layers to copy, from a rank's blocks to a pool of chunks.
         chunk_tokens: number of tokens per chunk.
-        numbers: chunk numbers in the prompt, ascending; exactly one for a snapshot.
+        numbers: numbers of the chunks in the prompt, ascending. For a snapshot (recurrent state at one
+            position), exactly one number.
         available: range of tokens whose content the blocks hold. The range must begin at the start of a cell.
             Cells without any of these tokens are not copied.
-        blocks: part of the block table of the route's source group.
+        blocks: part of the block table of the route's source group that holds the chunks.
 
     Raises:
         TransferError: a block is missing or null.
@@ -130,14 +137,16 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return the cells of a chunk that `cells_to_store` does not copy, because they hold no available token.
+    """Return the cells of a stored chunk that hold no available token. The caller fills them with zeros.
 
-    In the result, the chunk is number 1 of the buffer, as if the buffer held no other chunk. All source block
-    ids are 0, because the caller clears these cells and reads no block.
+    A cell is the part of a block that is copied as one unit. In the result, the chunk has number 1 in the
+    buffer, as if the buffer held no other chunk. All source block ids are 0, because no block is read.
 
     Args:
-        route, chunk_tokens, available: same as in `cells_to_store`.
+        route: layers to copy, from a rank's blocks to a pool of chunks.
+        chunk_tokens: number of tokens per chunk.
         number: number of the chunk in the prompt.
+        available: range of tokens whose content the blocks hold.
     """
     cell = route.cell_tokens
     if not cell:
@@ -155,20 +164,23 @@ def cells_to_load(
     numbers: Sequence[int],
     table: Int64s,
 ) -> list[Cells]:
-    """Return the cells to copy from chunks into blocks, one `Cells` per range of consecutive chunks.
+    """Return the cells to copy from loaded chunks into an engine's blocks.
+
+    A cell is the part of a block that is copied as one unit. There is one `Cells` object per range of
+    consecutive chunks.
 
     Args:
-        route: route from a pool of chunks to a rank.
+        route: layers to copy, from a pool of chunks to a rank's blocks.
         chunk_tokens: number of tokens per chunk.
         group: attention pattern of the route's destination group.
         span: tokens of the whole load.
-        numbers: chunk numbers in the prompt of the chunks in the buffer, ascending; exactly one for a
-            snapshot. They may be a part of the load's chunks.
-        table: block ids of the group by position, int64 of shape (blocks,).
+        numbers: numbers, in the prompt, of the chunks in the buffer, ascending. They may be a part of the
+            load's chunks. For a snapshot (recurrent state at one position), exactly one number.
+        table: block ids of the destination group by position, int64 of shape (blocks,).
 
     Raises:
-        TransferError: a block is missing or null, the local prefix ends inside a cell, or a part of the load
-            ends inside a block.
+        TransferError: a block is missing or null; or the prefix that the engine already has ends inside a
+            cell; or a part of the load ends inside a block.
     """
     if not route.cell_tokens:
         return [

@@ -46,24 +46,27 @@ NO_TIER = 1 << 16
 
 
 class GroupPattern(Protocol):
-    """The attention pattern of a group. `geometry.Group` and `geometry.store.LayerCache` implement it."""
+    """The attention pattern of a KV cache group: which earlier tokens the group's layers attend to.
+
+    `geometry.Group` and `geometry.store.LayerCache` implement this protocol.
+    """
 
     @property
     def kind(self) -> GroupKind:
-        """Kind of attention or state."""
+        """Kind of the group's layers: full, sliding-window or chunked attention, MLA, or recurrent state."""
 
     @property
     def attention_span(self) -> int:
-        """Length of the window or attention chunk in tokens; 0 for other kinds."""
+        """Length of the sliding window or of the attention chunk in tokens; 0 for other kinds of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
-    """A prompt that is divided into chunks. The chunks are looked up in the tiers.
+    """A prompt that is divided into chunks, so that the chunks can be looked up in the tiers.
 
     Attributes:
         tokens: number of tokens to look up, from the start of the prompt; at most `prompt`. Tokens after the
-            last whole chunk are the tail.
+            last whole chunk form a shorter chunk, the tail.
         chunk_tokens: number of tokens per chunk.
         prompt: length of the whole prompt in tokens.
         local_tokens: length in tokens of the prefix that the engine itself holds, in every group. The prefix
@@ -92,7 +95,7 @@ class ChunkedPrompt:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks, the tail included."""
+        """Number of chunks, including a shorter last chunk."""
         return -(-self.tokens // self.chunk_tokens)
 
     @property
@@ -104,11 +107,12 @@ class ChunkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MissingChunk:
-    """A chunk that no tier holds and that a group needs to continue at a boundary.
+    """A chunk that no tier holds, and without which a KV cache group cannot use a longer prefix.
 
     Attributes:
-        group: index of the group.
-        chunk: index of the first missing chunk; in a state group, of the chunk whose end has no snapshot.
+        group: index of the KV cache group.
+        chunk: index of the first missing chunk in the prompt. In a state group, index of the chunk at whose
+            end no snapshot (recurrent state at one position) is stored.
     """
 
     group: int
@@ -119,17 +123,18 @@ class MissingChunk:
 class Coverage:
     """The usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 
-    In all arrays, tiers are given by number, and `NO_TIER` means that no tier holds the chunk.
+    A prefix ends at a boundary, which is the end of a chunk. In all arrays, tiers are given by number: 0 is
+    the fastest tier, and `NO_TIER` means that no tier holds the chunk.
 
     Attributes:
-        groups: attention patterns of all groups of the model.
+        groups: attention patterns of all KV cache groups of the model.
         chunked: the prompt, divided into chunks.
         tier_numbers: fastest tier that holds each chunk, int64 of shape (groups, `chunked.chunks`).
         ends: boundaries in tokens, int64 of shape (`chunked.chunks`,).
         usable: True for boundaries at which a prefix may end if every chunk is cached, bool of shape
             (`chunked.chunks`,).
-        slowest: for each group, the slowest tier among those of the chunks that the group needs to continue
-            at each boundary, int64 of shape (`chunked.chunks`,).
+        slowest: one array per group, int64 of shape (`chunked.chunks`,). For each boundary, the array has the
+            slowest tier that the group must read if the prefix ends there.
         slowest_overall: maximum of `slowest` over all groups, int64 of shape (`chunked.chunks`,).
     """
 
@@ -143,19 +148,22 @@ class Coverage:
 
     @property
     def tokens(self) -> int:
-        """Length of the longest usable prefix in tokens; `local_tokens` if no cached chunk extends it."""
+        """Length in tokens of the longest usable prefix.
+
+        If no cached chunk extends the prefix that the engine itself holds, it is the length of that prefix.
+        """
         return self.longest()[0]
 
     @property
     def per_group(self) -> tuple[int, ...]:
-        """Length in tokens of the longest usable prefix for each group, as if other groups had all chunks."""
+        """Length in tokens of the longest prefix that each group could use if other groups had all chunks."""
         return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property
     def full_attention_tokens(self) -> int:
         """Length in tokens of the longest prefix for which all full-attention and MLA chunks are cached.
 
-        Chunks of windows and snapshots of recurrent state may be missing at its end.
+        At the end of this prefix, chunks of sliding windows and snapshots of recurrent state may be missing.
         """
         each = zip(self.groups, self.per_group, strict=True)
         return min(
@@ -165,19 +173,21 @@ class Coverage:
 
     @property
     def nearest_boundary(self) -> int | None:
-        """Boundary after `tokens` at which the fewest groups lack chunks, in tokens.
+        """Length in tokens of the longer prefix that comes closest to being usable.
 
-        If equally few groups lack chunks at several boundaries, it is the first of these. It is None if no
-        usable boundary is after `tokens`.
+        Of all longer prefixes that end at the end of a chunk, it is the one for which the fewest groups lack
+        chunks. If this number is equal for several prefixes, it is the shortest of them. It is None if there
+        is no longer prefix that the prompt may use.
         """
         at = self._better()
         return None if at is None else int(self.ends[at])
 
     @property
     def missing(self) -> tuple[MissingChunk, ...]:
-        """First missing chunk of each group that cannot continue at `nearest_boundary`.
+        """First missing chunk of each group that lacks chunks for the prefix of `nearest_boundary` tokens.
 
-        The tuple is empty if `nearest_boundary` is None.
+        This is the longer prefix that comes closest to being usable. The tuple is empty if
+        `nearest_boundary` is None.
         """
         at = self._better()
         if at is None:
@@ -199,20 +209,21 @@ class Coverage:
         """Return the longest usable prefix whose chunks all come from tiers that are faster than `before`.
 
         Args:
-            before: number of the first tier that is excluded, at least 1. By default no tier is excluded.
+            before: number of the first tier that is excluded, at least 1. The fastest tier has number 0. By
+                default no tier is excluded.
 
         Returns:
-            (length in tokens, number of the slowest tier used). The length is `ChunkedPrompt.local_tokens`
-            if no chunk extends that prefix.
+            (length in tokens, number of the slowest tier used). If no chunk extends the prefix that the
+            engine itself holds, the result is (length of that prefix, 0).
         """
         return self._last(self.slowest_overall, before)
 
     def after(self, first: int) -> int:
-        """Return the length in tokens of the longest usable prefix if another source loads its beginning.
+        """Return the length of the longest usable prefix, in tokens, if another source loads its first part.
 
         Args:
-            first: length in tokens of the prefix that the other source loads. It replaces
-                `ChunkedPrompt.first`.
+            first: number of tokens that the other source loads, from the start of the prompt, for the groups
+                that attend to all tokens. This number replaces `ChunkedPrompt.first`.
         """
         return _covered(self.groups, replace(self.chunked, first=first), self.tier_numbers, self).tokens
 
@@ -225,7 +236,10 @@ class Coverage:
         )
 
     def _better(self) -> int | None:
-        """Return the index of the chunk that ends at `nearest_boundary`; None if that is None."""
+        """Return the index of the chunk that ends at `nearest_boundary`; None if `nearest_boundary` is None.
+
+        `nearest_boundary` is the end of the longer prefix that comes closest to being usable.
+        """
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
             return None
@@ -235,6 +249,8 @@ class Coverage:
 
 def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
     """Return the length in tokens of the longest prefix that a prompt may use if every chunk is cached.
+
+    It is the whole prompt, or the prompt without its last token if the model has recurrent state.
 
     Args:
         groups: attention patterns of all groups of the model.
@@ -250,9 +266,10 @@ def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_number
         groups: attention patterns of all groups of the model.
         chunked: the prompt, divided into chunks.
         tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
-            `chunked.chunks`). In a state group, the number is that of the fastest tier that holds the
-            snapshot at the end of the chunk. Attention chunks inside `chunked.local_tokens` may be missing.
-            The tail of an attention group may also be the beginning of a longer cached chunk.
+            `chunked.chunks`). A state group has the number of the fastest tier that holds the snapshot
+            (recurrent state at one position) at the end of the chunk. Attention chunks may be missing if the
+            engine itself holds all of their tokens. The shorter last chunk of an attention group may also be
+            the beginning of a longer cached chunk.
 
     Raises:
         TransferError: `tier_numbers` has another shape or dtype, or there is no group.
@@ -278,12 +295,15 @@ def _covered(
     tier_numbers: TierNumbers,
     before: Coverage | None = None,
 ) -> Coverage:
-    """Compute the usable prefixes of a prompt. Parts of an earlier result are reused.
+    """Compute the usable prefixes of a prompt, and reuse parts of an earlier result.
 
     Args:
-        groups, chunked, tier_numbers: same as in `coverage`.
+        groups: attention patterns of all groups of the model.
+        chunked: the prompt, divided into chunks.
+        tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
+            `chunked.chunks`).
         before: earlier result whose inputs differ only in `ChunkedPrompt.first`; None to compute everything.
-            The rows of groups that do not depend on `ChunkedPrompt.first` are reused.
+            Rows of groups that do not depend on `ChunkedPrompt.first` are reused.
     """
     ends = chunked.boundaries if before is None else before.ends
     usable = ends > max(chunked.local_tokens, chunked.first)
@@ -314,17 +334,17 @@ def chunks_to_load(
     Args:
         groups: attention patterns of all groups of the model.
         chunked: the prompt, divided into chunks.
-        tokens: length of the prefix in tokens, which must be a boundary. No chunks are returned for a length
-            of at most `chunked.local_tokens`.
+        tokens: length of the prefix in tokens. The prefix must end at the end of a chunk. No chunks are
+            returned for a length of at most `chunked.local_tokens`.
         part: token range ``[first, last)`` to load if other sources load the rest; None for the whole prefix.
-            If the range ends before `tokens`, `tokens` need not be a boundary.
+            If the range ends before `tokens`, the prefix may also end inside a chunk.
 
     Returns:
         For each group, the indices of the chunks, int64, ascending. In a state group, the index of the chunk
-        at whose end the snapshot lies.
+        at whose end the snapshot (recurrent state at one position) lies.
 
     Raises:
-        TransferError: `tokens` is not a boundary, or the part ends after the last token that may be used.
+        TransferError: the prefix ends inside a chunk, or the part ends after the last token that may be used.
     """
     if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)
@@ -349,8 +369,8 @@ def _chunks(tokens: tuple[int, int], kind: GroupKind, chunked: ChunkedPrompt) ->
     In a state group, only the last of these chunks is returned, because the snapshot lies at its end.
 
     Args:
-        tokens: (low, high).
-        kind: kind of the group.
+        tokens: (low, high): first token, and token after the last.
+        kind: kind of the group's layers.
         chunked: the prompt, divided into chunks.
     """
     low, high = tokens
@@ -366,16 +386,21 @@ _NONE = np.zeros(1, np.int64)
 def _slowest(
     group: GroupPattern, chunked: ChunkedPrompt, ends: Int64s, tier_numbers: TierNumbers
 ) -> TierNumbers:
-    """Return, for each boundary, the slowest tier among those of the chunks that a group needs there.
+    """Return the slowest tier that a group must read for each prefix that ends at the end of a chunk.
 
-    The value is 0 if the group needs no chunk. The needed chunks are those that hold `select.needed_tokens`,
-    computed here for all boundaries at once.
+    The group must read the chunks that hold the tokens of `select.needed_tokens`. This function computes
+    these chunks for all prefixes at once.
 
     Args:
         group: attention pattern of the group.
         chunked: the prompt, divided into chunks.
-        ends: boundaries in tokens, int64 of shape (`chunked.chunks`,).
-        tier_numbers: number of the fastest tier that holds each chunk of the group, int64 of the same shape.
+        ends: end of each chunk in tokens, int64 of shape (`chunked.chunks`,).
+        tier_numbers: number of the fastest tier that holds each chunk of the group, or `NO_TIER`; int64 of
+            shape (`chunked.chunks`,).
+
+    Returns:
+        Number of the slowest tier for each prefix, int64 of shape (`chunked.chunks`,): 0 if the group needs
+        no chunk, `NO_TIER` if a needed chunk is in no tier.
     """
     if group.kind is GroupKind.STATE:
         return tier_numbers

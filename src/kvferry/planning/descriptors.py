@@ -14,10 +14,11 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Runs of bytes that are contiguous on both sides. Each run has a source, a destination and a length.
+    """Transfer descriptors: runs of bytes that are contiguous at the source and at the destination.
 
     Attributes:
-        src, dst: byte offset or address of each run on either side, int64 of shape (n,).
+        src, dst: byte offset or address of each run at the source and at the destination, int64 of shape
+            (n,).
         length: length of each run in bytes, int64 of shape (n,).
     """
 
@@ -42,7 +43,7 @@ def join(parts: Sequence[Descriptors]) -> Descriptors:
 
 
 def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
-    """Concatenate descriptors in the given order, without merging."""
+    """Concatenate descriptors in the given order, without merging adjacent runs."""
     empty = np.zeros(0, np.int64)
     return Descriptors(
         np.concatenate([empty, *(p.src for p in parts)]),
@@ -52,14 +53,16 @@ def concatenate(parts: Sequence[Descriptors]) -> Descriptors:
 
 
 def merge(src: Int64s, dst: Int64s, length: Int64s) -> Descriptors:
-    """Merge each run into the previous one if it directly follows it on both sides.
+    """Merge each run of bytes into the previous run if the two are adjacent on both sides.
 
     >>> merged = merge(np.array([0, 8, 16]), np.array([0, 8, 32]), np.array([8, 8, 8]))
     >>> merged.src.tolist(), merged.dst.tolist(), merged.length.tolist()
     ([0, 16], [0, 32], [16, 8])
 
     Args:
-        src, dst, length: same as in `Descriptors`. Only consecutive entries are merged.
+        src, dst: byte offset or address of each run at the source and at the destination, int64 of shape
+            (n,). Only consecutive entries are merged.
+        length: length of each run in bytes, int64 of shape (n,).
     """
     if len(src) == 0:
         return Descriptors(src, dst, length)

@@ -38,12 +38,16 @@ MAX_READS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PackedImage:
-    """The layout of the packed cells of a route.
+    """The layout of images. An image is contiguous memory that holds one packed cell (part of a block).
+
+    There are two kinds. A gathered image is packed by the source, and the destination reads from the image. A
+    fetched image is filled by reads from the source, and the destination copies from the image.
 
     Attributes:
         stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
-        nests: strided copies between engine memory (absolute addresses of block 0) and the image: from the
-            source to a gathered image, or from a fetched image to the destination.
+        nests: strided copies between the engine's blocks and the image: from the source to a gathered image,
+            or from a fetched image to the destination. On the engine's side, they have the absolute
+            addresses of block 0.
         reads: descriptors of the reads, in the order of the image: from a gathered image to the destination,
             or from the source to a fetched image.
     """
@@ -54,22 +58,23 @@ class PackedImage:
 
     @property
     def bytes(self) -> int:
-        """Total bytes of all reads of one image."""
+        """Total bytes of all reads of one image (packed cell)."""
         return sum(each.descriptors.total_bytes for each in self.reads)
 
     @property
     def longest(self) -> int:
-        """Length of the longest read in bytes."""
+        """Length in bytes of the longest read of an image (packed cell)."""
         return max(int(each.descriptors.length.max()) for each in self.reads)
 
 
 def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
-    """Return the layout of images: cells that the source packs in the byte order of the destination.
+    """Return the layout of images that the source packs for the destination to read.
 
-    Return None if nothing is copied or an image would need more than `MAX_READS` reads.
+    An image is contiguous memory that holds one cell (part of a block), here in the byte order of the
+    destination. Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 
     Args:
-        cell_copies: strided copies of a cell.
+        cell_copies: copies of one cell from the source to the destination.
 
     Example: the destination has heads outside of layers, and the source has one buffer per layer.
 
@@ -88,14 +93,15 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
 def fetch_image(
     cell_copies: Iterable[CellCopy], gap_bytes: int, cuts: Sequence[int] = ()
 ) -> PackedImage | None:
-    """Return the layout of images: cells packed in the source's byte order, which the destination unpacks.
+    """Return the layout of images that the destination reads from the source and then unpacks.
 
+    An image is contiguous memory that holds one cell (part of a block), here in the byte order of the source.
     Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 
     Args:
-        cell_copies: strided copies of a cell.
+        cell_copies: copies of one cell from the source to the destination.
         gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
-        cuts: first address of each of the source's registered regions. No read crosses such an address.
+        cuts: addresses that no read may cross: the first address of each registered region of the source.
     """
     return _image(cell_copies, "src", gap_bytes, cuts)
 
@@ -108,9 +114,10 @@ def _image(
     Return None if nothing is copied or an image would need more than `MAX_READS` reads.
 
     Args:
-        cell_copies: strided copies of a cell.
+        cell_copies: copies of one cell from the source to the destination.
         side: side whose byte order the image has.
-        gap_bytes, cuts: same as in `fetch_image`.
+        gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
+        cuts: addresses that no read may cross; empty if there are none.
     """
     alike = defaultdict[Offsets, list[tuple[Offsets, tuple[StridedCopy, ...]]]](list)
     for cell_copy in cell_copies:
@@ -148,15 +155,17 @@ def _packed(
     """Replace the addresses of one side by offsets in an image (packed cell), and compute the image's reads.
 
     Args:
-        nests: strided copies.
+        nests: strided copies of a cell, from the source to the destination.
         side: side whose addresses are replaced.
-        gap_bytes, cuts: same as in `fetch_image`.
-        first: offset in the image at which these copies begin.
+        gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
+        cuts: addresses that no read may cross.
+        first: offset in bytes at which these copies begin in the image.
 
     Returns:
         (copies, address, offset, length). `copies` lists, for each given copy, the copies that replace it.
-        `address`, `offset` and `length` hold, for each read, its address, its offset in the image and its
-        length in bytes; int64 of shape (reads,). The result is None if there are no copies or too many reads.
+        The other three are int64 of shape (reads,): for each read, the address in the memory of `side`, the
+        byte offset in the image, and the length in bytes. The result is None if there are no copies or too
+        many reads.
     """
     if not nests:
         return None
@@ -181,11 +190,13 @@ def _distance(loop: Loop, side: Side) -> int:
 
 
 def _shadow(nest: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
-    """Return the memory that a strided copy covers on one side, as contiguous runs and loops over them.
+    """Return the memory that a strided copy covers on one side, as loops over contiguous runs.
+
+    A run is as long as possible on this side. It may be longer than the runs of the copy itself.
 
     Args:
-        nest: strided copy.
-        side: side whose memory is returned. Only strides on this side matter.
+        nest: strided copy (nested loops over runs).
+        side: side whose addresses and strides are used.
 
     Returns:
         Length of a run in bytes, and (count, stride in bytes) of each loop over the runs.
@@ -207,14 +218,15 @@ def _starts(first: int, outer: Sequence[tuple[int, int]]) -> Int64s:
 
 
 def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) -> tuple[Int64s, Int64s]:
-    """Sort ranges by address, and merge those that touch, overlap or are at most `gap_bytes` apart.
+    """Sort memory ranges by address, and merge ranges that touch, overlap or are at most `gap_bytes` apart.
 
     Args:
         start, length: address and length in bytes of each range, int64 of shape (n,).
-        gap_bytes, cuts: same as in `fetch_image`.
+        gap_bytes: length in bytes of the longest gap that a merged range may include.
+        cuts: addresses that no merged range may cross.
 
     Returns:
-        Address and length of each merged range.
+        (address, length in bytes) of the merged ranges, int64 of shape (merged ranges,), by address.
     """
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate((start + length)[order])
@@ -225,16 +237,15 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
 
 
 def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
-    """Change one side of a strided copy to use the image (packed memory) instead of the original addresses.
+    """Replace the addresses of one side of a strided copy by offsets in an image (packed cell).
 
-    The ranges of the original may lie in the image without constant strides. The copy is then split into
-    several copies whose strides are constant.
+    If the strides are not constant in the image, the copy is split into several copies with constant strides.
 
     Args:
-        nest: strided copy.
-        side: side whose addresses are replaced by offsets in the image.
-        at, inside: address of each range that is read into the image, and the range's offset in the image,
-            int64 of shape (reads,).
+        nest: strided copy (nested loops over runs).
+        side: side whose addresses are replaced.
+        at: first address of each memory range that the image contains, int64 of shape (ranges,), ascending.
+        inside: byte offset of each of these ranges in the image, int64 of shape (ranges,).
     """
     _, outer = _shadow(nest, side)
     starts = _starts(_address(nest, side), outer)
@@ -254,13 +265,15 @@ def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[S
 def _in_order(
     nest: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
-    """Return the stride in bytes of every loop in the image; None if a loop has no constant stride there.
+    """Return the stride in bytes that each loop of a strided copy has in an image (packed cell).
+
+    Return None if a loop has no constant stride in the image.
 
     Args:
-        nest: strided copy.
-        side: side whose addresses are replaced.
+        nest: strided copy (nested loops over runs).
+        side: side whose addresses are replaced by offsets in the image.
         outer: (count, stride in bytes) of the loops over runs that are contiguous on this side.
-        offsets: image offset of each of these runs, int64; its shape is the counts in `outer`.
+        offsets: byte offset of each of these runs in the image, int64. The shape is the counts in `outer`.
     """
     steps = []
     expected = np.full(offsets.shape, offsets.flat[0], np.int64)

@@ -23,12 +23,12 @@ from kvferry.planning.strided_copy import strided_copies
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The copy from pages of one format to pages of another format.
+    """The copy from pages of one format to pages of another format. A page is one layer's part of a block.
 
-    Cell ``c`` of a sequence holds the tokens ``[c·cell_tokens, (c+1)·cell_tokens)``. It is cell
-    ``c % src_cells`` of the sequence's source block ``c // src_cells``, and cell ``c % dst_cells`` of its
-    destination block ``c // dst_cells``. A snapshot (recurrent state at one position) is one cell, which
-    fills a block on both sides.
+    A *cell* is the part of a page that is copied as one unit. Cell ``c`` of a sequence holds the tokens
+    ``[c·cell_tokens, (c+1)·cell_tokens)``. At the source, it is cell ``c % src_cells`` of block
+    ``c // src_cells``. At the destination, it is cell ``c % dst_cells`` of block ``c // dst_cells``. A
+    snapshot (recurrent state at one position) is one cell, which fills a block on both sides.
 
     Attributes:
         cell_tokens: number of tokens per cell; 0 for a snapshot.
@@ -45,7 +45,8 @@ class PageCopy:
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
     """Return the reasons why pages of `src` cannot be copied to pages of `dst`, one sentence each.
 
-    The two sides may hold different ranges of an axis, because a transfer can reshard.
+    The list is empty if they can be copied. The two sides may hold different ranges of an axis such as heads,
+    because a transfer can reshard.
     """
     if bool(src.block_tokens) != bool(dst.block_tokens):
         return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
@@ -78,6 +79,9 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 
 def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> PageCopy:
     """Compute the copy of a cell from a page of format `src` to a page of format `dst`.
+
+    A cell is the part of a page that is copied as one unit. Its number of tokens is the greatest common
+    divisor of both block sizes.
 
     Example: blocks of 4 tokens are copied to blocks of 6 tokens, so cells have 2 tokens. A token has one
     element of 2 bytes.
@@ -113,10 +117,12 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
 
 
 def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
-    """Yield the cell copies of the part of a field that both sides hold.
+    """Yield the strided copies of one cell (part of a block copied as one unit) for one field of a page.
+
+    The copies cover the part of the field that both sides hold.
 
     Args:
-        src, dst: the field on each side.
+        src, dst: layout of the field in the page on each side.
         cell_tokens: number of tokens per cell; unused for a field without a token axis.
     """
     others = [(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
@@ -138,6 +144,9 @@ def _axis(field: Field, name: str) -> Axis:
 
 def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:
     """Return the byte offsets of the elements of an axis that both sides hold.
+
+    Args:
+        src, dst: range of the axis that each side holds, and its strides there.
 
     Returns:
         (offsets at the source, offsets at the destination), int64 of shape (elements,).

@@ -24,11 +24,11 @@ Int32s: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescriptorIndices:
-    """Pairs of indices into the prepared descriptor lists of both sides.
+    """The descriptors of a read, as indices into the descriptor lists that were prepared for both sides.
 
     Attributes:
-        src, dst: index of each descriptor in the list of either side, int32 of shape (n,). The base of the
-            route is already added.
+        src, dst: index of each descriptor in the source's list and in the destination's list, int32 of shape
+            (n,).
     """
 
     src: Int32s
@@ -37,13 +37,13 @@ class DescriptorIndices:
 
 @dataclass(frozen=True, slots=True)
 class TransferCounts:
-    """Totals of a request over one route.
+    """Size of one request's transfer over one route (set of layers that are copied alike between two ranks).
 
     Attributes:
         bytes: number of useful bytes.
-        pages: number of prepared descriptors.
-        descriptors: number of descriptors after runs of consecutive cells are merged if they are adjacent on
-            both sides.
+        pages: number of descriptors before merging: one per contiguous run of each cell (part of a block).
+        descriptors: number of descriptors after merging. Runs of consecutive cells are merged if they are
+            adjacent on both sides.
         largest_run: bytes of the longest merged descriptor.
     """
 
@@ -55,12 +55,13 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedEntries:
-    """The entries of one transfer method in the prepared descriptor list of one side.
+    """The range of entries of one transfer method in the descriptor list that is prepared for one side.
 
-    In the list of a staging area, packed cells (*images*) take the place of blocks.
+    There is one entry per row (contiguous run of a cell), cell of a block, and block. In the list of a
+    staging area, images (packed cells) take the place of blocks.
 
     Attributes:
-        base: index of the first entry.
+        base: index of the first entry in the list.
         blocks: number of blocks in the pool, or of images that fit into the staging area.
         cells: number of cells per block; 1 for images.
     """
@@ -70,18 +71,19 @@ class PreparedEntries:
     cells: int = 1
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
-        """Return the indices of the descriptors of `n` cells, int32 of shape (rows · n,).
+        """Return the list indices of the descriptors of ``n`` cells, int32 of shape (rows · n,).
 
-        The order is row-major: first all cells of row 0, then all cells of row 1. So consecutive blocks of a
-        row are neighbours, as the pages of a layer are in memory.
+        A cell is the part of a block that is copied as one unit. A row is one of its contiguous runs. The
+        order is row-major: first row 0 of all cells, then row 1 of all cells. Neighbours in this order are
+        often neighbours in memory too.
 
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
         Args:
-            rows: number of rows (runs) per cell.
-            ids: block id or image number of every cell, of shape (n,).
-            number: index of every cell in the sequence, of shape (n,).
+            rows: number of rows per cell.
+            ids: id of the block (or number of the image) that holds each cell, of shape (n,).
+            number: index of each cell in the sequence, of shape (n,).
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)
@@ -94,11 +96,11 @@ class PreparedEntries:
 
 
 def count_transfer(route: Route, cells: Cells) -> TransferCounts:
-    """Return the totals of a request over one route. They are computed without listing the descriptors.
+    """Return the bytes and descriptors that a request transfers over one route, without listing descriptors.
 
     Args:
-        route: route to transfer.
-        cells: cells of the route that the request transfers.
+        route: set of layers that are copied alike from one rank to another.
+        cells: cells (parts of blocks) of the route that the request transfers.
     """
     total = pages = descriptors = largest = 0
     n = len(cells)
@@ -115,7 +117,14 @@ def count_transfer(route: Route, cells: Cells) -> TransferCounts:
 
 
 def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s, Int64s]:
-    """Return the byte offset of each cell on both sides, relative to the lowest cell of block 0.
+    """Return the byte offset of each cell (part of a block) on both sides.
+
+    The offsets are relative to the cell of block 0 that has the lowest address.
+
+    Args:
+        route: layers to transfer, with the block strides of both sides.
+        cell_copy: copies of one cell, with the offsets of all cells in a block.
+        cells: block ids and index of each cell.
 
     Returns:
         (offsets at the source, offsets at the destination), int64 of shape (n,).
@@ -129,13 +138,14 @@ def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s,
 
 
 def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
-    """Return True if runs of `length` bytes in consecutive cells can be adjacent on both sides.
+    """Return True if runs of consecutive cells can be adjacent on both sides.
 
-    The block tables then decide which runs are adjacent.
+    A cell is the part of a block that is copied as one unit, and a run is a contiguous range of bytes in a
+    cell. Whether the runs are adjacent then depends on the block tables.
 
     Args:
-        route: route to transfer.
-        cell_copy: cell copy of the route that contains the runs.
+        route: layers to transfer, with the block strides of both sides.
+        cell_copy: copies of one cell, which contain the runs.
         length: length of a run in bytes.
     """
     src_next, dst_next = route.src_stride + cell_copy.src_at[0], route.dst_stride + cell_copy.dst_at[0]
@@ -144,13 +154,14 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Return the largest number of consecutive cells whose runs are adjacent on both sides.
-
-    Also return the number of *breaks*: pairs of consecutive cells whose runs are not adjacent.
+    """Count the consecutive runs that are adjacent on both sides.
 
     Args:
-        src, dst: byte offset of the run of each cell on both sides, int64 of shape (n,).
-        length: length of a run in bytes.
+        src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
+        length: length of every run in bytes.
+
+    Returns:
+        (largest number of consecutive runs that are adjacent, number of neighbours that are not adjacent).
     """
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

@@ -16,11 +16,10 @@ from kvferry.planning.select import first_attended
 
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
-    """Return the ends of the longest prefixes that later prompts can load, in tokens.
+    """Return the lengths of the longest prefixes of a prompt that later prompts can load.
 
     Returns:
-        Length of the longest prefix that the same prompt can load, and length of the longest prefix that a
-        prompt which continues this one can load.
+        (tokens that the same prompt can load, tokens that a prompt which continues this prompt can load).
 
     >>> last_prefix_ends(2000, 256, 0), last_prefix_ends(2000, 64, 128), last_prefix_ends(1920, 64, 128)
     ((1792, 2000), (1920, 1920), (1792, 1920))
@@ -30,9 +29,9 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     Args:
         prompt: length of the prompt in tokens.
         chunk_tokens: number of tokens per chunk.
-        block_tokens: number of tokens per block of the groups with recurrent state. These groups have
-            snapshots only at ends of blocks. It is 0 if there are no such groups. The incomplete last chunk
-            is then stored too.
+        block_tokens: number of tokens per block of the KV cache groups with recurrent state. These groups
+            have snapshots (states at one position) only at ends of blocks. 0 means that no group has
+            recurrent state. Then the incomplete last chunk of the prompt is stored too.
     """
     if not block_tokens:
         return prompt // chunk_tokens * chunk_tokens, prompt
@@ -42,6 +41,9 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
 
 def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
     """Return True if a chunk of an attention group is worth storing.
+
+    A chunk of full attention always is. A chunk of a window is worth storing if a later prompt that loads one
+    of the expected prefixes attends to the chunk.
 
     Example: chunks of 256 tokens, a window of 1,024 tokens, and prefixes that end at multiples of 4,096
     tokens. The last four chunks before each end are stored.
@@ -56,8 +58,8 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
         group: attention pattern of the group, which is not a state group.
         number: index of the chunk in the prompt.
         chunk_tokens: number of tokens per chunk.
-        every: number of tokens between prefix ends, a multiple of `chunk_tokens`.
-        ends: additional prefix ends in tokens, from `last_prefix_ends`.
+        every: distance in tokens between the ends of expected prefixes, a multiple of `chunk_tokens`.
+        ends: further lengths of expected prefixes in tokens, from `last_prefix_ends`.
     """
     if every == chunk_tokens or not group.attention_span:
         return True
@@ -70,14 +72,18 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
 
 
 def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
-    """Return True if the snapshot after `tokens` tokens is worth storing.
+    """Return True if a snapshot (recurrent state at one position) is worth storing.
+
+    It is if a chunk and one of the expected prefixes end at its position.
 
     >>> ends = last_prefix_ends(1400, 128, 128)
     >>> [keeps_snapshot(tokens, 128, 1024, ends) for tokens in (64, 512, 1024, 1280)]
     [False, False, True, True]
 
     Args:
-        tokens: position of the snapshot in tokens from the start of the prompt.
-        chunk_tokens, every, ends: same as in `keeps_chunk`.
+        tokens: number of tokens from the start of the prompt that the state has seen.
+        chunk_tokens: number of tokens per chunk.
+        every: distance in tokens between the ends of expected prefixes, a multiple of `chunk_tokens`.
+        ends: further lengths of expected prefixes in tokens, from `last_prefix_ends`.
     """
     return tokens % chunk_tokens == 0 and (tokens % every == 0 or tokens in ends)

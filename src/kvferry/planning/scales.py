@@ -8,6 +8,8 @@ from kvferry.geometry import Layer
 def same_scales(a: Layer, b: Layer) -> bool:
     """Return True if two ranks have equal quantisation scales for all heads of a layer that both hold.
 
+    Quantised KV that was written with one scale is wrong under another.
+
     >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
     >>> def layer(first, *scales):
     ...     k = Field("k", 1, 0, (Axis("head", ((2, 1),), first, 4),))

@@ -29,14 +29,15 @@ state."""
 class LoadSpan:
     """The tokens of a prompt that a load transfers.
 
-    Several sources may each load a part of a prefix. For layers that attend to all tokens, every part brings
-    its own tokens. Other layers need only the end of the prefix, which the last part brings.
+    Several sources may each load a part of a prefix. For layers that attend to all tokens, each part
+    transfers its own tokens. Other layers need only the end of the prefix, which the last part transfers.
 
     Attributes:
         local_tokens: number of tokens that the destination has before the load, from the start of the prompt.
-        total: number of tokens that the destination has after the load, from the start of the prompt.
+        total: number of tokens that the destination has after all parts are loaded, from the start of the
+            prompt.
         prompt: length of the whole prompt in tokens.
-        part: token range ``[first, last)`` that this load brings; None if it brings the whole prefix.
+        part: token range ``[first, last)`` that this load transfers; None for the whole prefix.
     """
 
     local_tokens: int
@@ -48,8 +49,8 @@ class LoadSpan:
     def next_token(self) -> int:
         """Position of the first token that the destination computes.
 
-        The engine always computes the last prompt token, to sample from it, even if its KV is cached. So a
-        load of the whole prompt must cover the window of the last token, not of the token after it.
+        It is at most the position of the last prompt token. The engine always computes this token, to sample
+        from it, even if its KV is loaded.
         """
         return min(self.total, self.prompt - 1)
 
@@ -68,7 +69,7 @@ Position = TypeVar("Position", int, Int64s)
 
 
 def attends_to_all(kind: GroupKind) -> bool:
-    """Return True if layers of this kind attend to every earlier token."""
+    """Return True if layers of this kind attend to every earlier token: full attention and MLA."""
     return kind in (GroupKind.FULL, GroupKind.MLA)
 
 
@@ -78,9 +79,10 @@ def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -
     The result is 0 or negative if that token attends to all earlier tokens.
 
     Args:
-        kind, attention_span: kind and attention span of the group.
-        next_token: position of the attending token, or an array of positions, int64. The result has the same
-            shape.
+        kind: kind of the KV cache group's layers.
+        attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
+        next_token: position of the attending token, or an int64 array of positions. The result has the shape
+            of this argument.
 
     >>> first_attended(GroupKind.SLIDING, 24, 63), first_attended(GroupKind.CHUNKED, 32, 63)
     (40, 32)
@@ -95,12 +97,14 @@ def first_attended(kind: GroupKind, attention_span: int, next_token: Position) -
 def needed_tokens(kind: GroupKind, attention_span: int, span: LoadSpan) -> tuple[int, int]:
     """Return the tokens ``[low, high)`` that a load must transfer for a group.
 
-    These are the tokens that the next computed token attends to, except those that the destination has. For a
-    state group, the load must transfer the snapshot after ``high`` tokens, unless the range is empty.
+    These are the tokens of the load that the next computed token attends to and that the destination does not
+    have. For a state group, the load must transfer the snapshot (recurrent state at one position) after
+    ``high`` tokens, unless the range is empty.
 
     Args:
-        kind, attention_span: kind and attention span of the group.
-        span: tokens that the whole load transfers.
+        kind: kind of the KV cache group's layers.
+        attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
+        span: tokens that the load transfers, over all groups.
 
     >>> needed_tokens(GroupKind.SLIDING, 24, LoadSpan(0, total=64, prompt=64))   # next: 63, sees 40..63
     (40, 64)
@@ -123,8 +127,9 @@ def first_independent(kind: GroupKind, attention_span: int, end: int) -> int:
     """Return the position of the first token that attends to no token before `end`.
 
     Args:
-        kind, attention_span: kind and attention span of a group with sliding-window or chunked attention.
-        end: position in the prompt.
+        kind: kind of the group's layers, sliding-window or chunked attention.
+        attention_span: length of the window or attention chunk in tokens.
+        end: position in the prompt, in tokens.
 
     >>> first_independent(GroupKind.SLIDING, 24, 64), first_independent(GroupKind.CHUNKED, 32, 48)
     (87, 64)
@@ -139,8 +144,9 @@ def partial_block(
 ) -> int | None:
     """Return the position, in the block table, of the destination block whose first tokens are not loaded.
 
-    Return None if there is no such block. Only the first loaded block of a window can be one, because the
-    source may have freed the tokens before the window.
+    Return None if every loaded block is loaded from its first token on. In a sliding-window or chunked group,
+    the source may have freed the tokens before the window. Then the window's first block has no content in
+    its first tokens.
 
     >>> span = LoadSpan(0, 300, 300)   # the next token, 299, sees 200..299; content begins at 192
     >>> partial_block(GroupKind.SLIDING, 100, 128, span, 64)
@@ -149,7 +155,9 @@ def partial_block(
     True
 
     Args:
-        kind, attention_span, block_tokens: kind, attention span and block size of the destination's group.
+        kind: kind of the layers of the destination's group.
+        attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
+        block_tokens: number of tokens per block of the destination's group.
         span: tokens that are loaded.
         alignment_tokens: alignment of loaded content in tokens. Loaded content begins at the largest multiple
             of `alignment_tokens` that is not after the first needed token.
@@ -164,12 +172,15 @@ def partial_block(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """The cells of one route that a request transfers, in ascending order of position.
+    """The cells that a request transfers for one set of layers (route), in ascending order of position.
+
+    A cell is the part of a block that is copied as one unit.
 
     Attributes:
-        src_block, dst_block: id of the block that holds each cell on either side, int64 of shape (n,).
-        number: index of each cell in the sequence, int64 of shape (n,). It determines the position of the
-            cell in its block on either side.
+        src_block, dst_block: id of the block that holds each cell at the source and at the destination, int64
+            of shape (n,).
+        number: index of each cell in the sequence, int64 of shape (n,). The index determines the position of
+            the cell in its block on each side.
     """
 
     src_block: Int64s
@@ -186,20 +197,22 @@ class Cells:
 def select_cells(
     route: Route, kind: GroupKind, attention_span: int, span: LoadSpan, src_table: Int64s, dst_table: Int64s
 ) -> Cells:
-    """Return the cells of `route` that a request transfers.
+    """Return the cells that a request transfers for the layers of `route`.
 
-    Cells are copied whole. So the last cell may contain tokens after the end of the span, which the engine
-    does not read.
+    A cell is the part of a block that is copied as one unit. The last cell may contain tokens after the end
+    of the span. The engine does not read these tokens.
 
     Args:
         route: layers to transfer.
-        kind, attention_span: kind and attention span of the destination's group.
+        kind: kind of the layers of the destination's group.
+        attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
         span: tokens to transfer.
-        src_table, dst_table: block ids by position on either side, int64 of shape (blocks,).
+        src_table, dst_table: block ids by position at the source and at the destination, int64 of shape
+            (blocks,).
 
     Raises:
-        TransferError: a needed block is missing, null or not in the pool of its side; or the destination's
-            local prefix ends inside a cell; or a part of the prefix ends inside a block.
+        TransferError: a needed block is missing, null or not in the pool of its side; or the prefix that the
+            destination already has ends inside a cell; or a part of the loaded prefix ends inside a block.
     """
     low, high = needed_tokens(kind, attention_span, span)
     if low >= high:
@@ -231,14 +244,18 @@ def select_cells(
 def partly_written_blocks(
     route: Route, kind: GroupKind, attention_span: int, span: LoadSpan, dst_table: Int64s
 ) -> Int64s:
-    """Return the ids of destination blocks that a load fills only in part, int64 of shape (0,) to (2,).
+    """Return the ids of the destination blocks that a load fills only in part: none, one or two, int64.
 
-    Only the first and the last block of the load can be such blocks. A block that also holds local tokens is
-    left out. The caller must clear the returned blocks before the load: attention reads the unfilled part
-    with weight 0, but a NaN that the block's previous owner left there would spread.
+    Only the first and the last block of the load can be partly filled. A block that also holds tokens that
+    the destination already has is left out. The caller must clear the returned blocks before the load.
+    Attention reads the unfilled part with weight 0, but a NaN in the old content would spread.
 
     Args:
-        route, kind, attention_span, span, dst_table: same as in `select_cells`.
+        route: layers to transfer.
+        kind: kind of the layers of the destination's group.
+        attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
+        span: tokens to transfer.
+        dst_table: block ids by position at the destination, int64 of shape (blocks,).
     """
     low, high = needed_tokens(kind, attention_span, span)
     if low >= high or route.dst_cells == 1 or not route.cell_tokens:
@@ -254,15 +271,15 @@ def partly_written_blocks(
 
 
 def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
-    """Check that no two parts of a prefix write to the same block of the destination.
+    """Check that no two loads of parts of a prefix write to the same block of the destination.
 
     Args:
         route: layers to transfer.
-        kind: kind of the destination's group.
+        kind: kind of the layers of the destination's group.
         span: tokens to transfer.
 
     Raises:
-        TransferError: the part begins or ends inside a block. The load of this part would clear tokens of the
+        TransferError: the part begins or ends inside a block, so this load would overwrite tokens of the
             adjacent part.
     """
     if span.part is None or not attends_to_all(kind):
@@ -277,13 +294,14 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
 
 
 def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
-    """Check that every block id is valid, and return the cells.
+    """Check that every block id is valid, and return the cells (parts of blocks that are copied as one unit).
 
-    An id beyond the pool would select the bytes of another row (run of a cell).
+    An id beyond the pool would select other bytes than those of the block.
 
     Args:
         route: layers to transfer.
-        src, dst: id of the block that holds each cell on either side, int64 of shape (n,).
+        src, dst: id of the block that holds each cell at the source and at the destination, int64 of shape
+            (n,).
         number: index of each cell in the sequence, int64 of shape (n,).
 
     Raises:
@@ -302,12 +320,15 @@ def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
 def blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of the blocks that hold the needed tokens, int64, in order of position.
+    """Return the ids of a group's blocks that hold the tokens which a load needs, int64, by position.
 
     Args:
-        kind, attention_span, block_tokens: kind, attention span and block size of the group.
-        span: tokens to transfer, from which `needed_tokens` derives those of the group.
-        table: block ids by position, int64; for a state group, the one block with the snapshot.
+        kind: kind of the KV cache group's layers.
+        attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
+        block_tokens: number of tokens per block of the group.
+        span: tokens that the load transfers, over all groups.
+        table: block ids of the group by position, int64; for a state group, the one block with the snapshot
+            (recurrent state at one position).
     """
     low, high = needed_tokens(kind, attention_span, span)
     if low >= high:
@@ -320,14 +341,21 @@ def blocks_needed(
 def unwritten_blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of the blocks that hold needed tokens but no local tokens of this prompt.
+    """Return the ids of the blocks that hold tokens which a load needs, but none that the engine already has.
+
+    The ids are int64, in order of position, without null blocks.
 
     >>> table = np.arange(10, 16)
     >>> unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(24, 64, prompt=64), table).tolist()
     [12, 13]
 
     Args:
-        kind, attention_span, block_tokens, span, table: same as in `blocks_needed`.
+        kind: kind of the KV cache group's layers.
+        attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
+        block_tokens: number of tokens per block of the group.
+        span: tokens that the load transfers, over all groups.
+        table: block ids of the group by position, int64; for a state group, the one block with the snapshot
+            (recurrent state at one position).
     """
     ids = blocks_needed(kind, attention_span, block_tokens, span, table)
     if kind is not GroupKind.STATE:  # the block of a snapshot is written as a whole
@@ -338,11 +366,12 @@ def unwritten_blocks_needed(
 
 
 def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice:
-    """Return the positions, in a group's block table, of the blocks that a load may write.
+    """Return the slice of a group's block table that contains the blocks which a load may write.
 
     Args:
-        kind, block_tokens: kind of the group, and number of tokens per block.
-        span: tokens to transfer.
+        kind: kind of the KV cache group's layers.
+        block_tokens: number of tokens per block of the group.
+        span: tokens that the load transfers, over all groups.
 
     >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
     >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)
@@ -360,7 +389,10 @@ def max_writable_blocks(kind: GroupKind, attention_span: int, block_tokens: int,
     """Return the maximum number of blocks of a group that a load may write, null blocks excluded.
 
     Args:
-        kind, attention_span, block_tokens, span: same as in `blocks_needed`.
+        kind: kind of the KV cache group's layers.
+        attention_span: length of the sliding window or attention chunk in tokens; 0 for other kinds.
+        block_tokens: number of tokens per block of the group.
+        span: tokens that the load transfers, over all groups.
 
     >>> span = LoadSpan(local_tokens=16, total=64, prompt=65)
     >>> max_writable_blocks(GroupKind.FULL, 0, 16, span), max_writable_blocks(GroupKind.SLIDING, 20, 16, span)

@@ -47,7 +47,12 @@ LANE_BYTES = 2 << 20
 
 
 class Strategy(StrEnum):
-    """The strategy by which the bytes of a route are transferred."""
+    """How the bytes of a cell (part of a block that is copied as one unit) are transferred.
+
+    DIRECT: the destination reads each contiguous run of bytes into place. OVER_READ: the destination reads
+    whole ranges of the source, gaps included, and copies the needed bytes into place. STAGED: the source
+    packs the bytes into contiguous memory, and the destination reads them from there.
+    """
 
     DIRECT = "direct"
     OVER_READ = "over-read"
@@ -62,12 +67,13 @@ class Costs:
 
     Attributes:
         read_descriptor_seconds, read_byte_seconds: cost of a READ in seconds per descriptor and per byte.
-        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of a gather (copy into images) or scatter
-            (copy out of images) in seconds per call of the copy operation (one call per `StridedCopy` and
-            cell), per contiguous run and per byte.
-        ask_seconds: round-trip time of a request to the source to gather a segment, in seconds.
-        overlap: fraction of the shorter operation's time that is hidden when one segment is gathered while
-            another is read. It is 1 between two machines, and as low as 0 on one busy machine.
+        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of packing or unpacking bytes in seconds
+            per call of the copy operation (one call per `StridedCopy` and cell), per contiguous run and per
+            byte.
+        ask_seconds: round-trip time in seconds of a request to the source to pack one segment of a transfer.
+        overlap: share, from 0 to 1, of the shorter operation's time that is hidden when the source packs one
+            segment while the destination reads another. It is 1 between two machines, and as low as 0 on one
+            busy machine.
         lanes_work_gain: speedup of all lanes over one lane for descriptors, calls and runs, which CPU cores
             limit.
         lanes_byte_gain: speedup of all lanes over one lane for bytes, which memory bandwidth limits.
@@ -103,13 +109,16 @@ class Costs:
 
     @property
     def gap_bytes(self) -> int:
-        """Length in bytes of a gap between two runs that takes as long to read as one more descriptor."""
+        """Length in bytes of the gap between two runs above which a second descriptor is cheaper.
+
+        Reading a gap of this length takes as long as one more descriptor.
+        """
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of transferring one cell.
+    """The work of transferring one cell (part of a block that is copied as one unit) by one method.
 
     Attributes:
         descriptors, read_bytes: number of descriptors, and number of bytes, of the READ.
@@ -117,7 +126,7 @@ class Work:
             source copies; 0 if the source copies nothing.
         scatter_calls, scatter_runs: number of calls of the destination's copy operation, and number of runs
             that the destination copies; 0 if the destination copies nothing.
-        bytes: number of useful bytes. A gather or scatter copies this number of bytes.
+        bytes: number of useful bytes of the cell. Each copy operation copies this number of bytes.
     """
 
     descriptors: float
@@ -129,11 +138,11 @@ class Work:
     bytes: float = 0
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected duration of a transfer in seconds.
+        """Return the expected duration in seconds of a transfer of `cells` cells (parts of blocks).
 
         Args:
             cells: number of cells to transfer.
-            costs: costs of the machine.
+            costs: costs of the machine for one lane (thread that reads).
         """
         c = costs
         shared = cells * self.bytes >= 2 * LANE_BYTES
@@ -160,14 +169,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TransferMethod:
-    """One method to transfer the cells of a route.
+    """One method to transfer the cells of a route (set of layers that are copied alike between two ranks).
+
+    A cell is the part of a block that is copied as one unit. An image is a cell packed into contiguous
+    memory.
 
     Attributes:
         strategy: direct, over-read or staged.
         work: work per cell.
-        image: layout of packed cells; None for direct.
-        landing: copies from a gathered image to the destination's memory, if the image is read whole; None
-            if nothing is gathered or the image is read directly into place.
+        image: layout of images; None for the direct strategy.
+        landing: copies from an image in the destination's staging memory into place. They are used if the
+            source packs the image and the destination reads the image whole; None otherwise.
     """
 
     strategy: Strategy
@@ -177,14 +189,16 @@ class TransferMethod:
 
     @property
     def scatters(self) -> tuple[PoolCopies, ...] | None:
-        """Copies from the image to the destination's memory; None if the destination unpacks nothing."""
+        """Copies by which the destination unpacks an image (packed cell); None if it unpacks nothing."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.nests
         return self.landing
 
 
 def segment_bytes(total: float) -> int:
-    """Return the size in bytes of one gathered segment, if all images together have `total` bytes.
+    """Return the size in bytes of one segment of a staged transfer of `total` bytes.
+
+    The source packs the bytes segment by segment. The destination reads one segment at a time.
 
     >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20
     (16, 16)
@@ -197,12 +211,15 @@ def transfer_methods(
 ) -> tuple[TransferMethod, ...]:
     """Return all methods that can transfer the cells of a route.
 
+    A cell is the part of a block that is copied as one unit. An image is a cell packed into contiguous
+    memory.
+
     Args:
-        route: route to transfer.
+        route: layers to transfer from one rank to another.
         costs: costs of the machine. `Costs.gap_bytes` is the longest gap that is read instead of skipped.
         max_image_bytes: maximum size of one image in bytes. Methods with larger images are left out.
-        cuts: first address of each of the source's registered regions; empty if one region holds all pages.
-            No read crosses such an address.
+        cuts: addresses that no read may cross: the first address of each registered region of the source;
+            empty if one region holds all pages.
 
     Raises:
         ConfigError: a cell has too many runs for a direct transfer, and its image is too large.
@@ -245,28 +262,31 @@ def transfer_methods(
 def choose_method(
     found: Sequence[TransferMethod], cells: int, costs: Costs, pinned: Strategy | None = None
 ) -> int:
-    """Return the index of the method with the shortest expected duration.
+    """Return the index of the transfer method with the shortest expected duration.
 
     Args:
-        found: methods that can transfer the cells of a route.
-        cells: number of cells to transfer.
+        found: methods to choose from, at least one.
+        cells: number of cells (parts of blocks copied as one unit) to transfer.
         costs: costs of the machine.
-        pinned: strategy to choose if one of the methods has it; None to choose among all methods.
+        pinned: strategy that the method must have. It is ignored if no method has this strategy. None to
+            choose among all methods.
     """
     allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
     return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
 
 
 def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedImage | None:
-    """Return the layout of fetched images (packed cells in the byte order of the source).
+    """Return the layout of images that the destination reads from the source and then unpacks.
 
-    Return None if nothing is copied or an image would need too many reads. The longest gap is reduced until
-    no read is longer than the distance between blocks, because it never pays to read other blocks.
+    An image is a cell (part of a block) packed into contiguous memory, here in the byte order of the source.
+    Return None if nothing is copied or an image would need too many reads. Gaps that are read instead of
+    skipped are limited until no read is longer than the distance between blocks. Reading other blocks never
+    pays.
 
     Args:
-        route: route to transfer.
-        gap_bytes: length in bytes of the longest gap to try first.
-        cuts: same as in `transfer_methods`.
+        route: layers to transfer from one rank to another.
+        gap_bytes: length in bytes of the longest gap to read, before this limit is reduced.
+        cuts: addresses that no read may cross: the first address of each registered region of the source.
     """
     image = fetch_image(route.cell_copies, gap_bytes, cuts)
     while image and gap_bytes and image.longest > route.src_stride:
@@ -276,12 +296,12 @@ def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedIma
 
 
 def _read_count(image: PackedImage) -> int:
-    """Return the number of reads (descriptors) of one image."""
+    """Return the number of reads (descriptors) of one image (packed cell)."""
     return sum(len(each.descriptors) for each in image.reads)
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Return the number of calls of the copy operation, and the number of runs that they copy, per cell."""
+    """Return (calls of the copy operation, runs that these calls copy) for one cell (part of a block)."""
     nests = [nest for part in parts for nest in part.nests]
     return len(nests), sum(nest.rows for nest in nests)
 

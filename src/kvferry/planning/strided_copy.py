@@ -24,11 +24,11 @@ from kvferry.planning.descriptors import Descriptors, Int64s, join
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One loop of a strided copy.
+    """One of the nested loops of a strided copy.
 
     Attributes:
         count: number of iterations, at least 2.
-        src, dst: stride in bytes on each side.
+        src, dst: distance in bytes from one iteration to the next, at the source and at the destination.
     """
 
     count: int
@@ -38,12 +38,13 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """Nested loops over runs of equal length at regular distances.
+    """A copy of many runs of bytes of equal length, described by nested loops with constant strides.
 
     Attributes:
         src, dst: byte offset or address of the first run on each side.
         run: length of a run in bytes. A run is contiguous on both sides.
-        loops: loops over the runs, outermost first, sorted by descending stride at the destination.
+        loops: loops over the runs, outermost first, sorted by descending stride at the destination; empty for
+            a single run.
     """
 
     src: int
@@ -53,12 +54,12 @@ class StridedCopy:
 
     @property
     def rows(self) -> int:
-        """Number of runs over all iterations of the loops."""
+        """Number of runs (contiguous ranges of bytes) that are copied."""
         return prod(loop.count for loop in self.loops)
 
     @property
     def bytes(self) -> int:
-        """Total bytes of all runs."""
+        """Number of bytes that are copied."""
         return self.rows * self.run
 
     def at(self, src: int, dst: int) -> StridedCopy:
@@ -66,7 +67,10 @@ class StridedCopy:
         return replace(self, src=self.src + src, dst=self.dst + dst)
 
     def ascending(self) -> tuple[StridedCopy, ...]:
-        """Return copies with the same runs and without negative strides, which tensor views do not allow.
+        """Return copies that copy the same bytes and have no negative strides.
+
+        A loop with a negative stride is replaced by one copy per iteration, because tensor views do not allow
+        negative strides.
 
         >>> StridedCopy(8, 0, 4, (Loop(2, -8, 100),)).ascending()
         (StridedCopy(src=8, dst=0, run=4, loops=()), StridedCopy(src=0, dst=100, run=4, loops=()))
@@ -79,7 +83,7 @@ class StridedCopy:
         return (self,)
 
     def descriptors(self) -> Descriptors:
-        """Return the descriptors of all runs, in loop order."""
+        """Return one descriptor (source, destination, length) per run, in the order of the loops."""
         src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)
         for loop in self.loops:
             steps = np.arange(loop.count, dtype=np.int64)
@@ -89,16 +93,19 @@ class StridedCopy:
 
 
 def expand_copies(nests: Iterable[StridedCopy]) -> Descriptors:
-    """Return the runs of all copies, sorted by destination and merged if adjacent on both sides."""
+    """Return the descriptors of all runs of strided copies, sorted by destination.
+
+    Runs that are adjacent on both sides are merged.
+    """
     return join([nest.descriptors() for nest in nests])
 
 
 def strided_copies(
     item_bytes: int, src: int, dst: int, axes: Sequence[tuple[Int64s, Int64s]]
 ) -> list[StridedCopy]:
-    """Return strided copies of all elements of a multi-dimensional array.
+    """Return strided copies that together copy all elements of a multi-dimensional array.
 
-    Example with two axes. The second one is contiguous on both sides:
+    Example with two axes, of which the second is contiguous on both sides:
 
     >>> rows = np.array([0, 64]), np.array([0, 8])
     >>> columns = np.array([0, 2, 4, 6]), np.array([0, 2, 4, 6])
@@ -128,7 +135,11 @@ def strided_copies(
 
 
 def coalesce_copy(nest: StridedCopy) -> StridedCopy:
-    """Return a copy of the same runs with fewer loops. Loops that are contiguous on both sides are joined."""
+    """Return a strided copy of the same bytes with fewer loops, if loops can be joined.
+
+    Two loops are joined if the outer one continues the inner one on both sides. A loop whose stride is the
+    run length on both sides becomes a part of the run.
+    """
     loops = sorted(nest.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
     run, kept = nest.run, list[Loop]()
     for loop in loops:
@@ -142,9 +153,10 @@ def coalesce_copy(nest: StridedCopy) -> StridedCopy:
 
 
 def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
-    """Return the same runs in fewer copies. Equal copies at regular distances become one copy with a loop.
+    """Combine strided copies into fewer copies of the same bytes.
 
-    For example, K and V of a packed page become one copy, and so do the layers of a cross-layer cache.
+    Equal copies at regular distances become one copy with one more loop. For example, K and V of a packed
+    page become one copy, and so do the layers of a cross-layer cache.
 
     >>> fuse_copies([StridedCopy(0, 0, 8), StridedCopy(100, 8, 8), StridedCopy(200, 16, 8)])
     (StridedCopy(src=0, dst=0, run=8, loops=(Loop(count=3, src=100, dst=8),)),)
@@ -166,9 +178,10 @@ def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
-    """Return strided copies whose runs begin at the given pairs of offsets, in the same order.
+    """Describe a list of runs by strided copies, which are few if the offsets are regular.
 
-    The copies have few loops if the offsets are regular. Their runs have 0 bytes; the caller sets the length.
+    The runs of the copies begin at the given offsets, in the given order. The copies have a run length of 0
+    bytes, because the caller sets the length.
 
     Args:
         src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
@@ -202,8 +215,8 @@ def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
         src, dst: offset of each pair at the source and at the destination, int64 of shape (n,).
 
     Returns:
-        (index of the first pair, loop over the pairs) for each progression; the loop is None for a single
-        pair.
+        (index of the first pair, loop over the pairs) for each progression. The loop is None if the
+        progression has a single pair.
     """
     found: list[tuple[int, Loop | None]] = []
     steps = np.stack([np.diff(src), np.diff(dst)], 1)

@@ -27,11 +27,12 @@ from kvferry.planning.strided_copy import StridedCopy
 class Route:
     """Layers that are read together from one source rank. They share groups, block sizes and block strides.
 
-    A *cell* is the part of a block that is copied as one unit. Its number of tokens is the greatest common
-    divisor of both block sizes.
+    A *cell* is the part of a block that is copied as one unit. The number of tokens per cell is the greatest
+    common divisor of both block sizes.
 
     Attributes:
-        src_group, dst_group: index of the layers' group on each side. The block table of that group applies.
+        src_group, dst_group: index of the layers' KV cache group on each side. The layers use the block table
+            of that group.
         layers: names of the layers.
         cell_tokens: number of tokens per cell; 0 for a snapshot (recurrent state at one position).
         src_cells, dst_cells: number of cells per block on each side.
@@ -56,22 +57,25 @@ class Route:
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes that are copied per cell, over all layers of the route."""
+        """Number of bytes that are copied per cell (part of a block), over all layers of the route."""
         return sum(nest.bytes for nest in self.nests)
 
     @property
     def nests(self) -> tuple[StridedCopy, ...]:
-        """Strided copies (nested loops over runs) that together copy one cell, from all of `cell_copies`."""
+        """Strided copies (nested loops over runs of bytes) that together copy one cell (part of a block)."""
         return tuple(nest for cell_copy in self.cell_copies for nest in cell_copy.nests)
 
     @property
     def row_count(self) -> int:
-        """Upper bound of the number of runs in `rows`. It is computed without listing the runs."""
+        """Number of runs (contiguous ranges of bytes) per cell (part of a block), before runs are merged.
+
+        The number is computed without listing the runs.
+        """
         return sum(nest.rows for nest in self.nests)
 
     @cached_property
     def rows(self) -> Descriptors:
-        """Runs of one cell. Each run is contiguous on both sides.
+        """Descriptors of the runs of one cell (part of a block). Each run is contiguous on both sides.
 
         Runs of the same `CellCopy` are merged if they are adjacent on both sides.
         """
@@ -80,11 +84,12 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """All routes from one rank of the peer to this rank.
+    """All copies from one rank of the peer to this rank, computed once per handshake.
 
     Attributes:
         src_rank: (pp_rank, tp_rank) of the peer's rank.
-        routes: routes from that rank; empty if this rank reads nothing from that rank.
+        routes: copies from that rank, one route per set of layers that are copied alike; empty if this rank
+            reads nothing from that rank.
     """
 
     src_rank: tuple[int, int]
@@ -93,13 +98,16 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RouteKey:
-    """The properties that all layers of one route share. The page formats of the layers may differ.
+    """The properties that layers must share to be in one route (set of layers that are read together).
+
+    The page formats of the layers may differ.
 
     Attributes:
-        src_group, dst_group: index of the group on each side.
-        src_tokens, dst_tokens: number of tokens per block on each side; 0 for a snapshot.
+        src_group, dst_group: index of the layers' KV cache group on each side.
+        src_tokens, dst_tokens: number of tokens per block on each side; 0 for a snapshot (recurrent state at
+            one position).
         src_stride, dst_stride: bytes from one block to the next on each side.
-        fields: names of the fields to copy.
+        fields: names of the fields to copy, such as K and V.
     """
 
     src_group: int
@@ -118,7 +126,7 @@ _OTHER_SCALES = (
 
 
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
-    """Compute the templates by which one rank reads from every rank of a peer.
+    """Compute the copies by which this rank reads from every rank of a peer.
 
     Layers of a draft model that the peer cannot supply are left out.
 
@@ -127,7 +135,7 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
         dst: geometry of this rank.
 
     Returns:
-        One template per source rank, in the order of `srcs`.
+        One template (all copies from one source rank) per source rank, in the order of `srcs`.
 
     Raises:
         Incompatible: the peer cannot supply a layer of the model or a part of a layer. The error lists all
@@ -182,7 +190,7 @@ def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeome
     without these layers is still correct, because the model verifies every token that a draft model proposes.
 
     Args:
-        templates: result of `build_templates` for `dst`.
+        templates: copies from every rank of the peer to this rank, from `build_templates`.
         dst: geometry of this rank.
     """
     had = {name for template in templates for route in template.routes for name in route.layers}
@@ -208,10 +216,9 @@ def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry
 
 
 class _Pages:
-    """Assigns numbers to page formats, because numbers are faster to compare. Equal formats share a number.
+    """Numbers page formats, because numbers are faster to compare. Equal formats have the same number.
 
-    The method `number` remembers every format that it is called with. The formats must live as long as this
-    object, because it recognises formats by ``id()``.
+    All numbered formats must live as long as this object, because a format is recognised by its ``id()``.
     """
 
     def __init__(self) -> None:
@@ -219,7 +226,7 @@ class _Pages:
         self._seen: dict[int, int] = {}
 
     def number(self, page: PageFormat) -> int:
-        """Return the number of a format. A format that equals no earlier one gets the next number."""
+        """Return the number of a page format: the number of an equal earlier format, else the next number."""
         if (found := self._seen.get(id(page))) is not None:
             return found
         number = self._numbers.setdefault(page, len(self._numbers))
@@ -229,15 +236,15 @@ class _Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A layer on one source rank.
+    """A source rank that holds a layer.
 
     Attributes:
         index: index of the source rank.
-        group: index of the group on that rank.
+        group: index, on that rank, of the KV cache group that contains the layer.
         kind: kind of the group.
         layer: geometry of the layer on that rank.
-        alike: key (index, kind, number of the page format). For layers with equal keys, the same source ranks
-            are chosen.
+        alike: (index, kind, number of the page format), a key for caching the choice of source ranks. The
+            choice is the same for layers with equal keys.
     """
 
     index: int
@@ -255,9 +262,9 @@ class _Choice:
     """The source ranks that supply a layer.
 
     Attributes:
-        takes: for each chosen rank, its index in the list of holders and the names of the fields that it
-            supplies.
-        differences: reasons why the peer cannot supply the layer, one text each; empty if it can.
+        takes: (index in the list of source ranks that hold the layer, names of the fields to read) for each
+            chosen rank.
+        differences: reasons why the peer cannot supply the layer, one text each; empty if the peer can.
     """
 
     takes: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -267,7 +274,11 @@ class _Choice:
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
     """Return the source ranks that hold each layer, by the layer's identity.
 
-    The result is a ``defaultdict``. A layer that no rank holds yields an empty list.
+    The result is a ``defaultdict``, so a layer that no rank holds has an empty list.
+
+    Args:
+        srcs: geometry of all ranks of the peer.
+        pages: object that assigns numbers to page formats.
     """
     found: dict[str, list[_Holder]] = defaultdict(list)
     for index, src in enumerate(srcs):
@@ -279,14 +290,16 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
 
 
 def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
-    """Choose the holders that supply a layer's fields. Each part of a field comes from exactly one holder.
+    """Choose the source ranks from which the fields of a layer are read.
+
+    Each part of a field is read from exactly one rank.
 
     Args:
         holders: source ranks that hold the layer.
-        kind: kind of the destination's group.
+        kind: kind of the destination's KV cache group.
         layer: geometry of the layer at the destination.
-        reader: tensor-parallel rank of the destination. It decides between source ranks that hold the same
-            part of a field.
+        reader: tensor-parallel rank of the destination. Among source ranks that hold the same part of a
+            field, this number selects one, so that readers are spread over the copies.
     """
     if not holders:
         return _Choice(differences=("not in the peer's cache",))
@@ -313,9 +326,9 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
 
     Args:
         holders: source ranks that hold the layer.
-        field: field at the destination.
-        reader: tensor-parallel rank of the destination. It decides between source ranks that hold the same
-            part.
+        field: layout of the field in the destination's page, with the part that the destination holds.
+        reader: tensor-parallel rank of the destination. Among source ranks that hold the same part, this
+            number selects one, so that readers are spread over the copies.
 
     Raises:
         Incompatible: some part is missing, or the peer's ranks hold overlapping parts.
@@ -347,7 +360,10 @@ def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
 
 
 def _range(field: Field, along: str) -> tuple[int, int]:
-    """Return the range ``(start, stop)`` that a field holds of an axis; (0, 1) if it has no such axis."""
+    """Return the range ``(start, stop)`` that a field holds of the axis named `along`.
+
+    Return (0, 1) if the field has no such axis.
+    """
     axis = field.axis(along)
     return (axis.start, axis.stop) if axis else (0, 1)
 
@@ -382,10 +398,11 @@ def _route(
 
 
 def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iterator[CellCopy]:
-    """Yield the cell copies of all layers, moved to the absolute addresses of block 0.
+    """Yield the copies of one cell (part of a block) of all layers, at the absolute addresses of block 0.
 
     Args:
-        found: for each page copy, the addresses of block 0 (source, destination) of each layer that uses it.
+        found: for each pair of page formats, the copy between their pages, and the (source, destination)
+            addresses of block 0 of each layer with these formats.
     """
     for retiled, addresses in found:
         for cell_copy in retiled.cell_copies:
@@ -394,11 +411,10 @@ def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iter
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return warnings about layers whose window at the peer covers fewer tokens than this rank needs.
+    """Return warnings about layers of which the peer keeps fewer tokens than this rank needs.
 
-    For long prompts, the peer then keeps fewer tokens of these layers than this rank needs. This happens if
-    the hybrid KV cache manager is enabled at the peer and disabled here, so that sliding-window layers count
-    as full attention here.
+    The list is empty if there are no such layers. They occur if the hybrid KV cache manager is enabled at the
+    peer and disabled here. Sliding-window layers then count as full attention here.
 
     Args:
         srcs: geometry of all ranks of the peer.
@@ -422,6 +438,6 @@ def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[s
 
 
 def _named_layers(names: Sequence[str]) -> str:
-    """Return the name of the first layer and the number of further layers, for messages."""
+    """Return a short text for a list of layers: the first name, and the number of further layers."""
     more = len(names) - 1
     return f"layer {names[0]!r}" + (f" and {more} more" if more else "")
