@@ -26,7 +26,14 @@ _HEAD, _TOKEN, _WORD, _LAYER, _FIELD, _MIX = (
 
 
 def fill_blocks(memory: OwnedCache, held: SimulatedEngine) -> None:
-    """Write the test values of an engine's request into the memory of one rank. Mutates `memory`."""
+    """Write test values into the blocks of an engine's request, in the memory of one rank. Mutates `memory`.
+
+    The value of an element depends on its layer, field, token, head and position within the head.
+
+    Args:
+        memory: KV cache of one rank of the engine.
+        held: engine with the block tables of the request.
+    """
     pages, states = memory.views(guarded=False), memory.states(guarded=False)
     for group, table in zip(memory.geometry.groups, held.tables, strict=True):
         for layer in group.layers:
@@ -38,7 +45,11 @@ def fill_blocks(memory: OwnedCache, held: SimulatedEngine) -> None:
 
 
 def check_memory(memory: OwnedCache, expected: OwnedCache) -> None:
-    """Compare a rank's memory with the expected memory.
+    """Check that a rank's memory equals the expected memory, byte for byte.
+
+    Args:
+        memory: memory of the rank.
+        expected: memory of the same size, with the expected bytes.
 
     Raises:
         TransferError: a byte differs.
@@ -81,9 +92,11 @@ def _first_head(layer: Layer) -> int:
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
     """Return the part of a page's test values that is the same for every block and layer.
 
+    A page is the KV of one block in one layer. A word here is an element of 1 to 8 bytes.
+
     Args:
-        first_head: number of the page's first head in the model.
-        counts: number of heads, tokens, and words per head and token.
+        first_head: index, among the model's heads, of the first head in the page.
+        counts: number of heads, number of tokens, and number of words per head and token.
 
     Returns:
         int64 of shape (heads, tokens, words).
@@ -93,12 +106,16 @@ def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
 
 
 def _mixed(value: torch.Tensor) -> torch.Tensor:
-    """Mix the bits of `value`, so that each bit depends on many of the original bits. Mutates `value`."""
+    """Mix the bits of each element, so that each bit depends on many of the original bits. Return `value`.
+
+    Args:
+        value: int64 tensor of any shape. Mutated.
+    """
     value ^= value >> 29
     value *= _MIX
     return value.__ixor__(value >> 32)
 
 
 def _wrap(value: int) -> int:
-    """Return the signed 64-bit integer that is congruent to `value` modulo 2**64."""
+    """Return the signed 64-bit integer that equals `value` modulo 2**64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

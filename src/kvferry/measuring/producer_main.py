@@ -36,7 +36,7 @@ _TICK_SECONDS = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Message that the producer sends when it is ready.
+    """Message that the producer (the process to read from) sends when its engines are ready.
 
     Attributes:
         addresses: host and port of each engine's control channel, in the order of the engines.
@@ -49,10 +49,12 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """Request to an engine of the producer to grant a lease. The answer is `Granted`.
+    """Message to the producer (the process to read from): one of its engines shall grant a lease.
+
+    The answer is `Granted`, or `ProducerFailed` if the engine cannot grant a lease.
 
     Attributes:
-        engine: number of the engine.
+        engine: index of the engine in the producer.
         lease: name for the new lease.
     """
 
@@ -62,10 +64,10 @@ class AskTicket:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Answer of the producer to `AskTicket`, after it granted the lease.
+    """Answer of the producer (the process to read from) to `AskTicket`: the lease is granted.
 
     Attributes:
-        ticket: random id that claims the lease.
+        ticket: random id with which the reader claims the lease.
     """
 
     ticket: bytes
@@ -73,17 +75,21 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class AskEnded:
-    """Request to the producer to answer `AllEnded` once all leases have ended."""
+    """Message to the producer (the process to read from): answer `AllEnded` when all leases have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllEnded:
-    """Answer of the producer to `AskEnded`, once all leases have ended."""
+    """Answer of the producer (the process to read from) to `AskEnded`: all leases have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerFailed:
-    """Answer of the producer if it failed, with the reason."""
+    """Message of the producer (the process to read from): it could not start, or not do what was requested.
+
+    Attributes:
+        reason: error message.
+    """
 
     reason: str
 
@@ -91,13 +97,13 @@ class ProducerFailed:
 def produce(
     pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
 ) -> None:
-    """Run the producer until the other end of `pipe` closes.
+    """Run the producer, the process whose engines a reader reads from, until the other end of `pipe` closes.
 
     Args:
-        pipe: connection to the reader.
+        pipe: connection to the process of the reader.
         engines: engines to run in this process.
-        settings: environment variables for the transport.
-        keys: CURVE keys of all channels.
+        settings: environment variables to set, such as UCX_TLS.
+        keys: CURVE keys (ZeroMQ encryption) of all channels.
     """
     # Ignore Ctrl-C, which reaches the whole process group. The reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,19 +140,22 @@ def _serve(pipe: Connection, producers: Sequence[_ServedEngine], incarnation: in
 
 
 class _ServedEngine:
-    """One engine of the producer: the memory and threads of its ranks, its control server and its lease book.
+    """An engine of the producer, the process to read from.
+
+    It consists of the KV cache and the threads of each rank, a control server, and a lease book, which tracks
+    the engine's leases.
 
     Attributes:
-        address: host and port of the control channel.
+        address: host and port of the engine's control channel.
     """
 
     def __init__(self, engine: SimulatedEngine, incarnation: int, keys: Keys) -> None:
-        """Allocate and fill the memory of all ranks, and start their threads and the control server.
+        """Allocate the KV cache of all ranks and fill it with test values. Start all threads and the server.
 
         Args:
             engine: engine to run.
             incarnation: random number that identifies this run of the engine.
-            keys: CURVE keys of all channels.
+            keys: CURVE keys (ZeroMQ encryption) of all channels.
         """
         self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
         self._threads: list[Transfers] = []
@@ -163,17 +172,24 @@ class _ServedEngine:
 
     @property
     def leases(self) -> int:
-        """Return the number of leases that have not ended."""
+        """Return the number of this engine's leases that have not ended."""
         return len(self._book)
 
     def close(self) -> None:
-        """Close the control server and stop the threads of all ranks."""
+        """Close the control server, and end the threads of all ranks."""
         self._server.close()
         for thread in self._threads:
             thread.close()
 
     def grant(self, lease: str) -> Granted | ProducerFailed:
-        """Grant a lease called `lease`. Return the ticket that claims it, or the reason of the failure."""
+        """Grant a lease, and publish a ticket (random id) with which a reader can claim the lease.
+
+        Args:
+            lease: name for the new lease.
+
+        Returns:
+            The ticket; or the reason why the lease cannot be granted.
+        """
         try:
             word = self._book.grant(lease)
         except KVFerryError as error:
@@ -183,7 +199,10 @@ class _ServedEngine:
         return Granted(ticket)
 
     def end_released(self) -> None:
-        """End the leases that the reader released or that expired, as an engine does between steps."""
+        """End all leases that the reader has released or that have expired, as an engine does between steps.
+
+        Also extends the leases that the reader has claimed.
+        """
         ending = dict[str, int]()
         while self._server.events:
             event = self._server.events.popleft()

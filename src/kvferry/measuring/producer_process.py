@@ -29,10 +29,13 @@ AnswerT = TypeVar("AnswerT")
 
 
 def use_transports(named: str | None) -> dict[str, str]:
-    """Set UCX_TLS in this process, and return the environment variables that a producer needs.
+    """Set UCX_TLS in this process, and return the environment variables for a second process.
 
     Args:
-        named: value of UCX_TLS; None to leave it unchanged.
+        named: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
+
+    Returns:
+        UCX_TLS and its value; empty if `named` is None.
     """
     settings = {} if named is None else {"UCX_TLS": named}
     os.environ.update(settings)
@@ -40,21 +43,22 @@ def use_transports(named: str | None) -> dict[str, str]:
 
 
 class ProducerProcess:
-    """The process that runs the engines to read from. Leaving the context manager ends it.
+    """A handle to the producer, a process that runs the engines to read from.
 
-    If the process has died, every method that needs it raises TransferError with the reason.
+    The handle is a context manager. Leaving the context ends the process. If the process has died, every
+    method that needs the process raises TransferError with the reason.
 
     Attributes:
-        listening: addresses of the engines.
-        keys: CURVE keys of the engines' channels.
+        listening: addresses of the engines' control channels, and the number that identifies this run.
+        keys: CURVE keys (ZeroMQ encryption) of the engines' channels.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str]) -> None:
-        """Start the process, and return once its engines can be read from.
+        """Start the process, and wait until its engines can be read from.
 
         Args:
             engines: engines to run in the process.
-            settings: environment variables for the transport.
+            settings: environment variables to set in the process, such as UCX_TLS.
 
         Raises:
             TransferError: the process cannot start.
@@ -86,20 +90,29 @@ class ProducerProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
+        """Return the process id of the producer (the process to read from)."""
         return self._process.pid or 0
 
     def address(self, engine: int) -> tuple[str, int]:
-        """Return the host and port of an engine's control channel."""
+        """Return the host and port of an engine's control channel.
+
+        Args:
+            engine: index of the engine in the process.
+        """
         return self.listening.addresses[engine]
 
     def grant(self, engine: int, lease: str) -> bytes:
-        """Make an engine grant a lease called `lease`, and return the ticket (random id) that claims it."""
+        """Make an engine grant a lease, and return the ticket (random id) that claims the lease.
+
+        Args:
+            engine: index of the engine in the process.
+            lease: name for the new lease.
+        """
         self._say(AskTicket(engine, lease))
         return self._answer(Granted, ANSWER_SECONDS).ticket
 
     def wait_ended(self) -> None:
-        """Wait until all leases have ended."""
+        """Wait until all leases of all engines in the process have ended."""
         self._say(AskEnded())
         self._answer(AllEnded, ANSWER_SECONDS)
 
@@ -109,7 +122,7 @@ class ProducerProcess:
             raise TransferError(self._death())
 
     def close(self) -> None:
-        """End the process, and wait for it. Kill it if it does not end by itself."""
+        """Make the process end, and wait for its end. Kill the process if it does not end in time."""
         self._pipe.close()
         self._process.join(_END_SECONDS)
         if self._process.is_alive():

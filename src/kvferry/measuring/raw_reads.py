@@ -30,11 +30,11 @@ _CHECK_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PreparedLists:
-    """Descriptor lists that NIXL has prepared for both sides, and the descriptors in them to read.
+    """A NIXL descriptor list for each side, and the descriptors in both lists that a READ uses.
 
     Attributes:
-        local, remote: NIXL's handles of the lists.
-        indices: index in each of the two lists, for every descriptor to read.
+        local, remote: NIXL's handles of the prepared descriptor lists for local and for remote memory.
+        indices: indices of the descriptors to read, in the remote and in the local list.
         bytes: number of bytes to read.
     """
 
@@ -45,7 +45,12 @@ class PreparedLists:
 
 
 class RawReads:
-    """A NIXL agent for the reader's memory, with one engine of the producer as its peer."""
+    """A NIXL agent that reads from one engine of the producer process into a reader's KV cache.
+
+    Args:
+        reader: rank whose KV cache the agent reads into.
+        peer: index of the engine in the producer process.
+    """
 
     def __init__(self, reader: Reader, peer: int = 0) -> None:
         self._reader, self._number = reader, peer
@@ -70,7 +75,11 @@ class RawReads:
         self._extra: list[Any] = []
 
     def same_descriptors(self, source: SimulatedEngine) -> PreparedLists:
-        """Prepare the descriptors that kvferry reads for the request of `source`, an engine with one rank."""
+        """Prepare a READ of the same descriptors that kvferry reads to load a request.
+
+        Args:
+            source: engine to read from, with the block tables of the request. It has one rank.
+        """
         ours = self._reader.engine
         lease = self._reader.claim_lease("same descriptors", self._number)
         plan = self._peer.plan(
@@ -90,11 +99,12 @@ class RawReads:
         return PreparedLists(lists.local, lists.remote, rank.direct, plan.counts.bytes)
 
     def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
-        """Prepare descriptors of equal length in the KV caches of both sides, each side in a random order.
+        """Prepare a READ of descriptors of equal length, at random places in the KV caches of both sides.
 
         Args:
-            size: number of bytes of all descriptors together; at most the size of the smaller cache is used.
-            length: number of bytes of one descriptor; at most `size` is used.
+            size: total number of bytes to read. It is reduced to the size of the smaller cache, and to whole
+                descriptors.
+            length: number of bytes of a descriptor. It is reduced to `size` if it is larger.
         """
         ours = self._reader.cache.geometry.regions[0]
         theirs = self._reader.cards[self._number][0].geometry.regions[0]
@@ -111,10 +121,13 @@ class RawReads:
         return PreparedLists(local, remote, indices, count * length)
 
     def read(self, lists: PreparedLists) -> float:
-        """Read all descriptors once, and return the seconds from the creation of the transfer to its end.
+        """Read all descriptors once, and return the seconds from creating the NIXL transfer to its end.
+
+        Args:
+            lists: descriptors to read.
 
         Raises:
-            TransferError: NIXL failed, or the producer died.
+            TransferError: NIXL failed, or the producer process died.
         """
         agent, indices = self._agent, lists.indices
         limit = WaitLimit(self._reader.producer.check)
@@ -134,7 +147,11 @@ class RawReads:
         return seconds
 
     def make_only(self, lists: PreparedLists) -> float:
-        """Create a transfer of the lists without posting it, and return the seconds that this takes."""
+        """Create a NIXL transfer without posting it, and return the seconds that the creation takes.
+
+        Args:
+            lists: descriptors of the transfer.
+        """
         started = time.perf_counter()
         handle = self._agent.read(lists.local, lists.indices.dst, lists.remote, lists.indices.src)
         seconds = time.perf_counter() - started
@@ -142,7 +159,7 @@ class RawReads:
         return seconds
 
     def close(self) -> None:
-        """Release all handles and the agent."""
+        """Release all prepared descriptor lists, disconnect from the peer, and close the NIXL agent."""
         for handle in self._extra:
             self._agent.release_list(handle)
         self._peer.close()
@@ -151,7 +168,14 @@ class RawReads:
 
 
 class WaitLimit:
-    """A deadline and a health check for a polling loop. It is cheap enough to call in every iteration."""
+    """A time limit and a health check for a loop that polls another process.
+
+    `check` is cheap enough to be called in every iteration. The time limit is `MOVE_SECONDS` from the
+    creation of this object.
+
+    Args:
+        check: function that raises TransferError if the other process has died.
+    """
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -159,10 +183,12 @@ class WaitLimit:
         self._end, self._next = now + MOVE_SECONDS, now + _CHECK_SECONDS
 
     def check(self) -> None:
-        """Check the other process and the deadline, at most once per `_CHECK_SECONDS`.
+        """Check that the other process lives and that the time limit has not passed.
+
+        Does nothing if the last check was less than `_CHECK_SECONDS` ago.
 
         Raises:
-            TransferError: the other process has died, or `MOVE_SECONDS` have passed.
+            TransferError: the other process has died, or the time limit has passed.
         """
         now = time.monotonic()
         if now < self._next:

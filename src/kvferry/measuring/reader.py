@@ -33,16 +33,18 @@ _LEASE_SLOTS = 1
 
 
 class Reader:
-    """A rank that reads from the engines of a producer process. Leaving the context manager ends its threads.
+    """A rank that reads KV from the engines of a producer process.
+
+    The reader is a context manager. Leaving the context ends the reader's threads.
 
     Attributes:
-        engine: engine of the rank, with the block tables to read into.
+        engine: engine of this rank, with the block tables to read into.
         producer: process to read from.
         bytes: number of useful bytes of the engine's request on this rank.
-        cache: memory to read into.
-        cards: descriptions of the ranks of every engine to read from, by the engine's number, as received in
-            the handshake.
-        steps: object that begins and ends the loads of the rank, step by step.
+        cache: KV cache of this rank, which loads overwrite.
+        cards: descriptions of the ranks of each engine to read from, as received in the handshake. Keys:
+            index of the engine in the producer process.
+        steps: object that begins loads and collects their results, once per engine step.
     """
 
     def __init__(
@@ -53,14 +55,15 @@ class Reader:
         rank: int = 0,
         settings: TransferSettings | None = None,
     ) -> None:
-        """Allocate memory, start the threads, and shake hands with the producer's engines.
+        """Allocate the KV cache, start the threads, and shake hands with the producer's engines.
 
         Args:
             engine: engine to read into.
             producer: process to read from.
-            peers: numbers of the producer's engines to read from.
-            rank: number of this rank in `engine`.
-            settings: transfer settings; None for the defaults. The producer's keys replace the keys in them.
+            peers: indices, in the producer process, of the engines to read from.
+            rank: index of this rank in `engine`.
+            settings: transfer settings; None for the defaults. The CURVE keys in the settings are replaced by
+                the producer's keys.
 
         Raises:
             ConfigError: memory cannot be allocated, or NIXL cannot be used.
@@ -97,7 +100,10 @@ class Reader:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cache's memory and its expected content after a read, both uint8 of shape (bytes,)."""
+        """Return the memory of the KV cache, and the expected bytes after a read.
+
+        Both are uint8 of shape (bytes,).
+        """
         return self.cache.buffer, self._expected.buffer
 
     def load_request(
@@ -108,13 +114,17 @@ class Reader:
         peer: int = 0,
         strategy: Strategy | None = None,
     ) -> LoadRequest:
-        """Claim a new lease at an engine of the producer, and return a load that uses it.
+        """Claim a new lease of an engine's blocks, and return the request to load KV under this lease.
 
         Args:
-            span: tokens of the prompt to load.
-            src_tables, dst_tables: block ids of each group on the producer and on this rank, int64.
-            peer: number of the engine.
-            strategy: transfer strategy; None for the cheapest.
+            span: range of the prompt's tokens to load.
+            src_tables, dst_tables: block table of each KV cache group on the engine to read from and on this
+                rank, int64 of shape (blocks,).
+            peer: index of the engine in the producer process.
+            strategy: transfer strategy to use; None for the cheapest.
+
+        Raises:
+            TransferError: the engine refuses, or does not answer.
         """
         self._leases += 1
         key = f"{self.engine.name}-{self._leases}"
@@ -129,9 +139,13 @@ class Reader:
         )
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
-        """Make an engine of the producer grant a lease called `key`, claim the lease, and return its word.
+        """Make an engine grant a lease, claim the lease, and return its lease word.
 
-        A lease word is an integer in the producer's registered memory that changes when the lease ends.
+        A lease word is an integer in the producer's registered memory. It changes when the lease ends.
+
+        Args:
+            key: name for the new lease.
+            peer: index of the engine in the producer process.
 
         Raises:
             TransferError: the engine refuses, or does not answer.
@@ -146,16 +160,21 @@ class Reader:
         return answer.grant.word(answer.incarnation)
 
     def acknowledge(self, key: str, peer: int = 0) -> None:
-        """Release the lease called `key` at an engine of the producer."""
+        """Tell an engine of the producer process that a lease is no longer needed.
+
+        Args:
+            key: name of the lease.
+            peer: index of the engine in the producer process.
+        """
         self._client.release(self.producer.address(peer), self._tickets.pop(key))
 
     def clear(self) -> None:
-        """Set the cache's memory to zero."""
+        """Fill the KV cache of this rank with zeros."""
         # Use numpy, because torch's threads would keep spinning during the timed part.
         self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
-        """Compare the cache with its expected content after a read.
+        """Check that the KV cache has the expected bytes after a read.
 
         Raises:
             TransferError: a byte differs.

@@ -28,15 +28,15 @@ ORDERS = ("scattered", "contiguous")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedEngine:
-    """An engine with all its ranks, and the blocks of one request.
+    """An engine without a model: its memory layout, and the block tables of one request.
 
     Attributes:
         name: name of the engine, unique in its process.
         model: KV cache of the model's layers.
         shape: parallel sizes, block sizes and memory layout.
         tokens: length of the request, in tokens.
-        tables: block table of each KV cache group, int64 block ids by position; 0 if no block is needed
-            there.
+        tables: block table of each KV cache group: block ids in the order of the tokens, int64 of shape
+            (blocks,). The id is 0 (the null block) if no block is needed at this position.
     """
 
     name: str
@@ -47,16 +47,20 @@ class SimulatedEngine:
 
     @property
     def span(self) -> LoadSpan:
-        """Return the tokens to load: all tokens of the request, which has one more token to compute."""
+        """Return the range of tokens to load: `tokens` tokens. The prompt has one more token to compute."""
         return span_of(self.tokens)
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks of the request, over all groups."""
+        """Return the number of blocks of the request, over all KV cache groups."""
         return self.shape.num_blocks - 1
 
     def rank_bytes(self, rank: int) -> int:
-        """Return the number of bytes in the request's blocks on one rank."""
+        """Return the number of useful bytes (without padding) in the request's blocks on one rank.
+
+        Args:
+            rank: index of the rank.
+        """
         geometry = lay_out(self.model, self.shape)[rank]
         return sum(
             int((table > 0).sum()) * sum(layer.page.content_bytes for layer in group.layers)
@@ -64,7 +68,10 @@ class SimulatedEngine:
         )
 
     def allocated(self, rank: int) -> OwnedCache:
-        """Allocate the memory of one rank, filled with zeros.
+        """Allocate the KV cache of one rank, filled with zeros.
+
+        Args:
+            rank: index of the rank.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -79,16 +86,22 @@ class SimulatedEngine:
 
 
 def span_of(tokens: int) -> LoadSpan:
-    """Return a load span of `tokens` tokens. The prompt has one more token, and none is cached."""
+    """Return the range of tokens to load for a prompt of ``tokens + 1`` tokens, none of which is cached.
+
+    The last token of the prompt is not loaded, because the engine must compute it.
+
+    Args:
+        tokens: number of tokens to load.
+    """
     return LoadSpan(0, tokens, tokens + 1)
 
 
 def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: str = "auto") -> ModelReading:
-    """Return the description of a model's KV cache, read from the model's configuration.
+    """Return the description of a model's KV cache, read from the model's ``config.json``.
 
     Args:
         name: name or path of the model, same as in `kvferry plan`.
-        changes: values by field that replace values of the model's ``config.json``; None to replace nothing.
+        changes: fields of ``config.json`` to replace, with their new values; None to replace nothing.
         dtype: element type of the KV cache, same as in `kvferry plan`.
 
     Raises:
@@ -109,7 +122,9 @@ def simulate_engine(
     order: str = "scattered",
     seed: int = 1,
 ) -> SimulatedEngine:
-    """Return an engine whose memory has room for one request and the null block. Allocates no memory yet.
+    """Return an engine without a model, whose blocks hold one request. Allocates no memory yet.
+
+    The pool of blocks has exactly the request's blocks and the null block.
 
     Args:
         name: name of the engine, unique in its process.
@@ -138,23 +153,39 @@ def simulate_engine(
 
 
 def plain_engine(name: str, size: int) -> SimulatedEngine:
-    """Return an engine with full attention and one rank, whose request has about `size` bytes."""
+    """Return an engine without a model, with one rank, whose request has about `size` bytes of KV.
+
+    All layers have full attention.
+
+    Args:
+        name: name of the engine, unique in its process.
+        size: size of the request's KV, in bytes.
+    """
     reading = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 8})
     tokens = max(16, size // reading.cache.layers[0].whole_bytes // len(reading.cache.layers))
     return simulate_engine(name, reading, EngineSide(layout="BLHNC"), tokens)
 
 
 def block_ids(blocks: int, order: str, seed: int) -> Int64s:
-    """Return the block ids of a pool without the null block, in the given order, int64 of shape (blocks,)."""
+    """Return the block ids 1 to `blocks` of a pool, without the null block (id 0).
+
+    Args:
+        blocks: number of block ids to return.
+        order: "scattered" for a random order, "contiguous" for the ascending order.
+        seed: seed of the random order.
+
+    Returns:
+        int64 of shape (blocks,).
+    """
     ids = np.arange(1, blocks + 1, dtype=np.int64)
     return np.random.default_rng(seed).permutation(ids) if order == "scattered" else ids
 
 
 def _positions(store: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
-    """Return the half-open range of positions in a group's block table that a load needs.
+    """Return the range of positions in a group's block table whose blocks a load needs: [first, last).
 
     Args:
-        store: KV cache of the group's layers.
+        store: KV cache of a layer of the group.
         block_tokens: number of tokens per block.
         tokens: length of the request, in tokens.
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median, lowest and highest of several values.
+    """The median, the lowest and the highest of several measured values.
 
     >>> Spread.of([3.0, 1.0, 2.0, 9.0])
     Spread(median=2.5, low=1.0, high=9.0)
@@ -23,14 +23,22 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value."""
+        """Return the median, the lowest and the highest of the values.
+
+        Args:
+            values: measured values, at least one.
+        """
         return Spread(float(np.median(values)), float(min(values)), float(max(values)))
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Return the smallest measured value v such that at least `q` percent of the values are at most v.
+    """Return a percentile: the smallest value v such that at least `q` percent of the values are at most v.
 
     >>> percentile([1.0, 2.0, 3.0, 4.0], 99)
     4.0
+
+    Args:
+        values: measured values, at least one.
+        q: percentage, 0 to 100.
     """
     return float(np.percentile(values, q, method="inverted_cdf"))

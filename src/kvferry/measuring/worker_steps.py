@@ -27,16 +27,16 @@ LOAD_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A load that the scheduler requests from the worker.
+    """The scheduler's request to a worker to load a prompt's KV from a peer (another engine).
 
     Attributes:
-        key: name of the load and of its lease.
-        peer: name under which the peer was connected.
-        span: tokens of the prompt to load.
-        src_tables, dst_tables: block ids of each group on the peer and on this rank, by position.
+        key: name of the load and of its lease, unique in this engine.
+        peer: name under which the worker connected to the peer.
+        span: range of the prompt's tokens to load.
+        src_tables, dst_tables: block table of each KV cache group, on the peer and on this rank.
         lease: index and expected value of the peer's lease word, an integer in registered memory that changes
             when the lease ends.
-        strategy: transfer strategy; None for the cheapest.
+        strategy: transfer strategy to use; None for the cheapest.
     """
 
     key: str
@@ -50,12 +50,12 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The loads that ended in one step.
+    """The loads whose end a worker noticed in one engine step.
 
     Attributes:
-        failures: loads that the worker reports to the scheduler, by key. The value is the reason of the
-            failure, or None if the load succeeded.
-        results: results of the loads that the reading threads have ended, by key.
+        failures: loads that the worker reports to the scheduler, by the load's key. The value is the reason
+            of the failure, or None if the load succeeded.
+        results: results of the loads that the reading threads have ended, by the load's key.
     """
 
     failures: dict[str, str | None] = field(default_factory=dict)
@@ -63,14 +63,20 @@ class StepOutcome:
 
 
 class WorkerSteps:
-    """Runs the loads of one rank, step by step."""
+    """Runs the KV loads of one rank, as a worker does in every engine step.
+
+    Args:
+        transfers: threads and connections by which the rank reads from peers.
+    """
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._loads = Loads(time.monotonic)
 
     def step(self, requests: Sequence[LoadRequest] = ()) -> StepOutcome:
-        """Begin new loads, and return the loads that have ended since the last step.
+        """Begin new loads, and return the loads that have ended since the last call.
+
+        Loads that passed their deadline are among the returned loads, as failures.
 
         Args:
             requests: loads to begin.
@@ -90,5 +96,5 @@ class WorkerSteps:
 
 
 def as_arrays(tables: Sequence[list[int]]) -> tuple[Int64s, ...]:
-    """Return block tables as int64 arrays, one per group."""
+    """Convert block tables from lists of block ids to int64 arrays. There is one table per KV cache group."""
     return tuple(np.array(table, np.int64) for table in tables)
