@@ -11,13 +11,14 @@ from kvferry.errors import ConfigError
 
 
 def read_settings(vllm_config: Any) -> ConnectorConfig:
-    """Read the connector's settings from vLLM's configuration.
+    """Read the connector's settings from vLLM's configuration, and fill in those that depend on the engine.
 
-    If a setting leaves the host open (`NODE`), this node's address takes its place. If `host_buffer` is not
-    set, it is chosen here.
+    If a setting leaves the host open (`NODE`), this node's address is filled in. If `host_buffer` is not set,
+    it is True if vLLM keeps the transfer buffer on the host although the model runs on a device.
 
     Raises:
-        ConfigError: `parse_config` refuses a setting, or the settings do not fit together or with vLLM's.
+        ConfigError: `parse_config` refuses a setting, or the settings contradict each other or vLLM's
+            settings.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
@@ -45,7 +46,10 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def check_failure_policy(transfer: Any) -> None:
-    """Check that vLLM computes a request whose load has failed, rather than returning an error for it.
+    """Check that vLLM computes the prompt of a request whose load has failed, and does not return an error.
+
+    Args:
+        transfer: vLLM's KVTransferConfig.
 
     Raises:
         ConfigError: the policy for failed loads is not ``recompute``.

@@ -35,11 +35,11 @@ from kvferry.tiers.registry import medium_of
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Connector that moves KV between engines and KV tiers; one instance in the scheduler, one per worker.
+    """vLLM connector that moves KV between engines and KV tiers.
 
-    vLLM keeps one worker instance per process, even if the process runs two engines. It registers the cache
-    of the second engine with the instance of the first. So a worker instance has one worker half per engine,
-    and the metadata of each step names the engine that runs the step.
+    The scheduler has one instance, and each worker process has one instance. If a worker process runs two
+    engines, vLLM registers the KV caches of both engines with this single instance. So an instance in a
+    worker has one worker half per engine. The metadata of each step names the engine that runs the step.
     """
 
     supports_sleep_mode: ClassVar[bool] = False
@@ -56,9 +56,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Validate the settings. In the scheduler (see `role`), also create the scheduler half.
+        """Validate the settings. If `role` is the scheduler, also create the scheduler half of the connector.
 
         Worker halves are created later, when vLLM registers a KV cache (`register_kv_caches`).
+
+        Args:
+            vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
 
         Raises:
             ConfigError: a setting or the model's cache cannot be used. The message says why and what to do.
@@ -82,9 +85,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if other engines wait for KV from this engine; False if it only caches KV.
+        """True if other engines wait for KV from this engine; False if the engine only caches KV.
 
-        KV that is missing from a cache is simply computed again.
+        If KV is missing from a cache, an engine computes it again.
         """
         return bool(read_settings(self._vllm_config).transfers and super().requires_kv_delivery)
 
@@ -96,7 +99,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> VLLMScheduler:
-        """Scheduler half of the connector. Only the instance in the scheduler's process has one."""
+        """Scheduler half of the connector, which exists only in the scheduler's process."""
         assert self._scheduler is not None
         return self._scheduler
 
@@ -157,7 +160,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker(self) -> VLLMWorker:
-        """Worker half of the engine that runs the current step. Only an instance in a worker has one."""
+        """Worker half of the connector for the engine that runs the current step. Exists only in a worker."""
         assert self._current is not None
         return self._current
 
@@ -173,7 +176,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._arriving.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> WorkerCard | None:
-        """Start the worker half, and return the handshake that it sends to the scheduler half.
+        """Start the worker half, and return its handshake for the scheduler half.
 
         vLLM calls this after it has registered the engine's KV cache and created the engine's scheduler.
         """

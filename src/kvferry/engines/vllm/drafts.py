@@ -22,9 +22,10 @@ _THE_MODELS_OWN = "the model's own"
 
 
 def draft_layers(vllm_config: Any) -> dict[str, str]:
-    """Return a digest of the draft model for each layer that it has in the KV cache, by the layer's name.
+    """Return a digest that identifies the draft model, for each of its layers in the KV cache, by layer name.
 
-    The result is empty if no draft model keeps layers in the KV cache. Call this in a worker.
+    The digest is the same for all layers. The result is empty if no draft model keeps layers in the KV cache.
+    Call this in a worker.
     """
     names = draft_layer_names(vllm_config)
     return dict.fromkeys(names, _digest(vllm_config)) if names else {}
@@ -33,8 +34,8 @@ def draft_layers(vllm_config: Any) -> dict[str, str]:
 def draft_weights(vllm_config: Any) -> str:
     """Return a text that identifies the draft model's weights; empty if it has no layers in the KV cache.
 
-    Layers of multi-token prediction are in the model's own checkpoint, which engines compare anyway. The
-    result then says just that.
+    Layers of multi-token prediction are part of the model's own checkpoint, which engines compare anyway. The
+    text then says that the weights are the model's own.
     """
     if not keeps_draft_layers(vllm_config):
         return ""

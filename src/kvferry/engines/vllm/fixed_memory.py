@@ -13,7 +13,7 @@ from kvferry.errors import ConfigError
 def check_fixed_memory(
     vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Check that the KV cache stays in the memory that is allocated at start.
+    """Check that the engine's KV cache stays in the memory that vLLM allocates at start.
 
     Args:
         vllm_config: the engine's configuration.
@@ -21,7 +21,8 @@ def check_fixed_memory(
         environment: environment variables of the process.
 
     Raises:
-        ConfigError: the engine may sleep, or torch may map other memory to the same addresses.
+        ConfigError: the engine may sleep (release this memory), or torch may map other memory to its
+            addresses.
     """
     if sleeps(vllm_config):
         raise ConfigError(

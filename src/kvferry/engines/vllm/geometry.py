@@ -22,18 +22,18 @@ from kvferry.geometry import Group, GroupKind, Layer, PageFormat, RankGeometry, 
 def describe_cache(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int, pp_rank: int
 ) -> RankGeometry:
-    """Describe the KV cache of this worker.
+    """Describe the memory of a worker's KV cache: groups, layers, page formats and memory regions.
 
     Args:
         vllm_config: the engine's configuration.
         kv_cache_config: vLLM's configuration of the KV cache.
-        caches: cache tensor of each layer, by the layer's name. The shape is (kernel blocks, heads, tokens,
-            content) for attention layers, and (blocks, 1, 1, bytes) for state layers.
+        caches: cache tensor of each layer, by layer name. The shape is (kernel blocks, heads, tokens,
+            content) for attention layers, and (blocks, 1, 1, bytes) for recurrent layers.
         tp_rank: tensor-parallel rank of the worker.
         pp_rank: pipeline-parallel rank of the worker.
 
     Raises:
-        ConfigError: kvferry cannot move a part of the cache. The message says which.
+        ConfigError: kvferry cannot move a part of the cache. The message says which part.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -90,7 +90,10 @@ def describe_cache(
 
 
 def kind_of_group(group: Any) -> GroupKind:
-    """Return the kind of a KV cache group. It decides which earlier tokens are needed to compute the next.
+    """Return the kind of a KV cache group: which earlier tokens the computation of the next token needs.
+
+    Args:
+        group: vLLM's KVCacheGroupSpec.
 
     Raises:
         ConfigError: kvferry cannot move the group. The message names one of its layers.
@@ -104,7 +107,18 @@ def kind_of_group(group: Any) -> GroupKind:
 def _pages(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
 ) -> dict[str, PageFormat]:
-    """Return the page format of each layer in groups for which vLLM enables KV transfer, by layer name."""
+    """Return the format of each layer's pages (a page is a layer's part of a block), by layer name.
+
+    Groups for which vLLM disables KV transfer are left out.
+
+    Args:
+        vllm_config, kv_cache_config: vLLM's configurations.
+        caches: cache tensor of each layer, by layer name.
+        tp_rank: tensor-parallel rank of the worker.
+
+    Raises:
+        ConfigError: the cache of a layer is missing, or its format cannot be described.
+    """
     blocks = kv_cache_config.num_blocks
     size = int(vllm_config.parallel_config.tensor_parallel_size)
     states = Rank(tp_rank, size, conv_channels_first())
@@ -140,7 +154,16 @@ def _pages(
 
 
 def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torch.Tensor:
-    """Check that vLLM has handed over a layer's cache with a known shape, and return the tensor."""
+    """Return a layer's cache tensor, and check its shape.
+
+    Args:
+        name: name of the layer.
+        caches: cache tensor of each layer, by layer name.
+        blocks: number of blocks in the cache.
+
+    Raises:
+        ConfigError: vLLM has handed over no cache for the layer, or a cache with an unknown shape.
+    """
     if name not in caches:
         raise ConfigError(f"vLLM handed over no cache for layer {name}")
     tensor = caches[name]
@@ -159,7 +182,10 @@ def _layer(
 
 
 def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:
-    """Yield a region for each memory allocation behind the cache tensors, which may share allocations."""
+    """Yield a memory region (address, size and kind of memory) for each allocation behind the cache tensors.
+
+    Several tensors may share an allocation, which is yielded once.
+    """
     seen = set()
     for tensor in caches.values():
         storage = tensor.untyped_storage()

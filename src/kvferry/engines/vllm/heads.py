@@ -20,9 +20,9 @@ _COPIES = "num_kv_head_replicas"
 
 
 def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]:
-    """Return the QKV projection that belongs to each attention layer, by the layer's Python `id`.
+    """Return the QKV projection module of each attention layer, by the layer's Python `id`.
 
-    A layer without a projection has no entry in the result.
+    The result has no entry for a layer without a projection.
 
     Args:
         modules: all modules of the models that contain the layers.
@@ -40,7 +40,7 @@ def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]
 
 
 def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -> Shard:
-    """Return the KV heads of one layer that a rank holds; with a total of 0 if they cannot be determined.
+    """Return the range of a layer's KV heads that a rank holds. Its total is 0 if the heads are uncertain.
 
     >>> shard_of(2, 1, 4, None, 8), shard_of(1, 3, 4, None, 2)
     (Shard(rank=1, ranks=4, start=2, total=8), Shard(rank=3, ranks=4, start=1, total=2))
@@ -48,9 +48,9 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
     Shard(rank=3, ranks=4, start=0, total=0)
 
     Args:
-        held: number of KV heads on this rank.
+        held: number of the layer's KV heads on this rank.
         rank, ranks: tensor-parallel rank, and number of ranks.
-        projection: the layer's `QKVParallelLinear`, or None if it has none.
+        projection: the layer's `QKVParallelLinear`; None if the layer has none.
         of_model: number of KV heads in the model's configuration.
     """
     if projection is not None and int(projection.num_kv_heads) == held:
@@ -65,11 +65,11 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
 
 
 def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -> dict[str, Shard]:
-    """Return the KV heads that this rank holds of each attention layer, by the layer's name.
+    """Return the range of KV heads that this rank holds of each attention layer, by layer name.
 
     Args:
         vllm_config: the engine's configuration.
-        layers: attention layer and its KV cache spec, by the layer's name.
+        layers: attention layer and its KV cache spec, by layer name.
         rank: this worker's tensor-parallel rank.
     """
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)

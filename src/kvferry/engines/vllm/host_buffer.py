@@ -23,21 +23,22 @@ CopyBlocks: TypeAlias = Callable[
 
 
 class HostBuffer:
-    """Mirror of a device's KV cache in host memory.
+    """Copy of a device's KV cache in host memory, for devices whose memory the transport cannot register.
+
+    Peers read and write the host memory. `save` and `load` copy blocks between the device and the host.
 
     Attributes:
-        caches: host tensor of each layer by name, with the shape and dtype of the layer's cache on the
+        caches: host tensor of each layer, by layer name, with the shape and dtype of the layer's cache on the
             device.
     """
 
     def __init__(self, device: Mapping[str, torch.Tensor], num_blocks: int, copy: CopyBlocks | None) -> None:
-        """Allocate the mirror.
+        """Allocate host memory of the same size as the device's KV cache, filled with zeros.
 
         Args:
-            device: cache tensor of each layer on the device, by the layer's name.
-            num_blocks: number of vLLM's own blocks in the cache, each of which has one entry in a block
-                table.
-            copy: the engine's copy operation; None if vLLM has handed over none.
+            device: cache tensor of each layer on the device, by layer name.
+            num_blocks: number of blocks in the cache, as vLLM's block tables count them.
+            copy: the engine's operation that copies blocks; None if vLLM has handed over none.
 
         Raises:
             ConfigError: the engine has no copy operation.
@@ -52,7 +53,7 @@ class HostBuffer:
         self.caches = {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in device.items()}
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from the device to the mirror.
+        """Copy blocks from the device's KV cache to host memory.
 
         Args:
             groups: KV cache groups of the engine.
@@ -61,7 +62,7 @@ class HostBuffer:
         self._each(groups, blocks, "d2h")
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from the mirror to the device. Takes the same arguments as `save`."""
+        """Copy blocks from host memory to the device's KV cache. Takes the same arguments as `save`."""
         self._each(groups, blocks, "h2d")
 
     def _each(self, groups: Sequence[Group], blocks: Sequence[Int64s], way: Literal["h2d", "d2h"]) -> None:

@@ -21,10 +21,17 @@ MOST: Final = 65_536
 
 
 class Identifiers:
-    """Table of the content that each identifier has stood for. Only the engine's thread may use it."""
+    """Detector of identifiers that stand for several multimodal items (images, ...) with different content.
+
+    Only the engine's thread may use it.
+    """
 
     def __init__(self, most: int = MOST) -> None:
-        """Create an empty table that remembers up to `most` identifiers."""
+        """Create a detector without identifiers.
+
+        Args:
+            most: maximum number of remembered identifiers. The least recently used ones are forgotten.
+        """
         self._most = most
         self._known: OrderedDict[bytes, items.Identified] = OrderedDict()
 
@@ -33,9 +40,13 @@ class Identifiers:
         return len(self._known)
 
     def note(self, request: Any) -> None:
-        """Record the items of a new request, and detect identifiers that have stood for other content before.
+        """Record the images and other items of a new request, and detect identifiers with changing content.
 
-        The record of its identifier is attached to each item (`items.identify`).
+        A record of the identifier's content is attached to each item (`items.identify`). If an item's content
+        differs from the record, the identifier becomes uncertain for all of its items.
+
+        Args:
+            request: vLLM's request.
         """
         for feature in request.mm_features or ():
             self._note(feature)

@@ -38,7 +38,7 @@ def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int)
 
     Args:
         vllm_config: the engine's configuration.
-        must_agree: facts that must be equal in both engines, as the function `must_agree` returns them.
+        must_agree: facts about KV content that must be equal in both engines, by name.
         incarnation: number that identifies this run of the engine.
     """
     return Facts(
@@ -50,11 +50,14 @@ def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int)
 
 
 def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str, Fact]:
-    """Return the facts that must be equal in two engines before they can use each other's KV.
+    """Return the facts that must be equal in two engines before the engines can use each other's KV.
 
     Args:
         vllm_config, kv_cache_config: vLLM's configurations.
-        built: facts about the models of all workers, as `built_by_all` returns them.
+        built: facts about the models that the workers have built, merged from all workers.
+
+    Returns:
+        Facts about weights, element types, settings and the model, by name.
     """
     model = vllm_config.model_config
     facts: dict[str, Fact] = {
@@ -72,16 +75,20 @@ def must_agree(vllm_config: Any, kv_cache_config: Any, built: Built) -> dict[str
 
 
 def built_by_all(workers: Any) -> Built:
-    """Merge the facts about the models of all workers into one `Built`.
+    """Merge the facts about the models that the workers have built.
 
     Args:
-        workers: a `Built` from each worker.
+        workers: facts of each worker, as `Built` objects.
     """
     return reduce(Built.with_other, workers, Built())
 
 
 def engine_settings(vllm_config: Any) -> dict[str, str]:
-    """Return the settings of vLLM that decide KV content but cannot be read from the built model."""
+    """Return the vLLM settings that decide KV content but cannot be read from the built model.
+
+    Returns:
+        Values as texts, by name of the setting.
+    """
     model = vllm_config.model_config
     return settings_of(
         {
@@ -117,8 +124,8 @@ def _plain(value: Any) -> Any:
 def lora_settings(vllm_config: Any) -> str:
     """Return a text with the settings that change what LoRA adapters compute; empty without LoRA.
 
-    The text is part of the name of every adapter. So engines with different settings give different names to
-    chunks that they compute with the same adapter.
+    The text is part of the name that kvferry gives to an adapter. As a result, engines with different
+    settings do not find each other's chunks for the same adapter.
     """
     lora = vllm_config.lora_config
     if lora is None:
@@ -136,11 +143,11 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 
     Args:
         vllm_config: the engine's configuration.
-        must_agree: facts that the function `must_agree` has returned.
+        must_agree: facts about KV content that must be equal in both engines, by name.
         canonical: format in which chunks are stored.
 
     Raises:
-        ConfigError: the weights have no digest, or scales of the cache are computed at run time.
+        ConfigError: the weights have no digest, or the scales of a quantised cache are computed at run time.
     """
     model = vllm_config.model_config
     whose = str(must_agree[WEIGHTS])
@@ -160,11 +167,14 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
 
 
 def _processor(model: Any) -> dict[str, str] | None:
-    """Return the effective configuration of the multimodal processor; None if there is none.
+    """Return the effective settings of the multimodal processor; None if there is none.
 
-    Images and other items are named by a digest of the processor's output (`items`), so different outputs
-    have different names anyway. This configuration explains to users why two engines do not share KV. If the
-    processor cannot be inspected, the result is None.
+    The settings only explain to users why two engines do not share KV. They are not needed for correctness,
+    because images and other items are named by a digest of the processor's output. The result is also None if
+    the processor cannot be inspected.
+
+    Args:
+        model: vLLM's ModelConfig of the model.
     """
     try:
         parts = processor_settings(model)

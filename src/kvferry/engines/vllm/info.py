@@ -18,7 +18,10 @@ from kvferry.engines.vllm.geometry import kind_of_group
 
 
 def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """Describe an engine to the connector's scheduler half.
+    """Describe an engine to the connector's scheduler half: its id, KV cache groups, limits and features.
+
+    Args:
+        vllm_config, kv_cache_config: vLLM's configurations.
 
     Raises:
         ConfigError: kvferry cannot move one of the engine's KV cache groups.
@@ -47,7 +50,10 @@ def step_tokens(vllm_config: Any) -> int:
 
 
 def cache_group(group: Any) -> CacheGroup:
-    """Describe a KV cache group of vLLM to the connector's scheduler half.
+    """Describe a KV cache group to the connector's scheduler half: its kind and its numbers of tokens.
+
+    Args:
+        group: vLLM's KVCacheGroupSpec.
 
     Raises:
         ConfigError: kvferry cannot move the group. The message names one of its layers.

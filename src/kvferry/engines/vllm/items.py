@@ -29,11 +29,13 @@ _IDENTIFIED = "kvferry_identified"
 
 @dataclass(slots=True)
 class Identified:
-    """Record of one identifier, shared by all items that have come with this identifier.
+    """Content of an image (or other multimodal item) that vLLM knows by one identifier.
+
+    All items with this identifier share this record.
 
     Attributes:
-        name: name of the content behind the identifier. It is empty if the identifier has stood for several
-            contents, or first came with content that could not be named.
+        name: name of the content, which is a digest. It is empty if items with this identifier had different
+            contents, or if the content of the first item could not be named.
     """
 
     name: str
@@ -44,13 +46,17 @@ def identify(feature: Any, identified: Identified) -> None:
 
     Args:
         feature: vLLM's MultiModalFeatureSpec of the item.
-        identified: record of the item's identifier.
+        identified: record of the content that the identifier stands for.
     """
     setattr(feature.data, _IDENTIFIED, identified)
 
 
 def is_uncertain(feature: Any) -> bool:
-    """Return True if an item's identifier has, or may have, stood for other content than the item's."""
+    """Return True if items with the same identifier as this item have, or may have, had other content.
+
+    Args:
+        feature: vLLM's MultiModalFeatureSpec of the item.
+    """
     identified: Identified | None = getattr(feature.data, _IDENTIFIED, None)
     return identified is not None and not identified.name
 
@@ -58,14 +64,14 @@ def is_uncertain(feature: Any) -> bool:
 def name_of(feature: Any) -> str:
     """Return the name of an image or other item of a prompt: a digest of its content, 32 hex digits.
 
-    Caches the name in `feature.data`, which vLLM keeps for later requests.
+    The name is cached in `feature.data`, which vLLM keeps for later requests.
 
     Args:
         feature: vLLM's MultiModalFeatureSpec of the item.
 
     Raises:
-        Unnameable: the scheduler does not have the processor's output, no digest can be made of it, or the
-            item's identifier has, or may have, stood for other content.
+        Unnameable: the scheduler does not have the processor's output, or no digest can be computed from it.
+            Also raised if items with the same identifier have, or may have, had other content.
     """
     if is_uncertain(feature):
         raise Unnameable(
@@ -94,14 +100,14 @@ def name_of(feature: Any) -> str:
 
 
 def _parts(value: Any, where: str) -> Iterator[bytes | memoryview]:
-    """Yield the content of a value as byte strings, such that different values yield different strings.
+    """Yield the content of a value as byte strings to hash. Different values yield different byte strings.
 
     Args:
-        value: tensor, array, plain value, or mapping or list of them.
-        where: name of the value, for the error.
+        value: tensor, array, plain value, or mapping or list of such values.
+        where: name of the value, for the error message.
 
     Raises:
-        Unnameable: a part of the value has a type of which no digest can be made.
+        Unnameable: a part of the value has a type that cannot be hashed.
     """
     if isinstance(value, Mapping):
         yield b"mapping %d" % len(value)

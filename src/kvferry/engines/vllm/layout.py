@@ -36,9 +36,13 @@ content, which moves whole, would take many small copies.
 
 
 def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
-    """Return the layout to request from the engine; None to accept the engine's own choice.
+    """Return the KV cache layout that the connector requests from vLLM; None to accept vLLM's own choice.
 
-    vLLM does not ask for it if the operator has set ``VLLM_KV_CACHE_LAYOUT``.
+    vLLM does not call this if the operator has set ``VLLM_KV_CACHE_LAYOUT``.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: the connector's settings.
     """
     if config.layout == "engine" or vllm_config.model_config is None:
         return None
@@ -51,14 +55,15 @@ def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
 
 
 def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
-    """Return the layout of the engine's tensors; ``unknown`` if no layout fits.
+    """Return the name of the layout that the engine's cache tensors have; ``unknown`` if no layout fits.
 
-    If some axes have a single element, several layouts may fit. The result is then the layout that the engine
-    names, if it fits. Otherwise it is the names of all fitting layouts, joined by "or".
+    If some axes have a single element, several layouts may fit. The result is then the layout that the
+    engine's configuration names, if this layout fits. Otherwise, the names of all fitting layouts are joined
+    by "or".
 
     Args:
-        kv_cache_config: vLLM's cache configuration.
-        caches: cache tensor of each layer by name, of shape (blocks, heads, tokens, content).
+        kv_cache_config: vLLM's configuration of the KV cache.
+        caches: cache tensor of each layer, by layer name, of shape (blocks, heads, tokens, content).
     """
     fitting = [name for name in LAYOUTS if all(_fits(name, t) for t in _tensors(kv_cache_config, caches))]
     named = str(kv_cache_config.kv_cache_layout)
@@ -66,12 +71,12 @@ def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
 
 
 def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
-    """Check that the cache has the layout that the settings require.
+    """Check that the KV cache has the layout that the connector's settings require.
 
     Args:
         vllm_config: the engine's configuration.
         config: the connector's settings.
-        found: actual layout of the cache.
+        found: name of the cache's actual layout.
 
     Raises:
         ConfigError: the settings require another layout.
@@ -98,9 +103,13 @@ Strided = Sequence[tuple[str, int, int]]
 
 
 def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
-    """Yield the axes of each memory allocation of vLLM's KV cache.
+    """Yield the axes of each memory allocation of vLLM's KV cache, as (axis, extent, stride in bytes).
 
-    The layers in an allocation lie at equal distances, so the layer axis has a stride as well.
+    The layers in an allocation lie at equal distances, so the layer axis also has a stride.
+
+    Args:
+        kv_cache_config: vLLM's configuration of the KV cache.
+        caches: cache tensor of each layer, by layer name.
     """
     for allocated in kv_cache_config.kv_cache_tensors:
         layers = [caches[name] for name in allocated.layers if name in caches]

@@ -15,7 +15,7 @@ from kvferry.engines.vllm.compat.contract import (
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard(KVConnectorHandshakeMetadata):
-    """Handshake that a worker sends to its scheduler when the engine starts.
+    """Handshake that a worker sends to the connector's scheduler half when the engine starts.
 
     Attributes:
         info: memory layout, address and settings of the worker's rank.
@@ -28,7 +28,7 @@ class WorkerCard(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class SchedulerMeta(KVConnectorMetadata):
-    """Orders that the scheduler half sends to the workers, once per step.
+    """Work that the connector's scheduler half orders from its worker halves, once per step.
 
     Attributes:
         engine_id: id of the engine that runs the step.
@@ -41,10 +41,10 @@ class SchedulerMeta(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Reports that the workers send to the scheduler half, once per step.
+    """Reports that the connector's worker halves send to its scheduler half, once per step.
 
     Attributes:
-        reports: reports of all worker halves, merged.
+        reports: merged reports of all worker halves.
     """
 
     reports: StepReports = field(default_factory=StepReports)

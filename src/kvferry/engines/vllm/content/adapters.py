@@ -17,7 +17,7 @@ from kvferry.geometry import Axis, Field
 
 
 class Code(Enum):
-    """Encoding of an element's bytes."""
+    """Encoding of the bytes of an element in a KV cache page."""
 
     ELEMENT = "the cache's element type"
     BFLOAT16 = "bfloat16, whatever the cache's element type is"
@@ -27,17 +27,17 @@ class Code(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A field of a page, and the input values that the cache-write operation writes to it.
+    """Field of a KV cache page, and the input values that the cache-write operation writes to the field.
 
     Attributes:
-        field: position of the elements in the page.
+        field: name of the field, and position of its elements in the page.
         source: name of the input that is written to the field: ``k`` (also for a latent) or ``v``.
-        first: index, within a head and token of the input, of the element that the field starts with.
+        first: index of the input element that the field starts with, within the elements of a head and token.
         code: encoding of the elements' bytes.
-        scale: field with the scale factors of the elements; None without one. Every scale factor applies to
-            the same number of consecutive elements.
-        scaled: True if the stored elements of a quantised cache must also be multiplied by the layer's own
-            scale, which is kept outside of the cache.
+        scale: field with the scale factors of the elements; None without scale factors. Every factor applies
+            to the same number of consecutive elements.
+        scaled: True if the layer also has a scale outside of the cache, and readers multiply the stored
+            elements by this scale.
     """
 
     field: Field
@@ -56,7 +56,7 @@ Adapter = Callable[[Strides, Shard], tuple[Written, ...]]
 
 
 def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
-    """Return all fields of a page in one tuple. If a field has scales, their field comes right after it."""
+    """Return all fields of a page in one tuple, each followed by the field with its scale factors, if any."""
     return tuple(field for one in written for field in (one.field, one.scale) if field is not None)
 
 
@@ -64,9 +64,12 @@ def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
 
 
 def packed_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages that hold, for each head and token, the elements of K and then those of V.
+    """Describe pages that hold, for each head and token, the elements of K and then the elements of V.
 
     Most GPU backends use such pages, DIFFKV included. K and V may have different numbers of elements.
+
+    Returns:
+        Fields of the page; empty if the cache tensor has another shape.
     """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
@@ -76,7 +79,10 @@ def packed_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
 def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
     """Describe pages that hold, for each head and token, K, its float32 scale, V and its float32 scale.
 
-    Caches that are quantised per token and head use such pages.
+    Backends use such pages for caches that are quantised per token and head.
+
+    Returns:
+        Fields of the page; empty if the cache tensor has another shape.
     """
     if s.slots != s.heads or s.content * s.item != (s.k + s.v) * s.item + 8:
         return ()
@@ -101,7 +107,11 @@ def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def latent(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages of MLA, which hold one latent vector per token. All ranks hold the same vectors."""
+    """Describe pages of MLA, which hold one latent vector per token. All ranks hold the same vectors.
+
+    Returns:
+        Fields of the page; empty if the cache tensor has another shape.
+    """
     del shard
     if s.content != s.k or s.v:
         return ()
@@ -112,6 +122,9 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
     """Describe pages of the KV cache dtype ``fp8_ds_mla``, which hold 656 bytes per token.
 
     The bytes are 512 fp8 codes of the latent, 4 float32 scales of these codes, and 64 bfloat16 rope values.
+
+    Returns:
+        Fields of the page; empty if the cache tensor has another shape.
     """
     del shard
     if (s.content * s.item, s.k, s.v) != (656, 576, 0):
@@ -124,11 +137,14 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages of DeepSeek V3.2's sparse indexer, which hold one fp8 key per token, with its scales.
+    """Describe pages of DeepSeek V3.2's sparse indexer, which hold one fp8 key per token and its scales.
 
-    A kernel block (the block of tokens that the attention kernel uses) holds the keys of all its tokens, and
-    then the scales of all its tokens. Each float32 scale belongs to 128 elements of a key. The operation
-    `indexer_k_quant_and_cache` writes this format.
+    A kernel block (the block of tokens that the attention kernel uses) holds first the keys of all its
+    tokens, then the scales of all its tokens. Each float32 scale belongs to 128 elements of a key. The
+    operation `indexer_k_quant_and_cache` writes this format.
+
+    Returns:
+        Fields of the page; empty if the cache tensor has another shape.
     """
     del shard
     groups, rest = divmod(s.content, INDEX_GROUP + 4)
@@ -151,7 +167,11 @@ def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
 def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
     """Describe pages of the vector code of CPU_ATTN, which hold a K array and then a V array for each head.
 
-    The K array has the shape ``[D][tokens]``. The V array has the shape ``[tokens][D]``.
+    The K array has the shape ``[D][tokens]``. The V array has the shape ``[tokens][D]``. ``D`` is the head
+    size.
+
+    Returns:
+        Fields of the page; empty if the cache tensor has another shape.
     """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
@@ -167,9 +187,13 @@ def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
-    """Describe pages of B12X, which hold an array with K of all heads per token, then the same array for V.
+    """Describe pages of the backend B12X, which hold one array for K and then one array for V.
 
-    The cache tensor shows the two arrays as two entries of its head axis.
+    Each array holds the elements of all heads for each token. The cache tensor shows the two arrays as the
+    two entries of its head axis.
+
+    Returns:
+        Fields of the page; empty if the cache tensor has another shape.
     """
     if s.slots != 2 or s.content != s.heads * s.k or s.k != s.v:
         return ()
@@ -179,12 +203,12 @@ def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
 
 def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
-    """Return an adapter for NVFP4 pages, which hold K of all heads, and then V of all heads.
+    """Return an adapter (function that describes a page's fields) for NVFP4 pages.
 
-    K and V each consist of the packed codes of all heads, and then one e4m3 scale per group of 16 elements.
-    Kernels for data-centre Blackwell swizzle the scales of every 4 tokens. Let ``G`` be the number of groups
-    of a head and token. Then the scale of token ``t`` and group ``g`` is in row ``t // 4 * 4 + g // (G / 4)``
-    and column ``g % (G / 4) * 4 + t % 4``.
+    A page holds K of all heads, and then V of all heads. K and V each consist of the packed codes of all
+    heads, followed by one e4m3 scale per group of 16 elements. Kernels for data-centre Blackwell swizzle the
+    scales of every 4 tokens. Let ``G`` be the number of groups of a head and token. Then the scale of token
+    ``t`` and group ``g`` is in row ``t // 4 * 4 + g // (G / 4)`` and column ``g % (G / 4) * 4 + t % 4``.
 
     Args:
         k_swizzled: True if the scales of K are swizzled.
@@ -248,7 +272,7 @@ def _tokens(s: Strides) -> Axis:
 
 
 def _of_token(s: Strides, name: str, offset: int, item: int, count: int) -> Field:
-    """Describe a field that all heads share.
+    """Describe a field of a page that has one vector per token, shared by all heads.
 
     Args:
         s: strides of the layer's cache.
@@ -261,7 +285,7 @@ def _of_token(s: Strides, name: str, offset: int, item: int, count: int) -> Fiel
 
 
 def _in_cell(s: Strides, shard: Shard, parts: list[tuple[str, int, int, int]]) -> tuple[Written, ...]:
-    """Describe fields that together are one contiguous range of bytes for each head and token.
+    """Describe the fields of a page that holds one contiguous range of bytes for each head and token.
 
     Args:
         s: strides of the layer's cache.
@@ -284,7 +308,7 @@ def _field(
     tokens: Loops,
     content: Loops,
 ) -> Field:
-    """Describe a field whose elements are single bytes.
+    """Describe a field of a page whose elements are single bytes.
 
     Args:
         s: strides of the layer's cache.
@@ -292,8 +316,10 @@ def _field(
         name: name of the field.
         offset: byte offset of the field in the page.
         head: bytes from one head to the next.
-        tokens: (count, stride in bytes) of each loop over the tokens of a kernel block, outermost first.
-        content: (count, stride in bytes) of each loop over the bytes of a head and token, outermost first.
+        tokens: (count, stride in bytes) of each loop over the tokens of a kernel block (block of tokens that
+            the attention kernel uses), outermost loop first.
+        content: (count, stride in bytes) of each loop over the bytes of a head and token, outermost loop
+            first.
     """
     heads = Axis("head", ((s.heads, head),), shard.start, shard.total)
     return Field(
@@ -345,5 +371,11 @@ not listed may still be described by `cells`."""
 
 
 def is_known(backend: str) -> bool:
-    """Return True if a backend has an adapter. Its pages are then expected to move field by field."""
+    """Return True if kvferry has descriptions of the pages of an attention backend.
+
+    Pages of such a backend usually move field by field, not as opaque bytes.
+
+    Args:
+        backend: name of the attention backend.
+    """
     return backend in ADAPTERS

@@ -20,9 +20,16 @@ from kvferry.geometry import Axis, Field
 
 
 def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
-    """Return the field that describes pages made of cells (contiguous bytes of one head and token).
+    """Return a field that describes pages made of cells (contiguous bytes of one head and token).
 
-    Return None if the head axis of the cache tensor does not have one entry per KV head.
+    Args:
+        s: strides of the layer's cache.
+        shard: KV heads of this rank.
+        name: name of the field.
+
+    Returns:
+        Field of single bytes. Without V, it has no head axis. None if the head axis of the cache tensor does
+            not have one entry per KV head.
     """
     if s.slots != s.heads:
         return None
@@ -36,11 +43,13 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
 
 
 def disproof(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Return the reason why pages do not consist of cells (contiguous bytes of one head and token).
+    """Return the reason why a layer's pages do not consist of cells (contiguous bytes of one head and token).
 
-    The reason is empty if they do. The proof has three parts. Equal input vectors must leave equal cells at
-    every token of a block. New input for some tokens or heads must change all of their cells, and no others.
-    The cache-write operation must write nothing outside of cells.
+    The reason is empty if all of these checks pass:
+
+    - Equal input vectors leave equal cells at every token of a block.
+    - New input for some tokens or heads changes all of their cells, and no others.
+    - The layer's cache-write operation writes nothing outside of cells.
 
     Args:
         layer: the engine's attention layer.
@@ -67,14 +76,20 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Check that the content of each token and head is kept in a cell of its own.
+    """Check that the content of each token and head is kept in its own cell (contiguous range of bytes).
 
-    A cell holds the bytes of one token and head. The check writes a block again with new input for some of
-    its tokens (or heads). Exactly the cells of those tokens must change. This is tried with two sets of
-    tokens for each bit of the token index: the tokens whose index has the bit, and the others.
+    The check writes a block again with new input for some of its tokens. Exactly the cells of these tokens
+    must change. For each bit of the token index, this is tried with two sets of tokens: the tokens whose
+    index has the bit, and the other tokens. The same is done for heads.
+
+    Args:
+        layer: the engine's attention layer.
+        tensor: cache of the layer; not changed.
+        s: strides of the cache.
+        field: field that describes the cells.
 
     Returns:
-        Reason why the check fails; empty if it passes.
+        Reason why the check fails; empty if the check passes.
     """
     first, second = _random(s, 1), _random(s, 2)
     before = scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, first)), field, s)

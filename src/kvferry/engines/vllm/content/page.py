@@ -21,14 +21,15 @@ logger = logging.getLogger(__name__)
 def page_of_attention(
     layer: Any, name: str, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> PageFormat:
-    """Describe a page of an attention layer: as fields if they can be proved, else as opaque bytes.
+    """Describe a page (a layer's part of a block): by its fields if they can be proved, else as opaque bytes.
 
     Args:
         layer: the engine's attention layer, for its backend and cache-write operation.
         name: name of the layer, for messages.
         spec: KV cache spec of the layer.
-        tensor: cache of the layer, (kernel blocks, head slots, tokens, content).
-        num_blocks: number of vLLM's own blocks in the cache. A block table has one entry per such block.
+        tensor: cache of the layer, of shape (kernel blocks, head slots, tokens, content).
+        num_blocks: number of blocks in the cache, as vLLM's block tables count them. Such a block may consist
+            of several kernel blocks.
         shard: KV heads of this rank.
     """
     fields: tuple[Field, ...] = ()
@@ -54,10 +55,10 @@ def page_of_attention(
 
 
 def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
-    """Return the facts that decide the meaning of a layer's bytes, as a text joined by colons.
+    """Return a text that identifies the meaning of the bytes in a layer's cache.
 
-    The facts are the backend's name, its instruction set (empty if it names none), the tensor's dtype and the
-    KV cache dtype.
+    The text consists of the backend's name, its instruction set (empty if it names none), the tensor's dtype
+    and the KV cache dtype, joined by colons.
     """
     return ":".join(
         [_backend(layer), str(getattr(layer, "isa", "")), str(tensor.dtype), _kv_dtype(layer, spec)]
@@ -69,9 +70,10 @@ def _backend(layer: Any) -> str:
 
 
 def _kv_dtype(layer: Any, spec: Any) -> str:
-    """Return the KV cache dtype that a layer names. If it names none, return that of its KV cache spec.
+    """Return the KV cache dtype of a layer, as a text.
 
-    The result is ``auto`` if neither names a dtype. An indexer, which only holds a cache, may name none.
+    The layer usually names the dtype. For a layer without one (a sparse indexer, for example), the result is
+    the dtype of the layer's KV cache spec. It is ``auto`` if the spec names no dtype either.
     """
     return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
 
@@ -88,13 +90,13 @@ def whole_page(
 ) -> PageFormat:
     """Describe a page of unknown content, as opaque bytes that can only move whole.
 
-    Such pages move between engines with the same block size and the same number of ranks, from each rank to
-    the rank of the same index. If all ranks hold the same bytes, the ranks may differ. Opaque bytes can only
-    be exchanged between pages with equal strides, so the strides are part of the content id.
+    Such a page can only move to a page with the same strides, so the strides are part of the content id. Both
+    engines must have the same block size and the same number of ranks, and each rank reads from the rank with
+    its own index. If all ranks hold the same bytes, the numbers of ranks may differ.
 
     Args:
         layer, name, spec, tensor, num_blocks, shard: same as in `page_of_attention`.
-        block_tokens: number of tokens of a block; 0 for a snapshot, which is recurrent state at one position.
+        block_tokens: number of tokens per block; 0 for a block whose content is valid at one position only.
         why: reason why the content is unknown, for the log.
     """
     content = content_id(layer, spec, tensor)
@@ -115,7 +117,10 @@ def whole_page(
 def _proved(
     layer: Any, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> tuple[tuple[Field, ...], str]:
-    """Find the first description of a page that the cache-write operation confirms.
+    """Find the first description of a layer's pages that the backend's cache-write operation confirms.
+
+    The function tries the descriptions that kvferry has for the backend, then contiguous bytes per head and
+    token.
 
     Returns:
         Fields of the page and an empty string. If no description is confirmed, an empty tuple and the reason.
@@ -143,19 +148,24 @@ def _proved(
 
 
 def _of(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """Return fields with the element type added to their names.
+    """Return fields with the name of their element type added to the names of the fields.
 
-    Used if the element type is not the one that the KV cache dtype names.
+    Used if the cache's element type is not the type that the KV cache dtype names.
     """
     kind = str(element).removeprefix("torch.")
     return tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)
 
 
 def _runs(tensor: torch.Tensor, num_blocks: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the contiguous byte ranges (runs) that one of vLLM's blocks occupies in a cache tensor.
+    """Return the contiguous byte ranges (runs) that a block occupies in a cache tensor.
+
+    Args:
+        tensor: cache of a layer.
+        num_blocks: number of blocks in the cache, as vLLM's block tables count them.
 
     Returns:
-        Number of bytes of each run, and (count, stride in bytes) of each loop over the runs, outermost first.
+        Number of bytes of each run, and (count, stride in bytes) of each loop over the runs, outermost loop
+            first.
     """
     item = tensor.element_size()
     extents = (tensor.shape[0] // num_blocks, *tensor.shape[1:])

@@ -31,13 +31,16 @@ from kvferry.engines.vllm.content.values import (
 def disproof(
     layer: Any, tensor: torch.Tensor, s: Strides, written: tuple[Written, ...], element: torch.dtype
 ) -> str:
-    """Return the reason why an adapter's description of a layer's pages is wrong; empty if it is right.
+    """Return the reason why a description of a layer's pages is wrong; empty if the description is right.
+
+    The check writes known values to scratch pages with the layer's own operation, and looks for each value at
+    the described position.
 
     Args:
         layer: the engine's attention layer, for its cache-write operation and scales.
         tensor: cache of the layer; not changed.
         s: strides of the cache.
-        written: fields that the adapter has described.
+        written: described fields, with the input that is written to each.
         element: element type of the cache.
     """
     try:
@@ -62,7 +65,7 @@ def disproof(
 
 
 def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, ...]) -> str:
-    """Return a message if the cache-write operation writes bytes outside of `fields`, else an empty one."""
+    """Return a message if a layer's cache-write operation writes bytes outside of `fields`, else ""."""
     inputs = {
         name: letters((s.block_tokens, s.heads, width), "content", 0, 1)
         for name, width in (("k", s.k), ("v", s.v))
@@ -78,9 +81,15 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
     """Return inputs multiplied by the layer's own scales, in the dtype and on the device of the layer.
 
-    The cache-write operation of a quantised cache divides its input by these scales, so the known values end
-    up in the cache. Inputs to a quantised cache are also increased by 1/64. Then an operation that truncates,
-    such as vLLM's for CPUs, writes the same codes as an operation that rounds.
+    The cache-write operation of a quantised cache divides its input by these scales, so the cache then holds
+    the values before the multiplication. Inputs to a quantised cache are also multiplied by 1 + 1/64. As a
+    result, an operation that truncates (vLLM's for CPUs, for example) writes the same codes as an operation
+    that rounds.
+
+    Args:
+        layer: the engine's attention layer.
+        tensor: cache of the layer. Only its dtype and device matter.
+        inputs: input tensors by name: ``k`` and, for layers with V, ``v``.
     """
     quantised = not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
     dtype = (getattr(layer, "dtype", None) or torch.bfloat16) if quantised else tensor.dtype
@@ -92,16 +101,19 @@ def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.
 
 
 def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
-    """Yield (axis, digit, anchored) for each write of the probe.
+    """Yield the writes that are needed to check where a cache-write operation puts each value.
 
-    `anchored` is True if some elements of the input are replaced by the largest value (`with_anchors`). If
-    the operation computes scales from its input, a value that fills a whole vector affects only the scale and
-    no code. With anchors all scales are equal, so the values affect the codes. So each digit is written
-    without anchors to check the scales, and with anchors to check the codes.
+    Each write encodes one digit of each element's index along one axis. If the operation computes scales from
+    its input, each digit is written twice. In the first write, a digit may fill a whole vector and affect
+    only the scale, so this write checks the scales. The second write has anchors: some elements are replaced
+    by the largest value. All scales are then equal, so this write checks the codes.
 
     Args:
         s: strides of the layer's cache.
         dynamic: True if the operation computes scales from its input.
+
+    Returns:
+        (axis, digit, anchored) of each write. `anchored` is True for a write with anchors.
     """
     for axis, extent in zip(AXES, (s.block_tokens, s.heads, max(s.k, s.v)), strict=True):
         for digit in range(digits(extent)):
@@ -111,10 +123,15 @@ def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
 
 
 def _factor(layer: Any, one: Written) -> torch.Tensor:
-    """Return the factor by which decoded elements must be multiplied to get the known values of the probe.
+    """Return the factor that turns a field's decoded elements into the known values of the probe.
 
-    The probe multiplies its known values by the layer's own scale. If the operation does not divide by this
-    scale, the decoded elements still contain it, and the factor is 1 / scale. Otherwise the factor is 1.
+    The probe multiplies its known values by the layer's own scale before it writes them. If the layer's
+    cache-write operation does not divide by this scale, the decoded elements still contain the scale, and the
+    factor is 1 / scale. Otherwise the factor is 1.
+
+    Args:
+        layer: the engine's attention layer.
+        one: description of the field.
 
     Returns:
         float32 of shape (1,) or (1, heads, 1), which broadcasts over (tokens, heads, content).

@@ -18,14 +18,15 @@ _OWN = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "nvfp4", "nvfp4_4over6")
 
 
 def scale_of(layer: Any, name: str) -> torch.Tensor:
-    """Return the layer's own scale of ``k`` or ``v``; a scale of 1 if its KV cache dtype uses no such scale.
+    """Return the layer's own scale of K or V, which lies outside of the KV cache.
 
     Args:
         layer: the engine's attention layer, after its weights were loaded.
         name: ``k`` or ``v``.
 
     Returns:
-        float32 on the host, of shape (1,) or (1, heads, 1).
+        float32 on the host, of shape (1,) or (1, heads, 1). The scale is 1 if the layer's KV cache dtype uses
+            no such scale.
     """
     found = getattr(layer, f"_{name}_scale", None)
     if found is None or str(getattr(layer, "kv_cache_dtype", "")) not in _OWN:
@@ -35,7 +36,7 @@ def scale_of(layer: Any, name: str) -> torch.Tensor:
 
 
 def scales_of(layer: Any) -> tuple[Scale, ...]:
-    """Return the layer's own scales of K and V, except those that are 1.
+    """Return the layer's own scales of K and V, which lie outside of the KV cache; scales of 1 are left out.
 
     Args:
         layer: the engine's attention layer, after its weights were loaded.

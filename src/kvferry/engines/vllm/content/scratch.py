@@ -18,15 +18,15 @@ shape (tokens, heads, elements per head and token)."""
 
 
 def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: int = 0) -> torch.Tensor:
-    """Write a block of inputs to a new scratch cache, with the layer's own cache-write operation.
+    """Write one block of inputs to a new scratch cache, with the layer's own cache-write operation.
 
-    The scratch cache has two of vLLM's blocks. The inputs are written to block 1.
+    The scratch cache has two blocks, as vLLM's block tables count them. The inputs are written to block 1.
 
     Args:
         layer: the engine's attention layer.
         tensor: cache of the layer. Only its shape, strides, dtype and device matter.
         s: strides of the cache.
-        values: inputs for every token of the block.
+        values: inputs for every token of the block, by name: ``k`` and, for layers with V, ``v``.
         fill: value of all scratch bytes before the write.
 
     Returns:
@@ -57,7 +57,7 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
 def offsets(field: Field, device: torch.device) -> torch.Tensor:
     """Return the byte offsets of a field's elements in a page: int64 of shape (tokens, heads, content).
 
-    The extent is 1 along each axis that the field does not have.
+    If a field lacks one of these axes, the extent along this axis is 1.
     """
     found = torch.tensor([field.offset], device=device)
     shape = []
@@ -70,20 +70,29 @@ def offsets(field: Field, device: torch.device) -> torch.Tensor:
 
 
 def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
-    """Return a field's bytes in block 1: uint8 of shape (tokens, heads, content, bytes per element)."""
+    """Return the bytes of a field in block 1 of a scratch cache, which is the block that the probe writes.
+
+    Args:
+        memory: bytes of the scratch cache, uint8.
+        field: field of a page.
+        s: strides of the cache.
+
+    Returns:
+        uint8 of shape (tokens, heads, content, bytes per element).
+    """
     return memory[_places(memory, field, s, block=1)]
 
 
 def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:
-    """Return which bytes of a scratch cache belong to any of the fields, in any of its two blocks.
+    """Return a mask of the scratch cache's bytes that belong to at least one of the fields.
 
     Args:
-        memory: bytes of the scratch cache.
+        memory: bytes of the scratch cache, which has two blocks.
         fields: fields of a page.
         s: strides of the cache.
 
     Returns:
-        Mask of bool, one per byte of `memory`.
+        bool, one element per byte of `memory`.
     """
     found = torch.zeros_like(memory, dtype=torch.bool)
     for field in fields:
@@ -98,11 +107,11 @@ def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch
 
 
 def _fresh(impl: Any) -> Any:
-    """Return a copy of an attention implementation, without its views of the cache that it used first.
+    """Return a copy of an attention implementation that has not yet created any views of a cache.
 
-    TRITON_ATTN makes views of the scales in the first cache that it gets, and uses these views from then on.
-    If it got a scratch cache first, it would later write the scales of the engine's cache into the scratch
-    cache.
+    TRITON_ATTN creates views of the scales in the first cache that it gets, and uses these views from then
+    on. If the first cache were a scratch cache, TRITON_ATTN would later write the scales of the engine's
+    cache into the scratch cache.
     """
     impl = copy.copy(impl)
     for name in ("_k_scale_cache", "_v_scale_cache"):

@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """KV heads of a layer that this rank holds.
+    """Range of a layer's KV heads that a tensor-parallel rank holds.
 
     Attributes:
         rank: tensor-parallel rank.
         ranks: number of tensor-parallel ranks.
         start: index, among all heads of the layer, of the first head on this rank.
-        total: number of heads of the layer. A head with copies on several ranks counts once. 0 if the
-            heads of this rank are uncertain.
+        total: number of heads of the layer. A head with copies on several ranks counts once. 0 if kvferry
+            cannot determine which heads the rank holds.
     """
 
     rank: int
@@ -68,12 +68,13 @@ class Strides:
 
 
 def strides_of(tensor: torch.Tensor, spec: Any, num_blocks: int) -> Strides:
-    """Return the strides of a cache tensor.
+    """Return the shape and strides of a layer's cache tensor.
 
     Args:
         tensor: cache of a layer, of shape (kernel blocks, head slots, tokens, content).
         spec: KV cache spec of the layer.
-        num_blocks: number of manager blocks in the cache.
+        num_blocks: number of blocks in the cache, as vLLM's block tables count them. Such a block may consist
+            of several kernel blocks.
     """
     item = tensor.element_size()
     kernel, slot, token, _ = (stride * item for stride in tensor.stride())

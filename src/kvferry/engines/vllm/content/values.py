@@ -40,11 +40,14 @@ def digits(extent: int) -> int:
 def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> torch.Tensor:
     """Return a float32 tensor in which each element encodes one base-5 digit of its index along `axis`.
 
+    The five digits are encoded by the values in `LETTERS`.
+
     Args:
         shape: shape of the tensor: (tokens, heads, elements per head and token).
         axis: one of `AXES`.
         digit: position of the digit in the index; 0 is the lowest.
-        shift: number added to every digit, modulo 5. K and V have different shifts, to tell them apart.
+        shift: number added to every digit, modulo 5. K and V have different shifts, so they can be
+            distinguished.
     """
     dim = AXES.index(axis)
     index = (torch.arange(shape[dim]) // len(LETTERS) ** digit + shift) % len(LETTERS)
@@ -54,9 +57,10 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
 
 
 def with_anchors(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy in which the first of every 16 elements is the largest letter.
+    """Return a copy of a tensor in which the first of every 16 elements is the largest letter.
 
-    All groups then have the same maximum, so an operation that computes scales gives them the same scale.
+    A letter is a value that encodes a base-5 digit. All groups then have the same maximum, so an operation
+    that computes scales from the maximum gives all groups the same scale.
     """
     anchored = values.clone()
     anchored[..., ::16] = LETTERS[-1]
@@ -64,11 +68,15 @@ def with_anchors(values: torch.Tensor) -> torch.Tensor:
 
 
 def element_types(kv_cache_dtype: str, tensor_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the element types that a cache may hold. The first is the type that the KV cache dtype names.
+    """Return the element types that a KV cache may hold. The first is the type that the KV cache dtype names.
 
-    vLLM hands over fp8 caches as uint8 tensors. A backend that supports only one fp8 type writes that type
-    whatever the KV cache dtype is (TRITON_ATTN writes e4m3 for ``fp8_e5m2``). Some AMD GPUs use an e4m3 type
-    of their own.
+    Several types are possible only for fp8 caches, which vLLM hands over as uint8 tensors. A backend that
+    supports only one fp8 type writes this type whatever the KV cache dtype is (TRITON_ATTN writes e4m3 for
+    ``fp8_e5m2``). Some AMD GPUs use a different e4m3 type.
+
+    Args:
+        kv_cache_dtype: name of the KV cache dtype.
+        tensor_dtype: dtype of the cache tensor.
     """
     if tensor_dtype != torch.uint8 or not kv_cache_dtype.startswith("fp8"):
         return (tensor_dtype,)
@@ -77,7 +85,7 @@ def element_types(kv_cache_dtype: str, tensor_dtype: torch.dtype) -> tuple[torch
 
 
 def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
-    """Decode elements to float32.
+    """Decode the elements of a cache page to float32.
 
     Args:
         raw: bytes of the elements, uint8 of shape (..., count, bytes per element).
@@ -97,10 +105,10 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
 
 
 def decode_scale(raw: torch.Tensor) -> torch.Tensor:
-    """Decode scales. A scale of four bytes is float32, and a scale of one byte is float8 e4m3.
+    """Decode scale factors to float32. Factors of four bytes are float32, and those of one byte are e4m3.
 
     Args:
-        raw: bytes of the scales, uint8 of shape (..., count, bytes per scale).
+        raw: bytes of the scale factors, uint8 of shape (..., count, bytes per factor).
 
     Returns:
         float32 of shape (..., count).
