@@ -29,7 +29,7 @@ from kvferry.engines.vllm.multi.counts import Counts
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Plan to load a prefix with one child.
+    """Plan to load a prompt prefix with one child connector.
 
     Attributes:
         place: index of the child.
@@ -44,13 +44,13 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Load:
-    """Load of a request's KV by a child.
+    """Load of a request's KV by a child connector.
 
     Attributes:
-        plan: plan that this load executes.
+        plan: plan that the load executes.
         blocks: vLLM's KVCacheBlocks of the request.
-        began: time at which the load started, in seconds of the clock.
-        invalid: True if some of these blocks have been reported as not loaded.
+        began: time at which the load started, in seconds on the admission's clock.
+        invalid: True if the child has reported that it could not load some of these blocks.
     """
 
     plan: _Plan
@@ -61,12 +61,12 @@ class _Load:
 
 @dataclass(slots=True)
 class _RequestState(RequestState[_Plan]):
-    """State of one request.
+    """State of one request: the child connectors' offers, and the load of its KV.
 
     Attributes:
-        answers: number of tokens that each child can load, as it has last stated; None for a child that is
-            still looking.
-        load: load under way; None without one. No child reports the end of a synchronous load, so such a load
+        answers: number of tokens that each child can load, as last stated; None for a child that is still
+            looking.
+        load: load in flight; None without one. No child reports the end of a synchronous load, so such a load
             stays here until the request ends or is matched again.
     """
 
@@ -75,7 +75,7 @@ class _RequestState(RequestState[_Plan]):
 
 
 class ChildAdmission:
-    """Chooses the child that loads each request. Only the engine's thread may use it.
+    """Chooses the child connector that loads each request. Only the engine's thread may use it.
 
     Attributes:
         counts: counts of choices and of ended loads, for each child.
@@ -94,9 +94,9 @@ class ChildAdmission:
         """Create an admission without requests.
 
         Args:
-            names: names of the children.
-            children: the children's connectors in the scheduler, in the same order.
-            choice: policy that chooses between the offers of the children. It knows each child by its name.
+            names: names of the child connectors.
+            children: scheduler instances of the child connectors, in the order of `names`.
+            choice: policy that chooses between the children's offers. It identifies a child by its name.
             attempts: maximum number of loads for one request.
             clock: function that returns the time in seconds.
         """
@@ -108,19 +108,19 @@ class ChildAdmission:
         self._new: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of known requests plus the number of loads under way."""
+        """Return the number of known requests plus the number of asynchronous loads in flight."""
         return len(self._known) + len(self._loads)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Ask all children how many tokens they can load, and choose one of them.
+        """Ask all child connectors how many tokens of a request they can load, and choose one child.
 
         Args:
             request: vLLM's request.
             local_tokens: number of prompt tokens that the engine's own prefix cache has.
 
         Returns:
-            Number of tokens to load beyond `local_tokens`, and True if the load is asynchronous. The number
-            is None if vLLM must ask again later.
+            Number of tokens to load after the first `local_tokens`, and True if the load is asynchronous. The
+                number is None if vLLM must ask again later.
         """
         known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
@@ -139,7 +139,7 @@ class ChildAdmission:
         return tokens, best is not None and best.asynchronous and bool(tokens)
 
     def _plans(self, rest: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
-        """Return a plan to load with each child, in the order of the children.
+        """Return a plan to load with each child connector, in the order of the children.
 
         Args:
             rest: number of the request's tokens that are not in the engine's own prefix cache.
@@ -170,10 +170,7 @@ class ChildAdmission:
         )
 
     def chosen(self, request_id: str) -> int | None:
-        """Return the index of the child that is loading a request, or is chosen to load it.
-
-        Return None if there is no such child.
-        """
+        """Return the index of the child connector chosen to load a request; None if there is none."""
         known = self._known.get(request_id)
         if known is None:
             return None
@@ -182,7 +179,9 @@ class ChildAdmission:
         return None if known.load is None else known.load.plan.place
 
     def allocated(self, request: Any, blocks: Any, external: int) -> int | None:
-        """Hand the request's blocks to all children, and start the load of the chosen child.
+        """Give a request's blocks to all child connectors, and start the load of the chosen child.
+
+        The other children are told to load 0 tokens.
 
         Args:
             request: vLLM's request.
@@ -190,8 +189,8 @@ class ChildAdmission:
             external: number of tokens that the chosen child loads into the blocks.
 
         Returns:
-            Index of the child, if it loads synchronously in the coming step. None for an asynchronous load,
-            and if nothing is loaded.
+            Index of the child if it loads synchronously, which happens in the coming step. None if the load
+                is asynchronous, or if nothing is loaded.
         """
         known = self._known.get(request.request_id)
         loader = None
@@ -202,7 +201,7 @@ class ChildAdmission:
         return None if known is None or known.phase is RequestPhase.LOADING else loader
 
     def _admit(self, request: Any, known: _RequestState, blocks: Any, external: int) -> int | None:
-        """Record the admission of a request, and the start of its load if there is one.
+        """Record that vLLM has admitted a request, and that its load starts if a child connector is chosen.
 
         Args:
             request, blocks, external: same as in `allocated`.
@@ -229,13 +228,14 @@ class ChildAdmission:
     def take_new(self) -> dict[str, int]:
         """Return the asynchronous loads that have started since the last call, and forget them.
 
-        The result is the index of the child that loads, by request id.
+        Returns:
+            Index of the child connector that loads, by request id.
         """
         new, self._new = self._new, {}
         return new
 
     def take_results(self, received: set[str], failed: set[str], invalid: set[int]) -> None:
-        """Record which loads have ended, and exclude children whose loads have failed.
+        """Record the loads that have ended, and exclude a child connector whose load has failed.
 
         An excluded child is not chosen again for the same request.
 
@@ -264,7 +264,7 @@ class ChildAdmission:
                 self.phases.ended(known, request_id, failed=not succeeded)
 
     def _strike_for(self, invalid: set[int]) -> None:
-        """Exclude the children whose loads include invalid blocks, each for the request of its load.
+        """Exclude child connectors that could not load some blocks, each for the request that it was loading.
 
         Args:
             invalid: ids of blocks that could not be loaded.
@@ -277,14 +277,18 @@ class ChildAdmission:
             known.bidding.strike(load.plan.bid.source, "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. An asynchronous load that is under way is counted when it ends."""
+        """Forget a request that has ended. An asynchronous load in flight is counted when it ends."""
         self.phases.forget(request_id)
         known = self._known.pop(request_id, None)
         if known is not None:
             self._settle(known)
 
     def _settle(self, known: _RequestState) -> None:
-        """Count the end of a request's synchronous load, if it has one, because no child reports this end."""
+        """Count a request's synchronous load, if there is one, as ended. No child connector reports this end.
+
+        Args:
+            known: state of the request.
+        """
         load, known.load = known.load, None
         if load is not None and not load.plan.asynchronous:
             self.counts.ended(load.plan.bid.source, succeeded=not load.invalid)

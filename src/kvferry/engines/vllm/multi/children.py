@@ -32,11 +32,10 @@ class Child:
     """Class and configuration of a child connector that has not been created yet.
 
     Attributes:
-        name: unique name, as in `ChildSettings`.
-        load_weight: weight of each token that the child offers, as in `ChildSettings`.
+        name: unique name of the child in errors and metric labels.
+        load_weight: value of each token that the child offers, for the policy that chooses between children.
         cls: class of the connector.
-        config: the engine's configuration, in which this child's connector settings replace those of the
-            `FerryMultiConnector`.
+        config: the engine's configuration, with the connector settings of this child.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Child:
     def hands_over(self) -> bool:
         """True if the child hands KV to other engines.
 
-        This holds for kvferry's connector with transfers, and for those of vLLM's that `_HAND_OVER` lists.
+        This is the case for kvferry's connector with transfers, and for vLLM's connectors in `_HAND_OVER`.
         """
         if self.ferry:
             return read_settings(self.config).transfers
@@ -64,7 +63,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
     """Read the settings of a `FerryMultiConnector` from vLLM's configuration.
 
     Raises:
-        ConfigError: `parse_multi` refuses a setting, or vLLM's policy for failed loads does not fit.
+        ConfigError: a setting cannot be used, or vLLM would not compute requests whose loads fail.
     """
     transfer = vllm_config.kv_transfer_config
     settings = parse_multi(transfer.kv_connector_extra_config)
@@ -73,10 +72,10 @@ def read_multi(vllm_config: Any) -> MultiSettings:
 
 
 def children_of(vllm_config: Any) -> tuple[Child, ...]:
-    """Return class and configuration of each child connector, in the order of the settings.
+    """Return the class and the configuration of each child connector, in the order of the settings.
 
     Raises:
-        ConfigError: `read_multi` refuses a setting, a class is not found, or vLLM refuses a child's settings.
+        ConfigError: a setting cannot be used, a class is not found, or vLLM refuses the settings of a child.
     """
     return tuple(_child(vllm_config, one) for one in read_multi(vllm_config).children)
 
@@ -97,10 +96,14 @@ def _child(vllm_config: Any, settings: ChildSettings) -> Child:
 
 
 def check(children: Sequence[Child], vllm_config: Any) -> None:
-    """Check that these children can run in one engine.
+    """Check that child connectors can run together in one engine.
+
+    Args:
+        children: class and configuration of each child.
+        vllm_config: the engine's configuration.
 
     Raises:
-        ConfigError: the hybrid KV cache manager is on and a child does not support it, or several children
+        ConfigError: a child does not support the hybrid KV cache manager, which is on. Or several children
             hand KV to other engines.
     """
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -121,9 +124,9 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
 
 
 def agreed_layout(children: Sequence[Child]) -> str | None:
-    """Return the memory layout that the children require for the engine's cache; None if they accept any.
+    """Return the memory layout that child connectors require for the KV cache; None if they accept any.
 
-    A KVFerryConnector whose layout is ``auto`` accepts every layout that another child requires.
+    The `auto` layout of a KVFerryConnector gives way to the layout that another child requires.
 
     Raises:
         ConfigError: two children require different layouts.
@@ -148,14 +151,17 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
 
 
 def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:
-    """Return the number of workers that report the end of each transfer; None for all workers.
+    """Return how many workers report the end of each transfer, if all child connectors state the same number.
 
-    The scheduler treats a transfer as ended when this many workers have reported it.
+    The scheduler treats a transfer as ended when this many workers have reported its end.
 
     Args:
         names: names of the children.
         counts: number of reporting workers that each child states; None for all workers.
         workers: number of workers of the engine.
+
+    Returns:
+        Number of reporting workers; None for all workers.
 
     Raises:
         ConfigError: the children state different numbers.

@@ -14,28 +14,36 @@ from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 
 
 class Completions:
-    """Reports of received and sent requests that a worker still expects from its children."""
+    """Received and sent requests that a worker must still report, and the child connectors that report them.
+
+    A request is received when the child that loads it says so. A request is sent when all children that keep
+    its blocks have said so.
+    """
 
     def __init__(self) -> None:
         self._loads: dict[str, int] = {}
         self._holders: dict[str, set[int]] = {}
 
     def __len__(self) -> int:
-        """Return the number of loads under way plus the number of ended requests whose blocks are kept."""
+        """Return the number of loads in flight plus the number of ended requests whose blocks are kept."""
         return len(self._loads) + len(self._holders)
 
     def expect(self, loads: Mapping[str, int], holders: Mapping[str, Iterable[int]]) -> None:
-        """Record new loads, and ended requests of which some children keep blocks.
+        """Record loads that start, and ended requests whose blocks some child connectors keep.
 
         Args:
-            loads: index of the child that loads a request, by request id.
-            holders: indices of the children that keep blocks of an ended request, by request id.
+            loads: index of the child that loads the request, by request id.
+            holders: indices of the children that keep blocks of the ended request, by request id.
         """
         self._loads.update(loads)
         self._holders.update({name: set(places) for name, places in holders.items()})
 
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
-        """Merge the children's completions of a step into those that the engine expects.
+        """Merge the reports of all child connectors about a step into one report for the engine.
+
+        A request is reported as received, and possibly as failed, when the child that loads it reports this.
+        A request is reported as sent when all children that keep its blocks have reported this. Other reports
+        are dropped.
 
         Args:
             reports: sent, received and failed requests of each child, in the order of the children.

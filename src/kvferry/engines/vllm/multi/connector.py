@@ -55,14 +55,20 @@ NOT_FORWARDED = {
 
 
 class FerryMultiConnector(WorkerHooks, SupportsHMA):
-    """Connector that runs other connectors as its children; one instance in the scheduler, one per worker."""
+    """vLLM connector that runs several connectors as its children, and chooses which child loads a request.
+
+    The scheduler has one instance, and each worker has one instance.
+    """
 
     supports_sleep_mode: ClassVar[bool] = False
     """Flag that vLLM 0.33 and later read. It is False because a child may be a `KVFerryConnector`, which
     must not give up its registered memory."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Check that the children fit together, and create them.
+        """Check that the configured child connectors fit together, and create them.
+
+        Args:
+            vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
 
         Raises:
             ConfigError: a setting cannot be used, or the children do not fit together. The message says why
@@ -85,7 +91,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
     @property
     def sub_connectors(self) -> list[Any]:
-        """The child connectors, in the order of the configuration."""
+        """Child connectors, in the order of the configuration."""
         return list(self._connectors)
 
     @property
@@ -267,17 +273,17 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
 
 
 def _of_child(metadata: dict[Any, Any], place: int) -> dict[Any, Any]:
-    """Return the handshakes of one child, by the worker that has sent them.
+    """Return the handshakes that the workers have sent for one child connector, by worker.
 
     Args:
-        metadata: handshakes of all children (`MultiHandshake`), by worker.
+        metadata: handshakes for all children (`MultiHandshake`), by worker.
         place: index of the child.
     """
     return {worker: of.children[place] for worker, of in metadata.items() if of.children[place] is not None}
 
 
 def _part(whole: Any, place: int) -> Any:
-    """Return the message of one child; None if the child sent none.
+    """Return the part of a message that belongs to one child connector; None if the message has no such part.
 
     Args:
         whole: message with a field `children`, or None.

@@ -12,18 +12,18 @@ Count = tuple[str, str, str]
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of events since the last call of `take`.
+    """Counts of how often each child connector is chosen, and of how its loads end.
 
     Attributes:
         more: increment of each counter since the last call of `take`.
-        pending: number of asynchronous loads under way, by name of the child; not cleared by `take`.
+        pending: number of asynchronous loads in flight, by name of the child; not cleared by `take`.
     """
 
     more: Counter[Count] = field(default_factory=Counter)
     pending: Counter[str] = field(default_factory=Counter)
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
-        """Count the admission of a request.
+        """Count the admission of a request, for each child connector.
 
         Args:
             answers: (name, number of tokens offered) of each child. The number is None for a child that was
@@ -42,10 +42,10 @@ class Counts:
                 self.more["misses", name, ""] += 1
 
     def ended(self, name: str, *, succeeded: bool) -> None:
-        """Count the end of a child's load."""
+        """Count the end of a load, as succeeded or failed, for the child connector of this name."""
         self.more["loads", name, "ready" if succeeded else "failed"] += 1
 
     def take(self) -> Counter[Count]:
-        """Return the increments since the last call, and clear them."""
+        """Return the increments of all counters since the last call, and clear these increments."""
         taken, self.more = self.more, Counter()
         return taken

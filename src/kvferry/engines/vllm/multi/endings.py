@@ -17,7 +17,7 @@ Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 
 
 class Endings:
-    """The children that keep blocks of ended requests. Only the engine's thread calls it."""
+    """Record of the child connectors that keep blocks of ended requests, for the engine's thread only."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -25,13 +25,18 @@ class Endings:
         self._warned_of: set[tuple[str, ...]] = set()
 
     def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
-        """Record which children keep blocks of an ended request, and merge the children's answers.
+        """Merge the answers of all child connectors to the end of a request into one answer for vLLM.
 
-        The parameters are those of the first child that returns any.
+        Also records which children keep blocks of the request.
 
         Args:
             request_id: id of the request.
-            endings: answer of each child, in the order of the children.
+            endings: answer of each child, in the order of the children: True if the child keeps blocks, and
+                the ``kv_transfer_params`` that it returns.
+
+        Returns:
+            True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that returns
+                any.
         """
         keeps = self.hold(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
@@ -39,7 +44,7 @@ class Endings:
         return keeps, said[0][1] if said else None
 
     def hold(self, request_id: str, held: Sequence[bool]) -> bool:
-        """Record which children keep blocks of an ended request; return True if any child does.
+        """Record which child connectors keep blocks of an ended request; return True if any of them does.
 
         Args:
             request_id: id of the request.
@@ -51,9 +56,10 @@ class Endings:
         return any(held)
 
     def take_new(self) -> dict[str, frozenset[int]]:
-        """Return the indices of the children that keep blocks, by request id, and forget them.
+        """Return the ended requests that were recorded since the last call, and clear the record.
 
-        The result has the requests that were recorded since the last call.
+        Returns:
+            Indices of the child connectors that keep blocks of the request, by request id.
         """
         holders, self._holders = self._holders, {}
         return {request_id: frozenset(places) for request_id, places in holders.items()}

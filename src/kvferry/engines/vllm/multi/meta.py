@@ -18,13 +18,13 @@ from kvferry.engines.vllm.compat.contract import (
 
 @dataclass(slots=True)
 class MultiMeta(KVConnectorMetadata):
-    """Message from the scheduler half to the worker halves.
+    """Message from the scheduler half of a `FerryMultiConnector` to its worker halves, once per step.
 
     Attributes:
-        children: message of each child, in the order of the configuration.
-        loads: index of the child that loads, by request id, for each request whose load starts. Only this
-            child can report the request as received.
-        holders: indices of the children that keep blocks, by request id, for each request that has ended.
+        children: message of each child connector, in the order of the configuration.
+        loads: index of the child that loads, by request id, for requests whose load starts. Only this child
+            can report the request as received.
+        holders: indices of the children that keep blocks, by request id, for requests that have ended.
     """
 
     children: tuple[KVConnectorMetadata, ...]
@@ -34,16 +34,17 @@ class MultiMeta(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiWorkerMeta(KVConnectorWorkerMetadata):
-    """Message from a worker half to the scheduler half.
+    """Message from a worker half of a `FerryMultiConnector` to its scheduler half, once per step.
 
     Attributes:
-        children: message of each child, in the order of the configuration; None for a child without one.
+        children: message of each child connector, in the order of the configuration; None for a child without
+            one.
     """
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMeta:
-        """Return the messages of two workers, merged child by child."""
+        """Return the messages of two workers, merged for each child connector."""
         assert isinstance(other, MultiWorkerMeta)
         return MultiWorkerMeta(
             tuple(
@@ -55,7 +56,7 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshake(KVConnectorHandshakeMetadata):
-    """Handshakes that a worker's children send to their scheduler halves.
+    """Handshakes that a worker sends to the scheduler for all child connectors.
 
     Attributes:
         children: handshake of each child, in the order of the configuration; None for a child without one.
@@ -65,21 +66,26 @@ class MultiHandshake(KVConnectorHandshakeMetadata):
 
 
 class MultiEvents(KVConnectorKVEvents):
-    """KV cache events of a worker's children, which the engine merges over all workers.
+    """KV cache events of a worker's child connectors. The engine merges the events of all workers.
 
-    To merge, vLLM adds the events of another worker and increments the number of workers. Here each child
-    counts workers on its own, because a worker may have events of only some of its children in a step.
+    vLLM merges by adding the events of another worker and incrementing the number of workers. Here, each
+    child has its own number of workers, because a worker may have events of only some children in a step.
     """
 
     def __init__(self, children: tuple[KVConnectorKVEvents | None, ...]) -> None:
         self.children = list(children)
 
     def get_all_events(self) -> list[Any]:
-        """Return (index of a child, KVConnectorKVEvents of this child) for every child that has events."""
+        """Return (index of the child connector, its KVConnectorKVEvents) for every child that has events."""
         return [(place, of) for place, of in enumerate(self.children) if of is not None]
 
     def add_events(self, events: list[Any]) -> None:
-        """Add the events of another worker, in the form in which its `get_all_events` returns them."""
+        """Add the events of another worker.
+
+        Args:
+            events: result of `get_all_events` for the other worker: (index of the child connector, its
+                KVConnectorKVEvents).
+        """
         for place, theirs in events:
             mine = self.children[place]
             if mine is None:
@@ -89,18 +95,18 @@ class MultiEvents(KVConnectorKVEvents):
                 mine.increment_workers(theirs.get_number_of_workers())
 
     def aggregate(self) -> MultiEvents:
-        """Return the events of each child, aggregated by the child's own class."""
+        """Return events in which each child connector's events are aggregated by the child's own class."""
         return MultiEvents(tuple(of.aggregate() if of is not None else None for of in self.children))
 
     def increment_workers(self, count: int = 1) -> None:
-        """Do nothing: each child counts workers on its own."""
+        """Do nothing: `add_events` increments the number of workers of each child connector."""
 
     def get_number_of_workers(self) -> int:
-        """Return the largest number of workers that a child counts; 0 if no child has events."""
+        """Return the number of workers that have reported events: the maximum over the child connectors."""
         return max((of.get_number_of_workers() for of in self.children if of is not None), default=0)
 
     def clear_events(self) -> None:
-        """Clear the events of all children."""
+        """Clear the events of all child connectors."""
         for of in self.children:
             if of is not None:
                 of.clear_events()

@@ -41,10 +41,10 @@ class MultiMetrics(KVConnectorPromMetrics):
                 self._children[child.name] = metrics
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add stats to the metrics.
+        """Add the stats that an engine has sent to the Prometheus metrics.
 
         Args:
-            transfer_stats_data: stats that an engine has sent, in the form of `MultiStats.to_dict`.
+            transfer_stats_data: stats of the engine, as `MultiStats.to_dict` returns them.
             engine_idx: index of the engine.
         """
         engine = self.per_engine_labelvalues[engine_idx]
@@ -59,17 +59,20 @@ class MultiMetrics(KVConnectorPromMetrics):
 
 
 class _Shared:
-    """Prometheus metrics that the children share, by name. The label ``connector`` names the child."""
+    """Prometheus metrics that several child connectors share, by name of the metric.
+
+    The label ``connector`` of a metric names the child.
+    """
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the metric with the name given in the arguments, and create it if there is none yet.
+        """Return the Prometheus metric with the given name. Create the metric if it does not exist yet.
 
         Args:
             make: class of the metric.
-            args, kwargs: arguments of `make`; the first one, or ``name``, is the name of the metric.
+            args, kwargs: arguments of `make`. The first one, or ``name``, is the name of the metric.
         """
         name = str(kwargs["name"] if "name" in kwargs else args[0])
         if name not in self._made:

@@ -40,8 +40,9 @@ class ChildSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         name: unique name of the child in errors and metric labels. The default is the name of its class. If
-            this name is taken, a number is appended, from 2 on.
-        load_weight: value of each token that the child offers. The policy ``weight`` multiplies offers by it.
+            this name is taken, a number from 2 on is appended.
+        load_weight: value of each token that the child offers. The policy ``weight`` multiplies the number of
+            offered tokens by this value.
         transfer: settings of vLLM's ``KVTransferConfig``, by name.
     """
 
@@ -51,12 +52,13 @@ class ChildSettings(msgspec.Struct, frozen=True):
 
 
 class MultiSettings(msgspec.Struct, frozen=True):
-    """Settings in ``kv_connector_extra_config`` of a `FerryMultiConnector`.
+    """Settings of a `FerryMultiConnector`, which are in ``kv_connector_extra_config``.
 
     Attributes:
-        children: settings of each child. If two offers are equally good, the child listed first loads.
-        source_policy: policy that chooses the child that loads a request (`connector.policies`).
-        patience_seconds: maximum seconds that a request waits for a child that is still looking.
+        children: settings of each child connector. If two offers are equally good, the child that is listed
+            first loads.
+        source_policy: name of the policy that chooses the child that loads a request.
+        patience_seconds: maximum seconds that a request waits for a child that is still looking for KV.
         attempts: maximum number of loads that are tried for one request. After that, the request is computed.
     """
 
@@ -67,7 +69,7 @@ class MultiSettings(msgspec.Struct, frozen=True):
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
-    """Settings of a `FerryMultiConnector` other than ``connectors``, as the user has written them."""
+    """Settings of a `FerryMultiConnector` as the user has written them, without the list ``connectors``."""
 
     source_policy: PolicyName = "weight"
     patience_seconds: float = 10.0
@@ -75,11 +77,14 @@ class _Plain(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
-    """Parse the settings in ``kv_connector_extra_config``.
+    """Parse the settings of a `FerryMultiConnector`.
+
+    Args:
+        extra: content of ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: there is an unknown key (the message names the nearest known one), a wrong type, a value
-            out of range, no connector, or two connectors with one name.
+        ConfigError: there is an unknown key (the message names the nearest known key), a wrong type, a value
+            out of range, no connector, or two connectors with the same name.
     """
     check_keys("kv_connector_extra_config", extra, _KEYS)
     given = extra.get("connectors")

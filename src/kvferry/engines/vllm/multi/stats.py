@@ -27,12 +27,12 @@ def path_of(cls: type) -> ClassPath:
 
 
 class MultiStats(KVConnectorStats):
-    """Stats of a step, from one worker or from the scheduler.
+    """Stats of a step, from one worker or from the scheduler, for the engine's /metrics.
 
     Attributes:
-        data: three entries. ``children``: (path of the connector's class, its stats), by name of the child.
-            ``more``: [metric, name of the child, outcome, increment] of each counter. ``pending``: number of
-            asynchronous loads under way, by name of the child.
+        data: three entries. ``children``: (path of the connector's class, its stats), by name of the child
+            connector. ``more``: [metric, name of the child, outcome, increment] of each counter. ``pending``:
+            number of asynchronous loads in flight, by name of the child.
     """
 
     data: dict[str, Any]
@@ -44,7 +44,11 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> MultiStats:
-        """Create stats from the plain values that `to_dict` has returned, in this process or another one."""
+        """Create stats from plain values, in the same process or in another one.
+
+        Args:
+            data: plain values, as `to_dict` returns them; None or empty for no stats.
+        """
         if not data:
             return cls()
         children = {}
@@ -58,7 +62,7 @@ class MultiStats(KVConnectorStats):
     def of(
         cls, children: Mapping[str, tuple[ClassPath, KVConnectorStats]], counts: Counts | None
     ) -> MultiStats:
-        """Combine the stats of the children with the counts of the choice between them.
+        """Combine the stats of the child connectors with the counts of the choice between the children.
 
         Args:
             children: (path of the connector's class, its stats), by name of the child.
@@ -75,14 +79,14 @@ class MultiStats(KVConnectorStats):
         self.data = {"children": {}, "more": [], "pending": {}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stats as plain values, which `read` turns into stats again."""
+        """Return the stats as plain values (numbers, strings, lists and dicts), which `read` accepts."""
         children = {
             name: [list(path), stats.to_dict()] for name, (path, stats) in self.data["children"].items()
         }
         return {**self.data, "children": children}
 
     def aggregate(self, other: KVConnectorStats) -> MultiStats:
-        """Add later stats to these, and return the result; mutates this object."""
+        """Add later stats to this object, and return this object."""
         ours = self.data["children"]
         for name, (path, stats) in other.data["children"].items():
             ours[name] = (path, ours[name][1].aggregate(stats) if name in ours else stats)
@@ -91,7 +95,7 @@ class MultiStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary of the stats for the engine's log."""
+        """Return a summary of the stats for the engine's log: numbers by description."""
         said: dict[str, int | float] = {}
         for metric, name, outcome, n in self.data["more"]:
             key = " ".join(filter(None, (name, outcome, metric.replace("_", " "))))
@@ -107,9 +111,11 @@ class MultiStats(KVConnectorStats):
 
 
 def _whole(path: ClassPath, data: Any) -> KVConnectorStats | None:
-    """Create a child's stats from plain values, with the connector's class.
+    """Create the stats of a child connector from plain values; None if the connector's class has no stats.
 
-    Return None if this class makes no stats.
+    Args:
+        path: module and qualified name of the connector's class.
+        data: plain values of the stats.
     """
     module, name = path
     found: Any = importlib.import_module(module)

@@ -21,13 +21,13 @@ from kvferry.errors import ConfigError
 class WorkerHooks(KVConnectorBase_V1):
     """Base class of `FerryMultiConnector`, with the hooks that vLLM calls on a worker.
 
-    It creates the children, and forwards each hook to all of them.
+    The class creates the child connectors, and forwards each hook to all of them.
     """
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, children: Sequence[Child]
     ) -> None:
-        """Create the children. This happens in the scheduler and on each worker.
+        """Create the child connectors. This happens in the scheduler and on each worker.
 
         Args:
             vllm_config, role, kv_cache_config: arguments that vLLM gives to a connector.
@@ -122,5 +122,5 @@ class WorkerHooks(KVConnectorBase_V1):
         return None if all(meta is None for meta in metas) else MultiWorkerMeta(metas)
 
     def _children(self) -> Iterable[tuple[str, Any]]:
-        """Return (name, connector) of each child."""
+        """Return the name and the connector of each child, in the order of the configuration."""
         return zip(self._names, self._connectors, strict=True)
