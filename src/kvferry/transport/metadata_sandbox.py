@@ -55,12 +55,12 @@ _POLL_SECONDS = 2e-4
 
 
 class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request to the child: try one worker's metadata.
+    """A request to the child process: try one worker's transport metadata.
 
     Attributes:
         agent: transport metadata of the worker's NIXL agent.
-        words_address: address of the worker's first lease word.
-        incarnation: expected high half of that word.
+        words_address: address of the worker's first lease word (integer in registered memory).
+        incarnation: random number of the worker's run, which must be the high half of that word.
     """
 
     agent: bytes
@@ -69,16 +69,16 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetadataSandbox:
-    """A child process that tries peers' transport metadata.
+    """A child process that tries peers' transport metadata, because invalid metadata may crash a process.
 
     Only the thread that starts the child may use it. The child ends when that thread ends.
     """
 
     def __init__(self, host: str) -> None:
-        """Start the child process; do not wait until it is ready.
+        """Start the child process. Do not wait until it is ready.
 
         Args:
-            host: address whose network devices the child uses.
+            host: address of this machine. The child uses only the network devices that have this address.
 
         Raises:
             OSError: the process cannot be started.
@@ -97,7 +97,11 @@ class MetadataSandbox:
         self._ready = False
 
     def wait_ready(self) -> str:
-        """Wait until the child is ready. Return an error message; an empty text if the child is ready."""
+        """Wait until the child process is ready, at most `START_SECONDS`.
+
+        Returns:
+            Error message; an empty text if the child is ready.
+        """
         try:
             if not self._ready and self._connection.poll(START_SECONDS):
                 self._ready = bool(self._connection.recv_bytes())
@@ -110,7 +114,7 @@ class MetadataSandbox:
         return "" if self._ready else late
 
     def run_trial(self, card: RankCard, seconds: float) -> str:
-        """Try the metadata of a worker in the child.
+        """Make the child process load a worker's transport metadata and read a few bytes of its memory.
 
         Args:
             card: description of the worker.
@@ -143,15 +147,21 @@ class MetadataSandbox:
 
 
 def encode_trial(card: RankCard) -> bytes:
-    """Encode, as MessagePack, the request that asks the child process to try out a worker's metadata.
+    """Encode the request to the child process to try a worker's transport metadata.
 
-    The request contains everything that the result depends on.
+    The request contains everything that the result of the trial depends on.
+
+    Args:
+        card: description of the worker.
+
+    Returns:
+        The request as MessagePack.
     """
     return msgspec.msgpack.encode(_TrialRequest(card.agent, card.words_address, card.incarnation))
 
 
 def _python_path() -> str:
-    """Return the PYTHONPATH for the child, which starts with the directory of this package."""
+    """Return the value of PYTHONPATH for the child process: it starts with the directory of this package."""
     here = str(Path(kvferry.__file__).parents[1])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -189,7 +199,12 @@ def _try(
 
 
 def main(arguments: list[str]) -> None:
-    """Run the child process: answer requests until the parent closes the connection."""
+    """Run the child process: answer requests until the parent closes the connection.
+
+    Args:
+        arguments: file descriptor of the connection to the parent, process id of the parent, and name of the
+            Python package of NIXL.
+    """
     die_with_parent()
     if os.getppid() != int(arguments[1]):
         return

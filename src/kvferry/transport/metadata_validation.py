@@ -42,10 +42,11 @@ Peers keep a connection for each trial until the child ends.
 
 @dataclass(slots=True)
 class ValidationResult:
-    """The result of a validation, which the validator's thread sets.
+    """The result of a validation of a peer's transport metadata. The validator's thread sets it.
 
     Attributes:
-        reason: reason why the peer is refused; empty if it has passed; None while the validation runs.
+        reason: reason why the peer is refused; empty if the metadata has passed; None while the validation
+            runs.
     """
 
     reason: str | None = None
@@ -55,7 +56,7 @@ class MetadataValidator(Protocol):
     """An object that decides whether peers' transport metadata may be loaded."""
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Start to validate the metadata of all ranks of a peer; return a result that is set later.
+        """Start to validate the transport metadata of all ranks of a peer. Return a result that is set later.
 
         Args:
             cards: descriptions of all ranks of the peer.
@@ -63,7 +64,7 @@ class MetadataValidator(Protocol):
         """
 
     def warm_up(self) -> None:
-        """Prepare for the first validation, so that it is fast."""
+        """Prepare for the first validation, so that the first peer does not wait for the preparation."""
 
     def close(self) -> None:
         """Stop validating, and release all resources."""
@@ -71,7 +72,7 @@ class MetadataValidator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _ValidationRequest:
-    """A request to the validator's thread.
+    """A request to the validator's thread: validate a peer's transport metadata.
 
     Attributes:
         cards: descriptions of all ranks of the peer; empty to only start the child process.
@@ -85,16 +86,16 @@ class _ValidationRequest:
 
 
 class SandboxValidator:
-    """A thread that checks peers' metadata and tries it in a child process."""
+    """A thread that checks peers' transport metadata, and tries the metadata in a child process."""
 
     def __init__(
         self, start: Callable[[], MetadataSandbox], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start the thread. The child starts with the first validation, or with `warm_up`.
+        """Start the thread. The child process starts with the first validation, or with `warm_up`.
 
         Args:
             start: function that starts a child process and returns the object that controls it.
-            clock: function that returns the time in seconds.
+            clock: function that returns the current time in seconds.
         """
         self._start, self._clock = start, clock
         self._sandbox: MetadataSandbox | None = None
@@ -106,7 +107,7 @@ class SandboxValidator:
         self._thread.start()
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Start to validate the metadata of all ranks of a peer; return a result that is set later.
+        """Start to validate the transport metadata of all ranks of a peer. Return a result that is set later.
 
         Args:
             cards: descriptions of all ranks of the peer.
@@ -117,7 +118,7 @@ class SandboxValidator:
         return encode_trial.verdict
 
     def warm_up(self) -> None:
-        """Start the child process now, so that the first peer does not wait for it."""
+        """Start the child process now, so that the first peer does not wait until the child has started."""
         self._asked.put(_ValidationRequest((), ValidationResult(), _nobody))
 
     def close(self, patience_seconds: float = 2.0) -> None:
@@ -185,7 +186,7 @@ class SandboxValidator:
         return reason
 
     def _unready(self) -> str:
-        """Wait until a child process is ready; start one if needed.
+        """Wait until a child process is ready. Start a child process if there is none.
 
         Returns:
             Error message; empty if the child is ready.
@@ -214,7 +215,7 @@ class SandboxValidator:
 
 
 def _nobody() -> None:
-    """Do nothing: no lane waits for the result of `warm_up`."""
+    """Do nothing. This is the `wake` function of `warm_up`: no thread waits for that result."""
 
 
 def _digest(card: RankCard) -> bytes:

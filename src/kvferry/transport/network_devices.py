@@ -30,10 +30,14 @@ _lock = threading.Lock()
 
 
 def devices_for(host: str) -> tuple[str, ...]:
-    """Return the network devices through which peers reach this engine; empty if all devices are allowed.
+    """Return the names of the network devices to which UCX (NIXL's transport) is restricted.
 
     Args:
-        host: address of this machine, or a name that resolves to one.
+        host: address at which peers reach this engine, or a name that resolves to one. The devices are those
+            with this address. If it is not a loopback address, all RDMA devices are added.
+
+    Returns:
+        Names of devices; empty if UCX may use all devices.
     """
     if host in _EVERY_ADDRESS:
         return ()
@@ -43,16 +47,20 @@ def devices_for(host: str) -> tuple[str, ...]:
 
 
 def is_local_address(host: str) -> bool:
-    """Return whether an address, or the address that a name resolves to, belongs to this machine."""
+    """Return whether a host belongs to this machine.
+
+    Args:
+        host: IP address, or a name that resolves to one.
+    """
     return is_loopback(host) or bool(_with_address(host))
 
 
 @contextmanager
 def restrict_ucx_to(host: str) -> Iterator[None]:
-    """Restrict NIXL agents that are created inside the ``with`` statement to the devices of `host`.
+    """Restrict NIXL agents that are created inside the ``with`` statement to the network devices of a host.
 
-    UCX reads its settings from the environment when an agent is created. So ``UCX_NET_DEVICES`` is set until
-    the ``with`` statement ends. A value that the operator has set is kept.
+    UCX (NIXL's transport) reads its settings from the environment when an agent is created. So
+    ``UCX_NET_DEVICES`` is set until the ``with`` statement ends. A value that the operator has set is kept.
 
     Args:
         host: address of this machine, or a name that resolves to one.
@@ -70,7 +78,14 @@ def restrict_ucx_to(host: str) -> Iterator[None]:
 
 
 def ucx_environment(host: str) -> dict[str, str]:
-    """Return the environment variables that restrict UCX to the devices of `host`."""
+    """Return the environment variables that restrict UCX (NIXL's transport) to the network devices of a host.
+
+    Args:
+        host: address of this machine, or a name that resolves to one.
+
+    Returns:
+        Value of each variable, by name; empty without a restriction, or if the operator has set the variable.
+    """
     devices = devices_for(host)
     return {VARIABLE: ",".join(devices)} if devices and VARIABLE not in os.environ else {}
 
@@ -90,7 +105,11 @@ def _loopbacks() -> tuple[str, ...]:
 
 
 def _with_address(host: str) -> tuple[str, ...]:
-    """Return the names of the devices that have an address of `host`, sorted."""
+    """Return the names of the network devices that have an address of a host, sorted.
+
+    Args:
+        host: IP address, or a name that resolves to one.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -100,5 +119,9 @@ def _with_address(host: str) -> tuple[str, ...]:
 
 
 def _rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
-    """Return UCX's names of all RDMA devices, as ``device:port``."""
+    """Return the names of all RDMA devices as UCX (NIXL's transport) spells them: ``device:port``.
+
+    Args:
+        root: directory in which the kernel lists RDMA devices.
+    """
     return tuple(sorted(f"{port.parent.parent.name}:{port.name}" for port in root.glob("*/ports/*")))

@@ -33,7 +33,7 @@ def nixl_package() -> str:
 
 
 def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
-    """Create a ``nixl_agent`` whose progress thread sleeps while there is nothing to do.
+    """Create a ``nixl_agent`` (endpoint of the NIXL library) whose progress thread sleeps while it is idle.
 
     Args:
         name: name of the agent.

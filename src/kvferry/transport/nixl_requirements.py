@@ -34,10 +34,10 @@ _LIMITS = {
 def missing_requirements(
     stat: Callable[[str], Any] = os.statvfs, limits: Mapping[int, int] | None = None
 ) -> Iterator[str]:
-    """Yield the problems that may prevent an agent from starting, each as a text with the remedy.
+    """Yield the problems of this machine that may prevent a NIXL agent from starting, each with its remedy.
 
     Args:
-        stat: function with the interface of `os.statvfs`.
+        stat: function with the interface of `os.statvfs`, which returns the free space of a file system.
         limits: value of each resource limit, negative if unlimited; None for the limits of this process.
     """
     try:

@@ -54,13 +54,17 @@ After that, its cells are read without packing.
 
 @dataclass(frozen=True, slots=True)
 class PackedReadResources:
-    """Resources that all packed reads of a lane share.
+    """Resources that are shared by all reads of packed cells of one lane (reading thread).
+
+    A cell is the unit of transfer. An image is a cell packed into contiguous memory.
 
     Attributes:
         agent: NIXL agent of the lane.
-        landing: staging area that images (packed cells) are read into.
-        words: registered memory of this lane that words of the source are read into, uint64 of shape (n,).
-        free_words: indices of `words` that are free. A staged segment takes one before it reads its images.
+        landing: staging area that images are read into.
+        words: registered memory of this lane into which words of the source are read, uint64 of shape (n,).
+            Such a word shows whether the images that were read are valid.
+        free_words: indices of `words` that are free. A read of images that the source has packed takes one of
+            them.
     """
 
     agent: Agent
@@ -94,7 +98,12 @@ class RankLists:
 
 
 class _SegmentState(Enum):
-    """The state of a segment, as drawn in the docstring of this module."""
+    """State of a segment: a run of packed cells (units of transfer) that move together.
+
+    NEW: nothing has been done. ASKED: the source has been asked to pack the cells. GATHERED: the cells can be
+    read. READING: the cells are being read. CHECKING: the word is being read that shows whether the cells are
+    valid.
+    """
 
     NEW = "new"
     ASKED = "asked"
@@ -105,17 +114,18 @@ class _SegmentState(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A segment: a run of packed cells that move together.
+    """A segment: a run of packed cells (units of transfer) that move together.
 
     Attributes:
         cells: cells of the segment.
         state: state of the segment.
-        since: time at which it was created or gathered, in seconds of the clock.
-        number: number of the request that asks the source to gather the segment; 0 if there is none.
+        since: time at which the segment was created or gathered, in seconds of the clock.
+        number: number of the request that asks the source to gather (pack) the segment; 0 if there is none.
         gathered: reply of the source; None if the source has not gathered the segment.
         allocation: staging memory of this worker that the segment holds; None if it holds none.
-        handle: handle of the segment's latest READ; None before the first.
-        word: index of this lane's word that the source's word is read into; -1 if the segment holds none.
+        handle: handle of the segment's latest READ (one-sided read); None before the first.
+        word: index of the local word into which the source's word is read, to see whether the cells are
+            valid; -1 if the segment holds no local word.
         direct: True if the cells are read straight into blocks after all, without packing.
     """
 
@@ -131,7 +141,7 @@ class _Segment:
 
 
 def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
-    """Split cells into segments, which a read moves one by one. The last segment may be shorter.
+    """Split cells (units of transfer) into segments, which are read one by one. The last may be shorter.
 
     Args:
         method: transfer method, which determines the number of cells per segment.
@@ -145,11 +155,15 @@ def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
 
 
 class PackedRead:
-    """A read of the packed cells of one route. Only the lane's thread uses it.
+    """A read of cells that are packed into contiguous staging memory on the way.
+
+    Only the lane's thread uses it.
+
+    All cells (units of transfer) belong to one route: a set of layers that are read with the same copies.
 
     Attributes:
         failure: reason of the failure; None if the read has not failed.
-        peer_lost: True if the transport failed, so the source may be gone.
+        peer_lost: True if the transport failed, so the peer may be gone.
     """
 
     def __init__(
@@ -163,18 +177,18 @@ class PackedRead:
         lease: LeaseWord,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Split the cells into segments; `advance` starts to read them.
+        """Split the cells into segments (runs of cells that move together). `advance` starts to read them.
 
         Args:
-            bench: resources that all packed reads of the lane share.
+            bench: resources that all packed reads of the lane (reading thread) share.
             lists: prepared descriptor lists of the peer's rank.
             client: client for requests that ask the peer's rank to pack cells; None if no method needs it.
-            route: prepared route (layers that are read with the same copies) of the cells.
+            route: prepared route (set of layers that are read with the same copies) of the cells.
             method: method that moves the cells: over-read (the reader fetches gaps too) or staged (the source
                 packs the cells first).
             cells: cells to read.
             lease: word that shows whether the producer's lease on its blocks is valid.
-            clock: function that returns the time in seconds.
+            clock: function that returns the current time in seconds.
         """
         self.failure: str | None = None
         self.peer_lost = False
@@ -185,23 +199,23 @@ class PackedRead:
 
     @property
     def finished(self) -> bool:
-        """True if no segment (run of cells) is in progress, and none is left to start."""
+        """True if no segment (run of cells that move together) is in progress, and none is left to start."""
         return not self._chunks and (not self._rest or self.failure is not None)
 
     @property
     def waits_for_source(self) -> bool:
-        """True if the source is still packing the cells of a segment."""
+        """True while the source has been asked to pack the cells of a segment, and has not replied."""
         return any(segment.state is _SegmentState.ASKED for segment in self._chunks)
 
     @property
     def in_flight(self) -> bool:
-        """True if a READ of any segment is in flight."""
+        """True while a READ (one-sided read) of any segment is in flight."""
         return any(segment.handle is not None for segment in self._chunks)
 
     def advance(self) -> bool:
-        """Advance every segment as far as possible without blocking, and start further segments.
+        """Advance every segment (run of cells that move together) as far as possible without blocking.
 
-        Return True if any segment (run of cells) advanced.
+        Start further segments when others are complete. Return whether any segment advanced.
         """
         moved = self._ask_ahead()
         for segment in list(self._chunks):
@@ -212,9 +226,12 @@ class PackedRead:
         return moved
 
     def abandon(self, reason: str) -> None:
-        """Fail the read for this reason, and start no further segment.
+        """Mark the whole read as failed, and start no further segment (run of cells that move together).
 
-        READs in flight continue. `finished` is True when they have ended.
+        READs (one-sided reads) in flight continue. `finished` becomes True when they have ended.
+
+        Args:
+            reason: cause of the failure. The first cause is kept.
         """
         self.failure = self.failure or reason
 
@@ -229,9 +246,12 @@ class PackedRead:
         return moved
 
     def _stepped(self, segment: _Segment) -> bool:
-        """Take the next step of a segment if it is possible now; return whether a step was taken.
+        """Take the next step of a segment (run of cells that move together) if it is possible now.
 
-        If the transport raises an exception, fail the whole packed read.
+        If the transport raises an exception, the whole packed read fails.
+
+        Returns:
+            True if a step was taken.
         """
         try:
             return self._step(segment)
@@ -296,14 +316,23 @@ class PackedRead:
         return True
 
     def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        """Return whether the images and the word that a reply names belong to the source's staging area."""
+        """Return whether the source's reply names memory and a word of the source's own staging area.
+
+        Args:
+            segment: segment (run of cells that move together) that the source has packed.
+            answer: reply of the source.
+        """
         inside = answer.position + len(segment.cells) <= self._way.src.blocks
         return inside and answer.word in self._lists.area_words
 
     def _go_direct(self, segment: _Segment, reason: str) -> None:
-        """Read the cells of a segment straight into blocks instead, with one descriptor per contiguous run.
+        """Read the cells of a segment straight into blocks, because they cannot be read packed.
 
-        If the route cannot be read in this way, fail the read, and give `reason` as the cause.
+        There is one descriptor per contiguous run. If the route cannot be read in this way, fail the read.
+
+        Args:
+            segment: segment (run of cells that move together).
+            reason: reason why the cells are not read packed.
         """
         if self._route.direct is None:
             self._fail(segment, f"cells that can only move packed were not packed: {reason}")
@@ -331,9 +360,13 @@ class PackedRead:
         return True
 
     def _has_room(self, segment: _Segment) -> bool:
-        """Allocate what the READ of a segment needs: staging memory to unpack from, a word to check.
+        """Allocate what is needed to read the packed cells of a segment: staging memory, and a local word.
 
-        Return False if either is not free now.
+        Staging memory is needed if this worker unpacks the cells. The local word is needed if the source has
+        packed them: its word is read to see whether the packed cells are valid.
+
+        Returns:
+            False if either is not free now.
         """
         if segment.gathered is not None and segment.word < 0:
             if not self._bench.free_words:
@@ -351,12 +384,13 @@ class PackedRead:
         self._start(segment)
 
     def _check(self, segment: _Segment, gathered: Gathered) -> None:
-        """Start to read the source's word for a segment, because the segment's images have arrived.
+        """Start to read the source's word for a segment. All packed cells of the segment have arrived.
 
-        The word changes when the source's staging memory is reused, so it shows whether the images are valid.
+        The word is an integer that changes when the source's staging memory is reused. So it shows whether
+        the packed cells are valid.
 
         Args:
-            segment: segment that has been read.
+            segment: segment (run of cells that move together) that has been read.
             gathered: reply of the source, which names the word.
         """
         expected = self._word(gathered)
@@ -399,12 +433,18 @@ class PackedRead:
         self._over(segment)
 
     def _over(self, segment: _Segment) -> None:
-        """Remove a segment whose READs have ended, and free its staging memory and its word."""
+        """Remove a segment (run of cells that move together), and free all memory that it holds.
+
+        None of the segment's READs (one-sided reads) may be in flight.
+        """
         self._chunks.remove(segment)
         self._give_back(segment)
 
     def _give_back(self, segment: _Segment) -> None:
-        """Free all that a segment holds: staging memory of the source and of this worker, and its word."""
+        """Free all that a segment (run of cells that move together) holds.
+
+        That is staging memory of the source, staging memory of this worker, and the local word.
+        """
         if segment.number and self._client is not None:
             self._client.done(segment.number)
         if segment.allocation is not None:

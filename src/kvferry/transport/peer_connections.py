@@ -25,7 +25,9 @@ _LONGEST_SECONDS = 60.0
 
 
 def pause_seconds(failures: int) -> float:
-    """Return the seconds to wait after a number of consecutive failures: 0, then 1, 2, 4, …, at most 60.
+    """Return the seconds to wait before a retry, after a number of failures in succession.
+
+    There is no pause after the first failure. Then the pause doubles from 1 second to at most 60.
 
     >>> [pause_seconds(failures) for failures in (1, 2, 3, 4, 100)]
     [0.0, 1.0, 2.0, 4.0, 60.0]
@@ -40,12 +42,15 @@ MakePeer = Callable[[tuple[RankCard, ...]], ConnectedPeer]
 
 @dataclass(slots=True)
 class _PeerConnection:
-    """A peer and the state of its connection: ASKED (metadata is being validated), UP or DOWN.
+    """A peer and the state of the connection to it.
+
+    The state is ASKED while the peer's transport metadata is being validated, UP if there is a connection,
+    and DOWN after a failure.
 
     Attributes:
         cards: descriptions of all ranks of the peer.
         peer: open connection; None unless the state is UP.
-        verdict: result of the validation of the peer's metadata; None unless the state is ASKED.
+        verdict: result of the validation; None unless the state is ASKED.
         reason: cause of state DOWN.
         failures: number of consecutive failures to connect to the peer or to read from it.
         retry_at: time of the clock, in seconds, before which the peer is not connected again.
@@ -60,9 +65,9 @@ class _PeerConnection:
 
 
 class PeerConnections:
-    """The connections of one lane, by name of the peer. Peers that fail are retried with backoff.
+    """The connections of one lane (reading thread) to its peers, by name of the peer.
 
-    Only the lane's thread may use it.
+    Peers that fail are connected again with exponential backoff. Only the lane's thread may use this object.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class PeerConnections:
         self._leaving: list[tuple[str, ConnectedPeer]] = []
 
     def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
-        """Start to connect a peer, unless it is connected.
+        """Start to connect a peer, unless it is connected: have its transport metadata validated first.
 
         Args:
             name: name of the peer.
@@ -100,19 +105,22 @@ class PeerConnections:
             self._settle(name, link)
 
     def disconnect(self, name: str) -> None:
-        """Forget a peer, and close its connection when no read uses it."""
+        """Forget a peer. Its connection is closed when no read uses it any more."""
         link = self._links.pop(name, None)
         if link is not None and link.peer is not None:
             self._leaving.append((name, link.peer))
 
     def get(self, name: str) -> ConnectedPeer | str | None:
-        """Return the connection to a peer, if there is one.
+        """Return the connection to a peer.
 
         If the peer failed and may be retried now, start to connect it again.
 
+        Args:
+            name: name of the peer.
+
         Returns:
-            Connection; reason, as a text, why there is none; None while the peer's metadata is being
-            validated.
+            The connection. Without a connection: None while the peer's metadata is being validated, otherwise
+            a text that says why there is none.
         """
         link = self._links.get(name)
         if link is None:
@@ -125,7 +133,9 @@ class PeerConnections:
         return link.reason if link.peer is None else link.peer
 
     def process_verdicts(self) -> bool:
-        """Handle the results of validations: connect the peers whose metadata has passed, refuse the others.
+        """Handle the results of metadata validations.
+
+        Connect the peers that passed, mark the others as failed.
 
         Return whether there was any result.
         """
@@ -133,13 +143,13 @@ class PeerConnections:
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
-        """Record that a connection failed, so that its peer is connected again after a pause.
+        """Record that a connection failed. Its peer is connected again after a pause.
 
         `close_unused` closes the failed connection.
 
         Args:
             peer: connection that failed.
-            reason: cause, which `get` returns until then.
+            reason: cause, which `get` returns until the peer is connected again.
         """
         for name, link in self._links.items():
             if link.peer is peer:
@@ -148,13 +158,17 @@ class PeerConnections:
                 self._down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
-        """Reset the number of consecutive failures of a peer, because a read from it has succeeded."""
+        """Reset the number of consecutive failures of a peer, because a read from the peer has succeeded.
+
+        Args:
+            peer: connection that was read from.
+        """
         for link in self._links.values():
             if link.peer is peer:
                 link.failures = 0
 
     def close_unused(self) -> None:
-        """Close the connections that failed or were disconnected, if no read uses them."""
+        """Close the connections that failed or were disconnected and that no read uses any more."""
         in_use = self._in_use()
         for entry in [entry for entry in self._leaving if entry[1] not in in_use]:
             self._leaving.remove(entry)

@@ -49,11 +49,12 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DescriptorRows:
-    """Rows that generate the descriptors of one side: the source or the destination of a method.
+    """Rows that generate the descriptors of a transfer method on one side: the source or the destination.
 
-    A row is one contiguous run of a cell (the unit of transfer), at its address in block 0. It generates one
-    descriptor for each cell of each block. If cells are packed into images, the row has its address in image
-    0, and generates one descriptor for each image.
+    A cell is the unit of transfer, and a row is one contiguous run of a cell. For cells in KV blocks, the row
+    has its address in block 0, and generates one descriptor for each cell of each block. For images (cells
+    packed into contiguous memory), the row has its address in image 0, and generates one descriptor for each
+    image.
 
     Attributes:
         parts: (addresses of rows, lengths of rows in bytes, byte offset of each cell in a block). Addresses
@@ -68,12 +69,12 @@ class _DescriptorRows:
 
     @property
     def rows(self) -> int:
-        """Number of rows per cell."""
+        """Number of rows (contiguous runs) per cell."""
         return sum(len(address) for address, _, _ in self.parts)
 
     @property
     def cells(self) -> int:
-        """Number of cells per block; 1 for images."""
+        """Number of cells (units of transfer) per block; 1 for images (packed cells)."""
         return len(self.parts[0][2])
 
     @property
@@ -86,7 +87,9 @@ _Prepared: TypeAlias = tuple[TransferMethod, _DescriptorRows, _DescriptorRows]
 
 
 class DescriptorList:
-    """A builder for the descriptor list of one side: of this rank's memory, or of the peer's rank.
+    """A builder for the list of all NIXL descriptors of one side: memory of this rank, or of the peer's rank.
+
+    A descriptor is the address and the length of a piece of memory.
 
     Attributes:
         entries: number of descriptors so far.
@@ -97,7 +100,10 @@ class DescriptorList:
         self.entries = 0
 
     def add(self, rows: _DescriptorRows) -> int:
-        """Append the descriptors of these rows, and return the index of the first of them in the list.
+        """Append the descriptors that these rows generate, and return the index of the first descriptor.
+
+        Args:
+            rows: rows of one transfer method. A row generates one descriptor for each cell of each block.
 
         Raises:
             TransferError: the list would have more than `MAX_DESCRIPTORS` descriptors.
@@ -116,7 +122,7 @@ class DescriptorList:
         return base
 
     def table(self) -> Int64s:
-        """Return the rows of the list for `Agent.prepare`, int64 of shape (n, 4).
+        """Return the descriptor list in the form that `Agent.prepare` takes: int64 of shape (n, 4).
 
         The columns are address, length and stride in bytes, and number of descriptors.
         """
@@ -125,7 +131,9 @@ class DescriptorList:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMethod:
-    """A transfer method whose descriptors are in the prepared lists.
+    """A transfer method of a route, with all that was prepared for it when the peer connected.
+
+    A route is a set of layers that are read with the same copies. A cell is the unit of transfer.
 
     Attributes:
         method: transfer method.
@@ -134,8 +142,8 @@ class PreparedMethod:
             this worker's memory.
         gather: index of the route in the message that announces routes to the source; -1 if the source packs
             nothing.
-        scatter: copies that unpack images (packed cells) into blocks; None if the method reads straight into
-            blocks.
+        scatter: copies that unpack cells from staging memory into blocks; None if this worker unpacks
+            nothing.
     """
 
     method: TransferMethod
@@ -151,9 +159,9 @@ class PreparedMethod:
         return self.method.image.stride if self.method.image else 0
 
     def segment_cells(self, cells: int) -> int:
-        """Return the number of cells per segment: the run of packed cells that moves in one step.
+        """Return the number of cells (units of transfer) per segment. The cells of a segment move together.
 
-        It is so small that four segments fit in each staging area that the method uses.
+        The number is so small that four segments fit in each staging area that the method uses.
 
         Args:
             cells: total number of cells to move.
@@ -165,10 +173,10 @@ class PreparedMethod:
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
-        """Return the indices of the descriptors of some cells, in both prepared lists.
+        """Return the indices of the descriptors of these cells in the lists of the source and of this worker.
 
         Args:
-            cells: cells to move.
+            cells: cells (units of transfer) to move.
             outgoing: index of the first packed cell in the source's staging area; ignored if the source packs
                 nothing.
             landing: index of the first packed cell in this worker's staging area; ignored if this worker
@@ -188,12 +196,12 @@ class PreparedMethod:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRoute:
-    """A route, with all transfer methods that can move it.
+    """A route (set of layers that are read with the same copies) with all transfer methods that can move it.
 
     Attributes:
-        route: layers that are read with the same copies.
-        methods: prepared methods. The first reads cells without packing, if that is possible.
-        clearing: copies that zero those bytes of a block that the route writes.
+        route: layers and copies.
+        methods: prepared methods. If the cells can be read without packing, the first method does that.
+        clearing: operation that zeroes those bytes of a block that the route writes.
     """
 
     route: Route
@@ -202,36 +210,42 @@ class PreparedRoute:
 
     @property
     def direct(self) -> PreparedMethod | None:
-        """The method that reads cells from block to block without packing; None if that is impossible."""
+        """The method that reads cells (units of transfer) straight into blocks; None if there is none."""
         return next((p for p in self.methods if p.method.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> DescriptorIndices:
-        """Return the indices of the descriptors that read cells straight into blocks, in both prepared lists.
+        """Return the indices of the descriptors that read these cells (units of transfer) into blocks.
 
-        The method `direct` must exist.
+        The indices refer to the descriptor lists of the source and of this worker. The route must have a
+        method that reads cells without packing (`direct`).
         """
         assert self.direct is not None  # noqa: S101 - callers check that it exists
         return self.direct.indices(cells, 0, 0)
 
     def src_cell(self, cells: Cells) -> int:
-        """Return the index of the first of these cells within its source block."""
+        """Return the index that the first of these cells (units of transfer) has within its source block."""
         return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
-        """Return the fastest method to move a number of cells.
+        """Return the transfer method that is expected to move a number of cells (units of transfer) fastest.
 
         Args:
             cells: number of cells to move.
             costs: measured costs of this machine.
-            pinned: only strategy to consider. None to consider all; all are considered too if no method has
-                the pinned strategy.
+            pinned: only strategy to consider; None to consider all. All are considered too if no method has
+                this strategy.
         """
         return self.methods[
             choose_method([prepared.method for prepared in self.methods], cells, costs, pinned)
         ]
 
     def counts(self, cells: Cells, chosen: PreparedMethod) -> TransferCounts:
-        """Return the bytes and descriptors of a transfer of these cells by the method `chosen`."""
+        """Return the number of bytes and descriptors that a transfer of cells needs.
+
+        Args:
+            cells: cells (units of transfer) to move.
+            chosen: method that moves the cells.
+        """
         if chosen.method.image is None:
             return count_transfer(self.route, cells)
         count, longest = len(cells), chosen.method.image.longest
@@ -242,22 +256,25 @@ class PreparedRoute:
 
 
 class RoutePreparation:
-    """Prepares all routes from one rank of a peer to this rank.
+    """Prepares the transfer of all routes from one rank of a peer to this rank.
+
+    A route is a set of layers that are read with the same copies. A cell is the unit of transfer.
 
     Attributes:
         src, dst: builders of the descriptor lists of the peer's rank and of this rank.
-        gathers: routes to announce to the peer's rank, which gathers their cells on request.
+        gathers: routes to announce to the peer's rank, which packs their cells on request.
         routes: prepared routes, in the order of the `add` calls.
     """
 
     def __init__(self, ours: RankGeometry, landing: StagingArea, card: RankCard, costs: Costs) -> None:
-        """Create empty descriptor lists.
+        """Create empty descriptor lists for reading from one rank of a peer.
 
         Args:
             ours: geometry of this rank.
-            landing: staging area that images (packed cells) are read into.
+            landing: staging area into which images (packed cells) are read.
             card: description of the peer's rank.
-            costs: measured costs of this machine, which decide between reading a gap and one more descriptor.
+            costs: measured costs of this machine. They decide whether a gap is read or the descriptor is
+                split.
         """
         self.src, self.dst = DescriptorList(), DescriptorList()
         self.gathers: list[GatherRoute] = []
@@ -267,7 +284,10 @@ class RoutePreparation:
         self._cuts = [region.address for region in card.geometry.regions]
 
     def add(self, route: Route) -> None:
-        """Prepare a route: append its descriptors to the lists, and append the prepared route to `routes`.
+        """Prepare a route: append its descriptors to `src` and `dst`, and the prepared route to `routes`.
+
+        Args:
+            route: set of layers that are read with the same copies.
 
         Raises:
             TransferError: no method can move the route, or the lists would be too long.
@@ -294,7 +314,12 @@ class RoutePreparation:
         return self._card.outgoing is not None and method.image.stride <= room and few
 
     def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Drop the methods with most descriptors until the rest fits in the lists. Always keep one method."""
+        """Drop the methods with most descriptors until the others fit in the lists. Keep at least one method.
+
+        Args:
+            found: methods that can move a route, each with its descriptor rows of the source and of this
+                rank.
+        """
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS
             for side, so_far in enumerate((self.src, self.dst))
@@ -304,7 +329,15 @@ class RoutePreparation:
         return found
 
     def _rows(self, route: Route, method: TransferMethod) -> tuple[_DescriptorRows, _DescriptorRows]:
-        """Return the descriptor rows of a method: (rows of the source, rows of the destination)."""
+        """Return the rows that generate the descriptors of a transfer method.
+
+        Args:
+            route: set of layers that are read with the same copies.
+            method: transfer method of the route.
+
+        Returns:
+            (rows for the source's memory, rows for this rank's memory).
+        """
         image = method.image
         pools = (route.src_stride, route.src_blocks), (route.dst_stride, route.dst_blocks)
         if image is None:
@@ -360,7 +393,12 @@ class RoutePreparation:
 
 
 def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
-    """Return copies that zero those bytes of a block that a route writes."""
+    """Return an operation that zeroes those bytes of a block that a route writes.
+
+    Args:
+        route: set of layers that are read with the same copies.
+        space: memory of this rank's KV cache.
+    """
     written = [
         PoolCopies(cell_copy.dst_at, tuple(nest.at(-nest.src, 0) for nest in cell_copy.nests))
         for cell_copy in route.cell_copies
@@ -369,10 +407,10 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
 
 
 def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
-    """Return the operations that set whole blocks of a rank's KV cache to zero, per KV cache group.
+    """Return operations that zero all bytes of a block, for each KV cache group of a rank.
 
     Returns:
-        (index of the KV cache group, operation that sets some layers of a block of the group to zero).
+        (index of the KV cache group, operation that zeroes the bytes of some layers in a block of the group).
         Together the operations of a group cover all its layers.
     """
     space = AddressSpace(rank.regions)

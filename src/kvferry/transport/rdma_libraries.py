@@ -18,7 +18,10 @@ LIBRARY = "libefa.so.1"
 
 @cache
 def preload() -> bool:
-    """Load the system's RDMA libraries at the first call. Return whether they exist."""
+    """Load the system's RDMA libraries at the first call, before NIXL loads its own.
+
+    Return whether they exist.
+    """
     try:
         ctypes.CDLL(LIBRARY, mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:

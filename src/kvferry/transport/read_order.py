@@ -16,16 +16,16 @@ from kvferry.transport.lease import LeaseWord
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of an order that one lane reads.
+    """The share of a read order that one lane (reading thread) reads.
 
-    Every cell is in exactly one share. All cells of a route in one destination block are in the same share,
-    so the lane that reads into a block also zeroes what the read leaves out.
+    Every cell (unit of transfer) is in exactly one share. All cells of a route in one destination block are
+    in the same share, so the lane that reads into a block also zeroes what the read leaves out.
 
     Attributes:
         number: index of the share, from 0. A lane gets another index with every order.
-        lanes: number of lanes.
-        least_bytes: minimum bytes of a share of a route (layers that are read with the same copies). Fewer
-            lanes read a route that is too small for all of them.
+        lanes: number of lanes, which is the number of shares.
+        least_bytes: minimum bytes of a share of a route (set of layers that are read with the same copies).
+            Fewer lanes read a route that is too small for all of them.
     """
 
     number: int = 0
@@ -33,13 +33,16 @@ class Share:
     least_bytes: int = 1
 
     def select(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
-        """Return the cells of a route that this lane reads.
+        """Select the cells (units of transfer) of a route that belong to this share.
 
         Args:
-            cells: all cells of the route.
+            cells: all cells of the route to read.
             cell_bytes: size of a cell in bytes.
-            route: index of the route. The first cells of each route go to another lane, so that several
-                routes with few large cells use all lanes.
+            route: index of the route (set of layers that are read with the same copies). The first cells of
+                each route go to another lane, so that several routes with few large cells use all lanes.
+
+        Returns:
+            Selected cells; empty if this lane reads none of the route.
         """
         size = len(cells) * cell_bytes
         parts = min(self.lanes, size // self.least_bytes)
@@ -52,12 +55,13 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of the first cell of a share, which is always the first cell of a destination block.
+    """Return the index of the first cell (unit of transfer) of a share, when cells are split into shares.
 
-    If no destination block starts in or after the share, return the number of cells.
+    A share always starts with the first cell of a destination block. If no destination block starts in or
+    after the share, return the number of cells.
 
     Args:
-        blocks: destination block id of each cell.
+        blocks: destination block id of each cell, int64 of shape (n,).
         part: index of the share, from 0 to `parts`.
         parts: number of shares.
     """
@@ -72,17 +76,18 @@ WHOLE_ORDER = Share()
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """An order to read the KV blocks of one request.
+    """An order to read the KV blocks of one request from a peer.
 
     Attributes:
-        key: unique name of this order; a retry has another one.
+        key: unique name of this order; a retry has another name.
         peer: name under which the peer was connected.
         span: range of the prompt's tokens to read.
-        src_tables, dst_tables: block ids by position, for each KV cache group of the peer and of this engine:
-            one int64 array per group.
-        lease: word that shows whether the producer's lease on its blocks is valid.
-        strategy: only transfer strategy to use; None for the one in the settings.
-        share: share of the order that this lane reads.
+        src_tables, dst_tables: block tables of the peer and of this engine: one int64 array of block ids per
+            KV cache group, in the order of the tokens.
+        lease: word (integer in the peer's memory) that shows whether the producer's lease on its blocks is
+            valid.
+        strategy: only transfer strategy to use; None for the strategy in the settings.
+        share: share of the order that one lane (reading thread) reads.
     """
 
     key: str

@@ -19,11 +19,12 @@ from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 
 @dataclass(frozen=True, slots=True)
 class PackedCells:
-    """Cells of one route that move through staging memory, each packed into contiguous bytes.
+    """Cells (units of transfer) of one route that are packed into contiguous staging memory on the way.
 
     Attributes:
-        route: route (layers read with the same copies) of the cells.
-        method: transfer method, over-read or staged.
+        route: prepared route (set of layers that are read with the same copies) of the cells.
+        method: transfer method: over-read (the reader fetches gaps too) or staged (the source packs the
+            cells).
         cells: cells to move.
     """
 
@@ -34,12 +35,13 @@ class PackedCells:
 
 @dataclass(frozen=True, slots=True)
 class RankRead:
-    """The part of a read that one rank of the peer supplies.
+    """The part of a read that comes from one rank of the peer.
 
     Attributes:
         source: rank of the peer.
         direct: indices of the descriptors that are read straight into blocks; None if there are none.
-        packed: cells that move packed in contiguous staging memory, one entry per route.
+        packed: cells (units of transfer) that are packed into contiguous staging memory on the way, one entry
+            per route (set of layers that are read with the same copies).
     """
 
     source: SourceRank
@@ -49,14 +51,14 @@ class RankRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The plan of a read.
+    """The plan of a read of KV from a peer, for one order.
 
     Attributes:
         ranks: part of the read for each rank of the peer that supplies anything.
-        clears: (copies that zero blocks, block ids) for blocks that the read fills only in part or not at
-            all. They are zeroed before the read.
-        bytes_by_group: number of bytes of KV to read, for each KV cache group of this engine; without gaps
-            that are read along.
+        clears: (operation that zeroes bytes of a block, block ids) for blocks that the read fills only in
+            part or not at all. They are zeroed before the read.
+        bytes_by_group: number of bytes of KV to read, for each KV cache group of this engine. Gaps that are
+            read too do not count.
         strategy_by_group: names of the transfer strategies, joined by "+", for each KV cache group of this
             engine; an empty text for a group without reads.
         counts: total bytes and descriptors.
@@ -78,14 +80,16 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """A rank of the peer that can be read from.
+    """A rank of a peer, with everything that is prepared to read from the rank.
 
     Attributes:
         agent: name of the rank's NIXL agent.
-        routes: prepared routes from the rank, with all their transfer methods.
+        routes: prepared routes (sets of layers that are read with the same copies) from the rank, with all
+            their transfer methods.
         lists: prepared descriptor lists.
-        client: client for requests that ask the rank to pack cells; None if no method needs it.
-        leases: number of the rank's lease words.
+        client: client for requests that ask the rank to pack cells (units of transfer); None if no method
+            needs it.
+        leases: number of the rank's lease words (integers in registered memory).
     """
 
     agent: str
@@ -96,14 +100,17 @@ class SourceRank:
 
     @property
     def incarnation(self) -> int:
-        """Random number that identifies the rank's run, the high half of each of its lease words."""
+        """Random number that identifies the run of the rank.
+
+        It is the high half of each of the rank's lease words.
+        """
         return self.lists.incarnation
 
 
 def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
     """Join the plans of several lanes (reading threads) for the same order into one plan.
 
-    Its `seconds` is the duration of the slowest lane's planning.
+    The planning time of the joined plan (`seconds`) is that of the slowest lane.
     """
     return ReadPlan(
         ranks=tuple(rank for plan in plans for rank in plan.ranks),
@@ -119,7 +126,13 @@ def join_plans(plans: Sequence[ReadPlan]) -> ReadPlan:
 
 
 def sum_tallies(tallies: Sequence[TransferCounts]) -> TransferCounts:
-    """Return the sum of several counts. `largest_run` is the maximum of theirs, not the sum."""
+    """Return the sum of several transfer counts: bytes, prepared descriptors, and merged descriptors.
+
+    `largest_run` of the result is not a sum, but the maximum.
+
+    Args:
+        tallies: counts to add.
+    """
     return TransferCounts(
         sum(t.bytes for t in tallies),
         sum(t.pages for t in tallies),

@@ -43,12 +43,12 @@ _Digest = Annotated[str, msgspec.Meta(max_length=32)]
 
 
 def new_ticket() -> bytes:
-    """Return a new random ticket."""
+    """Return a new random ticket: 128 bits that name a lease in messages and cannot be guessed."""
     return secrets.token_bytes(TICKET_BYTES)
 
 
 class PromptContent(msgspec.Struct, frozen=True):
-    """Digests of all inputs on which the KV of a prompt's prefix depends.
+    """Digests of everything on which the KV of a prompt's prefix depends.
 
     Attributes:
         tokens: digest of the token ids.
@@ -63,10 +63,13 @@ class PromptContent(msgspec.Struct, frozen=True):
     salt: _Digest = ""
 
     def difference(self, offered: PromptContent) -> str | None:
-        """Return the reason why offered blocks do not fit this prompt, as a text; None if they fit.
+        """Compare this prompt with the one whose KV blocks a producer offers.
 
         Args:
-            offered: content of the prompt that the producer computed the blocks for.
+            offered: content of the producer's prompt.
+
+        Returns:
+            Reason why the producer's blocks do not fit this prompt, as a text; None if they fit.
         """
         if offered.tokens != self.tokens:
             return (
@@ -94,13 +97,13 @@ class PromptContent(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Permission to read: the block tables of the producer, and the word that protects the lease.
+    """Permission to read KV blocks of a producer: block tables, and the word of the lease that protects them.
 
     Attributes:
-        slot: index of the lease's word on every worker.
-        generation: generation (low half) that the word has while the lease is valid.
-        tables: block ids of each KV cache group, by position. They are packed as uint32, because a list of
-            thousands of numbers is slow to decode.
+        slot: index of the lease's word (integer in registered memory) on every worker.
+        generation: low half that the word has while the lease is valid.
+        tables: block ids of each KV cache group, in the order of the tokens. They are packed as uint32,
+            because a list of thousands of numbers is slow to decode.
     """
 
     slot: _Count
@@ -108,7 +111,11 @@ class Grant(msgspec.Struct, frozen=True):
     tables: Annotated[list[bytes], msgspec.Meta(max_length=MAX_GROUPS)]
 
     def __post_init__(self) -> None:
-        """Check the tables; raise ValueError if one is truncated, or if they name too many blocks."""
+        """Check the block tables.
+
+        Raises:
+            ValueError: a table is truncated, or the tables name too many blocks.
+        """
         if any(len(table) % _ID.itemsize for table in self.tables):
             raise ValueError(f"block ids take {_ID.itemsize} bytes each")
         if (blocks := sum(map(len, self.tables)) // _ID.itemsize) > MAX_BLOCKS:
@@ -116,23 +123,23 @@ class Grant(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, slot: int, generation: int, tables: Iterable[Sequence[int]]) -> Grant:
-        """Create a grant from lists of block ids.
+        """Create a grant (permission to read the KV blocks of a lease) from lists of block ids.
 
         Args:
-            slot: index of the lease's word.
-            generation: generation (low half) of the lease's word.
-            tables: block ids by position, for each KV cache group. Id 0 marks a position whose block the
+            slot: index of the lease's word (integer in registered memory).
+            generation: low half that the word has while the lease is valid.
+            tables: block ids of each KV cache group, in the order of the tokens. Id 0 marks a block that the
                 producer no longer holds. A group of recurrent state has one block: the state at the end.
         """
         return cls(slot, generation, [np.asarray(table, _ID).tobytes() for table in tables])
 
     @property
     def block_ids(self) -> tuple[Int64s, ...]:
-        """Block ids by position: one int64 array of shape (n,) for each KV cache group."""
+        """Block tables: one int64 array of block ids for each KV cache group, in the order of the tokens."""
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the word that protects the lease, for the comparison after a read.
+        """Return the word that shows whether the lease is valid. The consumer checks it after it has read.
 
         Args:
             incarnation: random number of the producer's run, from the reply that contains this grant.
@@ -141,7 +148,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
-    """Request: exchanges a ticket for a grant.
+    """Request: exchanges a ticket (random id that names a lease) for block tables and the claim on the lease.
 
     Attributes:
         number: number of the request, repeated in the reply.
@@ -159,12 +166,14 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
-    """Reply: the consumer has claimed the lease. It may read while the lease is valid.
+    """Reply: the ticket is accepted.
+
+    The consumer has claimed the lease, and may read while the lease is valid.
 
     Attributes:
         number: number of the request.
         incarnation: random number of the producer's run.
-        grant: block tables and lease word.
+        grant: block tables, and the word that shows whether the lease is valid.
     """
 
     number: Number
@@ -173,7 +182,7 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
 
 
 class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
-    """Reply: the request is refused, and the producer's state is unchanged.
+    """Reply: the producer does not accept the ticket. The state of the producer is unchanged.
 
     Attributes:
         number: number of the request.

@@ -21,7 +21,7 @@ SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a tick
 
 @dataclass(slots=True)
 class _PendingRedemption:
-    """A redemption (exchange of a ticket for block tables and a lease) that has not been ended.
+    """A redemption: the exchange of a ticket (random id of a lease) for block tables and a lease.
 
     Attributes:
         address: (host, port) of the producer's control channel.
@@ -39,7 +39,8 @@ class _PendingRedemption:
 class Redemptions:
     """The redemptions of a consumer, by number. A redemption exchanges a ticket for block tables and a lease.
 
-    The engine's thread begins, polls and ends redemptions. The thread of the control channel adds replies.
+    The engine's thread begins, polls and ends redemptions. The thread of the control channel stores the
+    replies.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class Redemptions:
 
         Args:
             consumer: incarnation (random number of the run) of this engine, sent in every request.
-            patience_seconds: maximum time to wait for a producer's reply.
-            clock: function that returns the time in seconds.
+            patience_seconds: maximum time in seconds to wait for a producer's reply.
+            clock: function that returns the current time in seconds.
         """
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
         self._numbers = count()
@@ -60,7 +61,11 @@ class Redemptions:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
-        """Begin to redeem a ticket, and return the request to send. Its number identifies the redemption.
+        """Begin to exchange a ticket for block tables and a lease.
+
+        Return the request, which the caller must send.
+
+        The number of the request identifies the exchange from now on.
 
         Args:
             address: (host, port) of the producer's control channel.
@@ -75,14 +80,15 @@ class Redemptions:
         return message
 
     def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the reply to the redemption of a ticket.
+        """Return the producer's reply to the exchange of a ticket for block tables and a lease.
 
         Args:
-            number: number of the redemption, from `begin`.
-            wait_seconds: maximum time to wait for the reply.
+            number: number of the request, from `begin`.
+            wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
-            Redeemed; Unusable if the producer refused or is silent; Pending if no reply has arrived yet.
+            Redeemed if the producer granted the exchange. Unusable if the producer refused, or has not
+            replied in time. Pending while the reply may still arrive.
         """
         asked = self._asked[number]
         if asked.answer is None and wait_seconds > 0:
@@ -97,24 +103,45 @@ class Redemptions:
         return Pending()
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the address of a redemption's producer if it has not replied yet; None if it has replied."""
+        """Return the address of the producer if it has not replied to a redemption yet.
+
+        Otherwise return None.
+
+        A redemption is the exchange of a ticket for block tables and a lease.
+
+        Args:
+            number: number of the request, from `begin`.
+
+        Returns:
+            (host, port) of the producer's control channel.
+        """
         asked = self._asked[number]
         return asked.address if asked.answer is None else None
 
     def end(self, number: int) -> bool:
-        """Forget a redemption, so that later replies to it are ignored.
+        """Forget the exchange of a ticket for block tables and a lease. Later replies to it are ignored.
 
-        Return True if the producer may hold the lease for this engine, False if it has refused.
+        Args:
+            number: number of the request, from `begin`.
+
+        Returns:
+            True if the producer may hold the lease for this engine; False if it has refused.
         """
         return not isinstance(self._asked.pop(number).answer, NotRedeemed)
 
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
-        """Store a producer's reply. If it grants the ticket, return the ticket; otherwise return None.
+        """Store a producer's reply to the exchange of a ticket for block tables and a lease.
 
-        A reply is ignored if its redemption has ended or has a reply already, or if another peer sent it.
-        Then None is returned.
+        Ignore the reply if another peer sent it, if the exchange has ended, or if there is a reply already.
+
+        Args:
+            address: (host, port) of the peer that sent the reply.
+            answer: reply.
+
+        Returns:
+            The ticket if the reply is stored and grants the exchange; otherwise None.
         """
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or asked.answer is not None:
@@ -127,7 +154,10 @@ class Redemptions:
     def unanswered(self, address: Address) -> list[Redeem]:
         """Return the requests that a producer has not replied to, and restart their timeouts.
 
-        The caller sends them again, because the connection to the producer is new.
+        The caller must send the requests again, because the connection to the producer is new.
+
+        Args:
+            address: (host, port) of the producer's control channel.
         """
         found = [one for one in list(self._asked.values()) if one.address == address and one.answer is None]
         for one in found:

@@ -41,17 +41,17 @@ THREADS = 4
 
 
 class AddressNotAllowed(KVFerryError):
-    """Raised for a host that the engine must not connect to. The message is the reason."""
+    """Raised for a host that the engine must not connect to. The message says why."""
 
 
 @dataclass(slots=True)
 class _Name:
-    """The resolver's latest results for a name. Times are seconds of the clock.
+    """The latest results of resolving a host name. Times are seconds of the clock.
 
     Attributes:
-        addresses: addresses found; empty if none were found or they are too old.
-        found_at: time when they were found.
-        asked_at: start of the look-up in progress; None if there is none.
+        addresses: IP addresses that were found; empty if none were found or they are too old.
+        found_at: time at which the addresses were found.
+        asked_at: start of the look-up in progress; None if none is in progress.
         failed_at: time of the last look-up that found no address.
         failure: error of the last look-up; empty if it found addresses.
     """
@@ -64,7 +64,10 @@ class _Name:
 
 
 class PeerResolver:
-    """Decides which hosts the engine may connect to, and which clients may connect. Thread-safe."""
+    """Decides which hosts the engine may connect to, and which clients may connect to the engine.
+
+    It resolves host names in background threads. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -73,14 +76,14 @@ class PeerResolver:
         resolve: Callable[[str], Sequence[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the resolver. Names are resolved when they are first needed.
+        """Create the resolver. It resolves a host name when the name is first needed.
 
         Args:
             peers: machines that may be peers.
             on_answer: function that a background thread calls when a look-up has ended.
-            resolve: function that returns the addresses of a name or raises OSError; None for the system's
-                resolver.
-            clock: function that returns the time in seconds.
+            resolve: function that returns the addresses of a host name or raises OSError; None for the
+                system's resolver.
+            clock: function that returns the current time in seconds.
         """
         self._peers, self._on_answer, self._clock = peers, on_answer, clock
         self._resolve = resolve or _resolve
@@ -90,10 +93,10 @@ class PeerResolver:
         self._threads = 0
 
     def resolve(self, host: str) -> str | None:
-        """Return the numeric address to connect to; None while the name is being resolved.
+        """Return the IP address at which to connect to a host. Return None while its name is being resolved.
 
         Args:
-            host: name or address.
+            host: host name or IP address.
 
         Raises:
             AddressNotAllowed: the engine may not connect to the host, or the host has no address.
@@ -107,9 +110,9 @@ class PeerResolver:
         return str(address) if admitted else None
 
     def is_allowed(self, address: IP) -> bool | None:
-        """Return whether a peer may have this address.
+        """Return whether an IP address belongs to an allowed peer. Return None while this is not known yet.
 
-        Return None while this is unknown, because a name in the setting ``peers`` is still being looked up.
+        It is not known while a host name in the setting ``peers`` is being resolved.
         """
         if self._peers.allows(address):
             return True
@@ -121,7 +124,7 @@ class PeerResolver:
             return None if any(map(self._is_pending, self._names.values())) else False
 
     def close(self) -> None:
-        """Stop calling `on_answer`. Look-ups in progress end by themselves."""
+        """Stop calling the function `on_answer`. Look-ups in progress end by themselves."""
         with self._lock:
             self._on_answer = lambda: None
 
@@ -153,7 +156,11 @@ class PeerResolver:
     # -- with the lock ------------------------------------------------------------------------------------
 
     def _current(self, entry: _Name) -> _Name:
-        """Remove the addresses of a name if they are too old, and return the same entry."""
+        """Remove the addresses of a host name if they are too old, and return the same entry.
+
+        Args:
+            entry: latest results of resolving the name.
+        """
         if self._clock() - entry.found_at > STALE_SECONDS:
             entry.addresses = ()
         return entry
@@ -162,11 +169,11 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start to look up a name, unless its addresses are recent or its last look-up failed lately.
+        """Start to resolve a host name, unless its addresses are recent or the last attempt failed lately.
 
         Args:
             name: host name.
-            entry: latest results for the name.
+            entry: latest results of resolving the name.
             seconds: age in seconds up to which addresses count as recent.
         """
         now = self._clock()

@@ -23,7 +23,7 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A CURVE key pair.
+    """A CURVE key pair, with which engines encrypt and authenticate their connections.
 
     Attributes:
         public, secret: public and secret key, Z85-encoded.
@@ -34,12 +34,15 @@ class Keys:
 
     @property
     def fingerprint(self) -> str:
-        """Eight hex digits that identify the key pair in messages. The keys cannot be derived from them."""
+        """Eight hex digits that identify the key pair in messages.
+
+        The keys cannot be derived from the digits.
+        """
         return hashlib.blake2b(self.public, digest_size=4, person=b"kvferry-finger").hexdigest()
 
 
 def derive_keys(secret: bytes) -> Keys:
-    """Derive the key pair from a secret.
+    """Derive a CURVE key pair from a secret. The same secret always gives the same keys.
 
     Raises:
         ConfigError: libzmq was built without CURVE.
@@ -55,20 +58,20 @@ def derive_keys(secret: bytes) -> Keys:
 
 
 def random_keys() -> Keys:
-    """Return a new random key pair."""
+    """Return a new CURVE key pair, derived from a random secret."""
     return derive_keys(secrets.token_bytes(SECRET_BYTES))
 
 
 def secure_server(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Configure a socket, before it is bound, as a CURVE server with this key pair.
+    """Configure a ZeroMQ socket, before it is bound, as a CURVE server with this key pair.
 
-    That encrypts the connections. An `Authenticator` checks the keys of clients.
+    This encrypts the connections. An `Authenticator` checks the keys of clients.
     """
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = keys.secret, keys.public, True
 
 
 def secure_client(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Configure a socket, before it is connected, as a CURVE client with this key pair."""
+    """Configure a ZeroMQ socket, before it is connected, as a CURVE client with this key pair."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
         keys.secret, keys.public, keys.public,
     )  # fmt: skip

@@ -11,22 +11,22 @@ from kvferry.transport.security import Keys, random_keys
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """Settings that apply to all peers of a worker.
+    """Settings of a worker's KV transfers, the same for all peers.
 
     Over the gather channel, readers ask this worker to pack cells (units of transfer) into staging memory.
 
     Attributes:
         strategy: only transfer strategy to use; None to choose the cheapest for each read.
         costs: measured costs of this machine.
-        staging_bytes: size in bytes of each of the two staging areas, one to read into and one that others
-            read from; 0 for none.
+        staging_bytes: size in bytes of each of the two staging areas: one to read into, and one that others
+            read from. 0 for no staging areas.
         host: address that the gather channel listens on.
         advertise_host: address of the gather channel that this worker sends to readers.
         keys: CURVE keys of the gather channel; random by default.
         peers: machines that may connect to the gather channel.
-        lanes: number of reading threads, at least 1.
-        lane_bytes: minimum bytes that one lane (reading thread) reads of a route (layers that are read with
-            the same copies).
+        lanes: number of lanes (reading threads), at least 1.
+        lane_bytes: minimum bytes that one lane reads of a route (set of layers that are read with the same
+            copies).
     """
 
     strategy: Strategy | None = None

@@ -25,10 +25,10 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A contiguous range of a staging area, allocated in units of `UNIT_BYTES`.
+    """A contiguous range of a staging area that holds images (packed cells).
 
     Attributes:
-        unit: index of the first unit.
+        unit: index of the first unit. A unit is `UNIT_BYTES` of the area.
         units: number of units.
         position: index of the first image. Image ``i`` is at byte ``i * stride`` of the area, not of the
             allocation.
@@ -40,16 +40,18 @@ class Allocation:
 
 
 class StagingArea:
-    """Staging memory for one direction: for cells that others read, or for cells that are read. Thread-safe.
+    """Memory that holds packed cells (units of transfer) during a transfer. Thread-safe.
+
+    A worker has one area from which others read, and one into which it reads.
 
     Attributes:
         region: memory of the area, to be registered with the transport.
         device: torch device of the memory, the same as that of the KV cache.
-        units: number of units in the area; 0 if the area is empty.
+        units: number of units of `UNIT_BYTES` in the area; 0 if the area is empty.
     """
 
     def __init__(self, size: int, like: Region) -> None:
-        """Allocate the memory.
+        """Allocate the memory of the staging area.
 
         Args:
             size: size of the area in bytes, rounded down to whole units; 0 for an empty area.
@@ -75,11 +77,15 @@ class StagingArea:
         return self.units * UNIT_BYTES // 4
 
     def images(self, stride: int) -> StagedImages:
-        """Return the whole area as a row of images (packed cells) that start every `stride` bytes."""
+        """Return the whole area as a row of images (packed cells).
+
+        Args:
+            stride: bytes from one image to the next.
+        """
         return StagedImages(self._space, self.region.address, stride)
 
     def allocate(self, images: int, stride: int) -> Allocation | None:
-        """Allocate contiguous memory for images (packed cells). Return None if not enough is free now.
+        """Allocate contiguous memory for images (packed cells). Return None if not enough memory is free now.
 
         Args:
             images: number of images.
@@ -96,11 +102,16 @@ class StagingArea:
         return Allocation(unit, units, -(-unit * UNIT_BYTES // stride))
 
     def free(self, allocation: Allocation) -> None:
-        """Free an allocation, which no READ or copy may use any more."""
+        """Free an allocation of staging memory. No transfer may use it any more."""
         with self._lock:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 
 
 def image_capacity(length: int, stride: int) -> int:
-    """Return the number of images, `stride` bytes apart, that fit in `length` bytes."""
+    """Return the number of images (packed cells) that fit in staging memory.
+
+    Args:
+        length: size of the memory in bytes.
+        stride: bytes from one image to the next.
+    """
     return length // stride

@@ -37,13 +37,13 @@ CROWDED: Final = f"{MAX_CONSUMERS} engines have redeemed the ticket, and no more
 
 @dataclass(slots=True)
 class _OpenTicket:
-    """A ticket whose lease is held.
+    """A ticket (random id that names a lease) that consumers can redeem, because the lease has not ended.
 
     Attributes:
         lease: name of the lease in this engine.
-        tokens: number of tokens in the blocks.
-        content: digests of the prompt prefix that the blocks hold.
-        grant: block tables and lease word that consumers get.
+        tokens: number of tokens whose KV the leased blocks hold.
+        content: digests of the prompt prefix whose KV the blocks hold.
+        grant: block tables and lease word that consumers get for the ticket.
         claimed: incarnations (random numbers of their runs) of the consumers that have redeemed the ticket
             and have not released it.
         released: incarnations of the consumers that have released the ticket.
@@ -57,7 +57,10 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return the reason why a request to redeem this ticket is refused; None if it is granted."""
+        """Return the reason why a request to redeem this ticket is refused.
+
+        Return None if it can be granted.
+        """
         if asked.tokens != self.tokens:
             return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
@@ -69,29 +72,37 @@ class _OpenTicket:
 
 
 class TicketBook:
-    """The tickets of a producer's valid leases, and the consumers that have redeemed them. Thread-safe."""
+    """The tickets of a producer, and the consumers that have redeemed them. Thread-safe.
+
+    A ticket is a random id that names a lease. A consumer redeems it: it exchanges the ticket for block
+    tables, and claims the lease.
+    """
 
     def __init__(self, incarnation: int) -> None:
-        """Create the book without tickets; `incarnation` identifies this run of the engine in every reply."""
+        """Create the book without tickets.
+
+        Args:
+            incarnation: random number that identifies this run of the engine, sent in every reply.
+        """
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._open: dict[bytes, _OpenTicket] = {}
         self._tickets: dict[str, bytes] = {}  # ticket by lease, until it is withdrawn
 
     def __len__(self) -> int:
-        """Return the number of tickets that can be redeemed."""
+        """Return the number of tickets (random ids that name leases) that can be redeemed."""
         return len(self._open)
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def publish(self, ticket: bytes, lease: str, tokens: int, content: PromptContent, grant: Grant) -> None:
-        """Add a ticket, which consumers can redeem from now on.
+        """Add a ticket (random id that names a lease), which consumers can redeem from now on.
 
         Args:
             ticket: random id that names the lease in messages.
             lease: name of the lease in this engine.
-            tokens: number of tokens in the blocks.
-            content: digests of the prompt prefix that the blocks hold.
+            tokens: number of tokens whose KV the leased blocks hold.
+            content: digests of the prompt prefix whose KV the blocks hold.
             grant: block tables and lease word that consumers get for the ticket.
         """
         with self._lock:
@@ -99,7 +110,7 @@ class TicketBook:
             self._tickets[lease] = ticket
 
     def withdraw(self, leases: Iterable[str]) -> None:
-        """Remove the tickets of these leases, so that they can no longer be redeemed.
+        """Remove the tickets of some leases, so that consumers can no longer redeem them.
 
         Args:
             leases: names of leases in this engine. Leases without a ticket are ignored.
@@ -111,10 +122,16 @@ class TicketBook:
     # -- the thread of the control channel ----------------------------------------------------------------
 
     def redeem(self, asked: Redeem) -> Redeemed | NotRedeemed:
-        """Exchange a ticket for its grant (block tables and lease), or refuse the request.
+        """Exchange a ticket (random id that names a lease) for block tables and a claim on the lease.
 
-        If the ticket is granted, record that the consumer has claimed the lease. A consumer that redeems a
-        ticket twice gets the same reply, because the first may have been lost.
+        A consumer that redeems a ticket twice gets the same reply, because the first reply may have been
+        lost.
+
+        Args:
+            asked: request of the consumer.
+
+        Returns:
+            Redeemed with the block tables. NotRedeemed with the reason if the request is refused.
         """
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:
@@ -125,11 +142,11 @@ class TicketBook:
             return Redeemed(asked.number, self._incarnation, found.grant)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """Return the leases that a consumer has claimed and that these tickets name.
+        """Return the leases that a consumer has claimed, among those that some tickets name.
 
         Args:
             consumer: incarnation (random number of the run) of the consumer.
-            tickets: tickets of leases. Tickets that the consumer has not claimed are ignored.
+            tickets: tickets (random ids) of leases. Tickets that the consumer has not redeemed are ignored.
 
         Returns:
             Names of the leases in this engine.
@@ -139,13 +156,13 @@ class TicketBook:
             return [one.lease for one in found if consumer in one.claimed]
 
     def release(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """End a consumer's claims on leases. Return the leases that no consumer claims any more.
+        """End a consumer's claims on leases, and return the leases that no consumer claims any more.
 
         The caller must end these leases.
 
         Args:
             consumer: incarnation (random number of the run) of the consumer.
-            tickets: tickets of leases. Tickets that the consumer has not claimed are ignored.
+            tickets: tickets (random ids) of leases. Tickets that the consumer has not redeemed are ignored.
 
         Returns:
             Names of the leases in this engine.

@@ -35,7 +35,7 @@ MAX_IN_FLIGHT = 256
 
 
 class Transfers:
-    """All transfers of one worker: it reads from peers and serves their reads.
+    """All KV transfers of one worker: it reads from peers, and makes its own memory readable for them.
 
     Only the engine's thread may use it. Except for `close`, no method waits for a transfer.
 
@@ -54,12 +54,13 @@ class Transfers:
         in_flight: int = MAX_IN_FLIGHT,
         validator: MetadataValidator | None = None,
     ) -> None:
-        """Start the lanes and register the memory. Block until both are done.
+        """Start the lanes (reading threads) and register the memory. Block until both are done.
 
         Args:
             name: name of the NIXL agent that peers read from, unique among all ranks of all engines.
             geometry: addresses and layout of this worker's KV cache.
-            words: lease words of this worker; words for the staging area are appended.
+            words: lease words of this worker: integers that change before leased blocks are freed. Words for
+                the staging area are appended.
             settings: settings of transfers; None for the defaults.
             make_agent: function that creates the agent that peers read from, and the agent of each lane.
             in_flight: maximum number of orders that a lane reads at a time; further orders are queued.
@@ -106,7 +107,9 @@ class Transfers:
         self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Start to connect a peer on all lanes (reading threads). Its orders may be submitted at once.
+        """Start to connect a peer on all lanes (reading threads).
+
+        Orders to read from the peer may be submitted at once.
 
         Args:
             peer: name of the peer.
@@ -116,12 +119,12 @@ class Transfers:
             lane.connect(peer, cards)
 
     def disconnect(self, peer: str) -> None:
-        """Disconnect a peer when its reads have ended. Later orders for the peer fail."""
+        """Disconnect a peer when the reads from it have ended. Later orders to read from the peer fail."""
         for lane in self._lanes:
             lane.disconnect(peer)
 
     def submit(self, order: ReadOrder) -> None:
-        """Split an order over all lanes (reading threads), and queue one share for each of them.
+        """Split an order to read KV over all lanes (reading threads), and queue one share for each lane.
 
         With every order, the first share goes to another lane, so that all lanes get the same load.
         """
@@ -131,7 +134,7 @@ class Transfers:
             lane.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
 
     def results(self) -> list[ReadResult]:
-        """Return and remove the results of all orders that have ended since the last call."""
+        """Return and remove the results of all read orders that have ended since the last call."""
         done = []
         for result in itertools.chain.from_iterable(lane.results() for lane in self._lanes):
             parts = self._parts[result.key]

@@ -35,12 +35,12 @@ MAX_SILENT_SECONDS = 320.0
 
 @dataclass(frozen=True, slots=True)
 class TurnContent:
-    """The content of a prompt or of a turn's blocks, from the first token on.
+    """The content of a prompt, or of the KV blocks that an engine keeps for the next turn of a conversation.
 
     Attributes:
         chunk_tokens: number of tokens in a chunk.
-        keys: key (digest of the content) of each whole chunk.
-        tokens: token ids; only the known prefix if the rest is unknown.
+        keys: key (digest of the content) of each whole chunk, from the first on.
+        tokens: token ids; only the known prefix if the others are unknown.
         items: token positions at which multi-modal items (such as images) start, ascending.
     """
 
@@ -52,7 +52,8 @@ class TurnContent:
     def begins_with(self, other: TurnContent) -> bool:
         """Return whether this content starts with all of `other`. Return False if that is uncertain.
 
-        It is uncertain if `other` has a multi-modal item after its last whole chunk.
+        It is uncertain if `other` has a multi-modal item (such as an image) after its last whole chunk,
+        because a token comparison does not cover the item.
         """
         chunks = len(other.keys)
         rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.tokens_after(chunks)
@@ -63,9 +64,9 @@ class TurnContent:
         )
 
     def tokens_after(self, chunks: int) -> Sequence[int]:
-        """Return the token ids that follow the first `chunks` chunks.
+        """Return the token ids that follow the first `chunks` chunks, at most as many as a chunk has.
 
-        They end before the next multi-modal item. At most as many are returned as a chunk has tokens.
+        The ids end before the next multi-modal item (such as an image).
         """
         first = chunks * self.chunk_tokens
         last = next((at for at in self.items if at >= first), len(self.tokens))
@@ -73,7 +74,11 @@ class TurnContent:
 
 
 def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
-    """Return the number of tokens at the start of a prompt whose KV an earlier turn has.
+    """Return the number of tokens at the start of a prompt whose KV the engine of an earlier turn keeps.
+
+    Args:
+        prompt: content of the prompt.
+        kept: description of the earlier turn, from the engine's reply to a query.
 
     >>> from kvferry.transport.redeem import Grant
     >>> prompt = TurnContent(4, (b"a", b"b"), range(10))
@@ -88,9 +93,10 @@ def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
 
 
 class TurnIndex:
-    """An index of earlier turns of conversations whose KV this engine keeps. Looks them up by chunk keys.
+    """An index of the finished requests whose KV this engine keeps for the next turn of their conversation.
 
-    One thread may change the index while another looks up turns.
+    The index finds such turns by their chunk keys (digests of the content). One thread may change the index
+    while another looks up turns.
     """
 
     def __init__(self) -> None:
@@ -98,16 +104,16 @@ class TurnIndex:
         self._by_key: dict[tuple[int, bytes], dict[bytes, None]] = {}
 
     def __len__(self) -> int:
-        """Return the number of turns in the index."""
+        """Return the number of earlier turns in the index."""
         return len(self._turns)
 
     def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
-        """Add a turn of a conversation, so that queries find it.
+        """Add a turn: a finished request whose KV this engine keeps for the next turn of its conversation.
 
         Args:
-            content: content of the turn's blocks.
-            kept: description of the turn for replies. `KeptTurn.found` sets the attributes that depend on
-                the query.
+            content: content of the turn's KV blocks.
+            kept: description of the turn for replies. `KeptTurn.found` sets the attributes that depend on the
+                query.
             lease: name of the turn's lease in this engine.
         """
         self._turns[kept.ticket] = content, kept, lease
@@ -115,7 +121,10 @@ class TurnIndex:
             self._by_key.setdefault((number, key), {})[kept.ticket] = None
 
     def withdraw(self, ticket: bytes) -> None:
-        """Remove the turn whose lease this ticket names. Do nothing if there is none."""
+        """Remove the turn whose lease this ticket (random id) names.
+
+        Do nothing if the index has no such turn.
+        """
         content, _, _ = self._turns.pop(ticket, (None, None, None))
         for number, key in enumerate(content.keys if content is not None else ()):
             tickets = self._by_key.get((number, key), {})
@@ -124,15 +133,18 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names of the leases that these tickets name. Ignore tickets that belong to no turn."""
+        """Return the names of the turns' leases that these tickets (random ids) name.
+
+        Ignore other tickets.
+        """
         known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
         return [found[2] for found in known if found is not None]
 
     def find(self, question: AskTurn) -> Turns:
-        """Return the turns that share the most chunks with the start of a prompt, latest turn first.
+        """Return the earlier turns that share the most chunks with the start of a prompt, latest turn first.
 
         Args:
-            question: query with the chunk keys of the prompt.
+            question: query with the chunk keys (digests of the content) of the prompt.
 
         Returns:
             Reply with at most `MAX_TURNS` turns; without turns if none shares a chunk.
@@ -152,7 +164,7 @@ class TurnIndex:
 
 @dataclass(slots=True)
 class _TurnQuery:
-    """A query to several peers for earlier turns.
+    """A query that asks several peers for earlier turns of a conversation.
 
     Attributes:
         waiting: incarnation (random number of the run) of each peer that has not replied yet, by address.
@@ -181,31 +193,35 @@ class _Silence:
 
 
 class TurnQueries:
-    """Queries for earlier turns, and the replies to them.
+    """The queries for earlier turns of conversations, and the replies of peers.
 
     The engine's thread begins and polls queries. The thread of the control channel adds replies.
 
-    A peer that does not reply would delay every prompt by `ASK_SECONDS`. So after a timeout it is not asked
-    for a while, and after each further timeout for longer. This *pause* ends early if the peer has a new
-    incarnation, or if a ticket of the peer arrives.
+    A peer that does not reply would delay every prompt by `ASK_SECONDS`. So after a timeout the peer is not
+    asked during a pause, which gets longer with each further timeout. The pause ends early if the peer has a
+    new incarnation (random number of its run), or if one of its tickets (random ids of leases) arrives.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Create the collection without queries; `clock` returns the time in seconds."""
+        """Create the collection without queries.
+
+        Args:
+            clock: function that returns the current time in seconds.
+        """
         self._clock = clock
         self._open: dict[int, _TurnQuery] = {}
         self._silent: dict[Address, _Silence] = {}
         self._numbers = count()
 
     def begin(self, peers: Mapping[Address, int]) -> tuple[int, list[Address]]:
-        """Begin a query for earlier turns. The caller sends it to the peers that this method returns.
+        """Begin a query for earlier turns of a conversation. The caller must send it to the returned peers.
 
         Args:
             peers: incarnation (random number of the run) of each peer that may be asked, by address.
 
         Returns:
-            Number of the query, and addresses of the peers to ask. A peer that did not reply in time lately
-            is not among them.
+            Number of the query, and addresses of the peers to ask. Peers that did not reply in time lately
+            are left out.
         """
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
@@ -215,14 +231,18 @@ class TurnQueries:
         return number, list(asked)
 
     def note_ticket(self, address: Address) -> None:
-        """Allow queries to a peer again, because one of its tickets has arrived, so the peer is alive."""
+        """Allow queries to a peer again, because a ticket (random id of a lease) from the peer has arrived.
+
+        The ticket shows that the peer is alive.
+        """
         if (silence := self._silent.get(address)) is not None:
             self._silent[address] = replace(silence, until=self._clock())
 
     def handle_reply(self, address: Address, turns: Turns) -> None:
-        """Add the turns in a peer's reply to the query. Ignore a reply that no query waits for.
+        """Add the earlier turns in a peer's reply to the query. Ignore a reply that no query waits for.
 
-        If the reply is too late, the peer is not asked for `SILENT_SECONDS` from now: the shortest pause.
+        If the reply is too late, the peer is alive but slow. Then it is not asked for `SILENT_SECONDS` from
+        now, which is the shortest pause.
         """
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:
@@ -233,12 +253,16 @@ class TurnQueries:
             self._silent[address] = _Silence(silence.run, self._clock() + SILENT_SECONDS)
 
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return all turns that a query found, and end it. Return None while a peer may still reply in time.
+        """Return all earlier turns that a query found, and end the query.
 
-        Peers that have not replied in time are not asked for a while.
+        Return None while peers may still reply in time. When the time is up, peers that have not replied are
+        not asked for a while.
+
+        Args:
+            number: number of the query.
 
         Returns:
-            (address of the peer, turn) for each turn found.
+            (address of the peer, description of the turn) for each turn found.
         """
         question, now = self._open[number], self._clock()
         if question.waiting and now < question.began + ASK_SECONDS:
@@ -249,7 +273,7 @@ class TurnQueries:
         return question.answers
 
     def drop(self, number: int) -> None:
-        """Forget a query; later replies to it are ignored."""
+        """Forget a query for earlier turns of a conversation. Later replies to the query are ignored."""
         self._open.pop(number, None)
 
     def _is_left_alone(self, address: Address, run: int, now: float) -> bool:
@@ -257,7 +281,10 @@ class TurnQueries:
         return silence is not None and silence.run == run and now < silence.until
 
     def _silence(self, address: Address, run: int, asked: float, now: float) -> _Silence:
-        """Return the new pause of a peer that has not replied. It is twice as long as the peer's last pause.
+        """Return the pause during which a peer is not asked, because it has not replied to a query in time.
+
+        The first pause takes `SILENT_SECONDS`. Each further pause takes twice as long as the one before, at
+        most `MAX_SILENT_SECONDS`. If a pause has begun after this query, return that pause.
 
         Args:
             address: address of the peer.
