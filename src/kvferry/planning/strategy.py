@@ -198,7 +198,7 @@ class TransferMethod:
 def segment_bytes(total: float) -> int:
     """Return the size in bytes of one segment of a staged transfer of `total` bytes.
 
-    The source packs the bytes segment by segment. The destination reads one segment at a time.
+    The source packs one segment while the destination reads the previous segment.
 
     >>> segment_bytes(64 << 20) >> 20, segment_bytes(1 << 30) >> 20
     (16, 16)

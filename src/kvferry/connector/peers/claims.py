@@ -23,13 +23,13 @@ already connected answers within this time, so the prompt need not wait for the 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One request's share in the redemption of a ticket, the random id that claims a lease.
+    """One request's claim on a lease (blocks that a producer keeps allocated until they are read).
 
     Attributes:
-        address: address of the producer's control channel.
-        ticket: ticket that claims the lease.
+        address: address (host, port) of the producer's control channel.
+        ticket: random id that the request sends to the producer to claim the lease.
         prompt: digests of the prompt content, sent with the ticket.
-        number: number of the redemption in the control client.
+        number: number by which the control client knows the exchange of this ticket.
     """
 
     address: Address
@@ -40,7 +40,10 @@ class Claim:
 
 @dataclass(slots=True)
 class _Shared:
-    """The redemptions of one ticket.
+    """The redemptions of one ticket, shared by all requests that came with the ticket.
+
+    A ticket is a random id that claims a lease at a producer. To redeem a ticket is to send it to the
+    producer, once per distinct prompt.
 
     Attributes:
         users: number of requests that share each redemption, by redemption number.
@@ -54,24 +57,34 @@ class _Shared:
 
 
 class Claims:
-    """The claims of an engine's requests on leases at producers. Only the engine's thread calls it."""
+    """The claims of this engine's requests on leases at producers (engines that offer KV blocks).
+
+    Requests with the same ticket (random id that claims a lease) share one lease. The lease is released after
+    the last of them has ended its claim. Only the engine's thread calls the methods.
+    """
 
     def __init__(self, client: ControlClient) -> None:
-        """Create the record without claims. `client` is the control channel to the producers."""
+        """Create the object without claims.
+
+        Args:
+            client: control channel to the producers.
+        """
         self._client = client
         self._shared: dict[tuple[Address, bytes], _Shared] = {}
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def __len__(self) -> int:
-        """Return the number of tickets on which requests of this engine have a claim."""
+        """Return the number of tickets (random ids that claim leases) that requests of this engine use."""
         return len(self._shared)
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Claim:
-        """Redeem a request's ticket: send it to the producer, unless it was sent before for the same prompt.
+        """Claim a lease for a request by sending its ticket to the producer, and return the claim.
+
+        The ticket is not sent again if another request with the same prompt has sent it.
 
         Args:
-            address: address of the producer's control channel.
-            ticket: the ticket.
+            address: address (host, port) of the producer's control channel.
+            ticket: random id that claims the lease.
             tokens: number of offered tokens, from the start of the prompt.
             content: digests of the content of these tokens.
         """
@@ -83,10 +96,10 @@ class Claims:
         return Claim(address, ticket, content, number)
 
     def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
-        """Return the producer's answer to the ticket of a claim.
+        """Return the producer's answer to a claim: the block tables and the lease.
 
-        Wait for the answer for as long as this step may still wait, then return Pending. Return Unusable
-        with the reason if the producer refuses.
+        Wait for the answer until this step has waited for `STEP_WAIT_SECONDS` in total. Return Pending if
+        there is no answer by then. Return Unusable with the reason if the producer refuses.
         """
         began = time.monotonic()
         answer = self._client.redemption(claim.number, self._wait_seconds)
@@ -94,11 +107,14 @@ class Claims:
         return answer
 
     def step(self) -> None:
-        """Begin a step: `answer` may again wait for up to `STEP_WAIT_SECONDS` in total."""
+        """Allow the calls of `answer` in the coming step to wait for `STEP_WAIT_SECONDS` in total."""
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def end(self, claim: Claim) -> None:
-        """End a request's claim on a lease. After the last claim with the same ticket, release the lease."""
+        """End a request's claim on a lease. Release the lease after the last claim with the same ticket.
+
+        The lease is released only if the producer may have granted it to this engine.
+        """
         name = claim.address, claim.ticket
         shared = self._shared[name]
         shared.users[claim.number] -= 1

@@ -13,16 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
-    """Check that each rank of this engine can read the layers that it needs from the peer's ranks.
+    """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
 
-    Logs a warning if the peer lacks layers of this engine's draft model.
+    Layers of a draft model may be missing at the peer. They cause only a warning in the log.
 
     Args:
-        theirs: cards of the peer's ranks.
+        theirs: cards (descriptions with the KV cache geometry) of the peer's ranks.
         ours: cards of this engine's ranks.
 
     Raises:
-        Incompatible: a rank cannot read a layer. The message names every difference.
+        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs.
+            The message names every difference.
     """
     peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
     absent = absent_layer_names(peer, here)

@@ -25,12 +25,15 @@ _Tokens = Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """An engine's offer of the KV blocks of a prompt prefix.
+    """An engine's offer of the KV blocks of a prompt prefix, as sent in ``kv_transfer_params``.
+
+    The offer carries a ticket, a random 128-bit id. The engine that reads the blocks presents the ticket to
+    the offering engine, which replies with the block tables and a lease.
 
     Attributes:
         remote_engine_id: id of the offering engine.
         remote_host, remote_port: address of the offering engine's control channel.
-        remote_request_id: ticket that claims the lease on the blocks, as 32 hex digits.
+        remote_request_id: ticket, as 32 hex digits.
         remote_num_tokens: number of offered tokens, from the start of the prompt.
     """
 
@@ -47,17 +50,20 @@ class Offer(msgspec.Struct, frozen=True):
 
     @property
     def ticket(self) -> bytes:
-        """The ticket as 16 bytes."""
+        """Ticket (random id that claims the lease on the offered blocks), 16 bytes."""
         return bytes.fromhex(self.remote_request_id)
 
 
 def wants_prefill(params: Any) -> bool:
-    """Return whether a request's ``kv_transfer_params`` ask this engine to prefill for another engine."""
+    """Return True if a request's ``kv_transfer_params`` ask this engine to prefill for another engine."""
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
 def read_offer(params: Any) -> Offer | None:
-    """Return the offer in a request's ``kv_transfer_params``; None if there is no offer in them.
+    """Return the offer of KV blocks in a request's ``kv_transfer_params``; None if they contain no offer.
+
+    Args:
+        params: the request's ``kv_transfer_params``, as the client sent them; None if there are none.
 
     Raises:
         ProtocolError: the offer is malformed.
@@ -71,13 +77,13 @@ def read_offer(params: Any) -> Offer | None:
 
 
 def write_offer(offer: Offer) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` of a response that carries `offer`."""
+    """Return the ``kv_transfer_params`` of a response that offers the KV blocks of its prompt."""
     params: dict[str, Any] = msgspec.to_builtins(offer)
     return {"do_remote_prefill": True, "do_remote_decode": False, **params}
 
 
 def write_nothing() -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` of a response without an offer.
+    """Return the ``kv_transfer_params`` of a response that offers no KV blocks.
 
     The decode engine then computes the prompt itself.
     """

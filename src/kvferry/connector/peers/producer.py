@@ -46,9 +46,10 @@ LEASE_SLOTS = 8192
 
 
 class Producer:
-    """Keeps the blocks of finished prompts under leases, so that other engines (consumers) can read them.
+    """Offers the KV of finished prompts to other engines (consumers), and keeps the blocks under leases.
 
-    Only the engine's thread calls it.
+    A lease keeps blocks allocated until the consumers have read them or have been silent for too long. Only
+    the engine's thread calls the methods.
     """
 
     def __init__(
@@ -61,14 +62,15 @@ class Producer:
         names: TurnNames,
         adapters: Adapters,
     ) -> None:
-        """Create a producer without leases. `start` must be called before it grants any.
+        """Create a producer without leases. Call `start` before the first lease is granted.
 
         Args:
             engine: facts about the engine.
             config: the connector's settings.
-            incarnation: random number of this run of the engine.
+            incarnation: random number that identifies this run of the engine.
             events: stream that receives the events of each lease.
-            names: object that computes the names of prompt content, under which peers find finished requests.
+            names: object that computes names of token content. Peers find the KV of finished requests by
+                these names.
             adapters: the engine's LoRA adapters.
         """
         self._engine, self._adapters = engine, adapters
@@ -100,12 +102,13 @@ class Producer:
         self.port = 0
 
     def start(self, server: ControlServer, pool: BlockPool, workers: int) -> None:
-        """Begin to grant leases, and to publish tickets and kept turns to the control channel.
+        """Begin to grant leases and to publish them on the control channel.
 
         Args:
-            server: control channel that answers consumers.
+            server: control channel that answers other engines.
             pool: the engine's block pool.
-            workers: number of workers, each of which has lease words.
+            workers: number of workers. Each keeps lease words (integers in registered memory that show
+                whether a lease is valid).
         """
         self.port, self._tickets = server.port, server.tickets
         self._unclaimed.start(pool)
@@ -114,23 +117,33 @@ class Producer:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps even without requests, to publish or release kept turns."""
+        """Whether the engine must run steps although it has no requests.
+
+        Steps are needed to publish or release retained turns (KV of finished requests, kept for the next turn
+        of their conversations).
+        """
         return self._turns is not None and self._turns.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of kept turns become free soon, without preempting a request."""
+        """Whether blocks of retained turns become free soon, without preempting a request.
+
+        A retained turn is a finished request's KV, kept for the next turn of its conversation.
+        """
         return self._turns is not None and self._turns.holds_blocks
 
     @property
     def keeps_turns(self) -> Address | None:
-        """Address (host, port) at which peers ask for kept turns; None if this engine keeps none."""
+        """Address (host, port) at which peers ask for KV of earlier turns; None if this engine keeps none.
+
+        An engine may keep a finished request's KV for the next turn of its conversation.
+        """
         return None if self._turns is None else (self._host, self.port)
 
     def on_new_request(self, request: Request) -> None:
-        """Prepare a new request. If another engine will read its KV, drop the last prompt token.
+        """Register a new request. If another engine will read the request's KV, drop the last prompt token.
 
-        That engine computes the last token itself. Mutates `request`.
+        The other engine computes the last token itself. Mutates `request`.
         """
         self._wanted.add(request)
         if wants_prefill(request.kv_transfer_params) and request.trim_prompt():
@@ -139,10 +152,10 @@ class Producer:
                 self._adapters.name(request.adapter)  # starts to read it while the prompt is computed
 
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Request]:
-        """Return the requests whose prompt the coming step completes, and whose KV will be offered to a peer.
+        """Return the requests whose KV will be offered to a peer and whose prompt the coming step completes.
 
         Args:
-            scheduled: number of tokens that the step computes, by request id.
+            scheduled: number of tokens that the coming step computes, by request id.
         """
         return [
             request
@@ -152,15 +165,16 @@ class Producer:
         ]
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request: offer its prompt's KV to a consumer, or keep it for the next turn.
+        """Handle the end of a request: offer its prompt's KV to another engine, or keep it for the next turn.
 
         Args:
-            request: the request.
+            request: request that has ended.
             block_ids: block table of the request for each KV cache group, up to the last computed token.
 
         Returns:
-            Whether the engine must keep the blocks until `sent`, and the ``kv_transfer_params`` of the
-            response, None for a request that does not ask for an offer.
+            (hold, params). `hold` is True if the engine must keep the blocks until `sent` is called with the
+            request's id. `params` is the ``kv_transfer_params`` of the response; None if the request did not
+            ask for an offer.
         """
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
@@ -195,13 +209,13 @@ class Producer:
         return True, params
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
-        """Process the messages of consumers, and order the workers to end the leases that are over.
+        """Process the messages of other engines, and order the workers to end leases.
 
-        Mutates `events` and `orders`.
+        The leases end that were released, withdrawn or have expired. Mutates `events` and `orders`.
 
         Args:
-            events: messages of consumers, which are taken from the queue.
-            orders: orders of the coming step, to which the ended leases are added.
+            events: queue of the messages of engines that read from this engine. It is emptied.
+            orders: orders of the coming step. The leases that end are added.
         """
         while events:
             event = events.popleft()
@@ -228,7 +242,11 @@ class Producer:
         orders.ended.update(expired)
 
     def _end_unclaimed(self, orders: StepOrders) -> None:
-        """End leases that no consumer has claimed, if requests wait for their blocks. Mutates `orders`."""
+        """End leases that no engine has claimed yet, if requests of this engine wait for blocks.
+
+        Args:
+            orders: orders of the coming step. The leases that end are added.
+        """
         leases = self._ended(self._book.end(self._unclaimed.leases_to_end()), expired=True)
         for name in leases:
             self._log.say(
@@ -249,30 +267,38 @@ class Producer:
         return leases
 
     def reset(self) -> None:
-        """Withdraw all offers and all KV kept for next turns, because it must not be used again."""
+        """Withdraw all offers of KV, and all KV kept for next turns. Other engines must not read it any more.
+
+        The leases end with the coming step.
+        """
         self._withdrawn = [name for name in self._book.held if self._turns is None or name not in self._turns]
         self._tickets.withdraw(self._withdrawn)
         if self._turns is not None:
             self._turns.give_up()
 
     def stop_offering(self) -> None:
-        """Withdraw all offers and all KV kept for next turns. Offer and keep nothing from now on."""
+        """Withdraw all offers of KV, and all KV kept for next turns. Offer and keep no KV from now on."""
         self.reset()
         self._stopped = True
 
     def sent(self, request_ids: set[str]) -> None:
-        """Record that all workers have ended the leases of these requests and invalidated the lease words."""
+        """Record that all workers have ended the leases of these requests.
+
+        The workers have also changed the lease words (integers in registered memory that show whether a lease
+        is valid). The engine frees the blocks.
+        """
         for name in request_ids:
             self._book.ended(name)
             self._unclaimed.on_blocks_freed(name)
 
     def raised(self, turns: Mapping[str, int]) -> None:
-        """Count the workers that have invalidated the lease words of kept turns.
+        """Count the workers that have ended the leases of retained turns, and free the blocks after the last.
 
-        When all have, the blocks of the turn are freed.
+        A retained turn is a finished request's KV, kept for the next turn of its conversation. Each worker
+        ends a lease by changing the lease word, an integer in registered memory that readers check.
 
         Args:
-            turns: number of workers that did so since the last call, by lease name.
+            turns: number of workers that have ended each lease since the last call, by name of the lease.
         """
         for name, workers in turns.items():
             if self._turns is not None and self._turns.raised(name, workers):

@@ -17,18 +17,19 @@ class Pull:
     """The KV at one peer that one request may read, and the state of the exchange with this peer.
 
     Attributes:
-        address: address of the producer's control channel.
-        engine_id: id of the producer.
-        ticket: random id that claims the lease at the producer.
+        address: address (host, port) of the peer's control channel.
+        engine_id: id of the peer's engine.
+        ticket: random id that claims a lease on the KV blocks at the peer.
         tokens: number of offered tokens, from the start of the prompt.
         bidding: the request's excluded sources and remaining attempts.
-        until: deadline for redeeming the ticket, monotonic seconds.
-        claim: the request's share in the redemption of the ticket; None before the redemption has begun, and
-            for a turn (a finished request's KV that the peer keeps).
-        grant: the producer's block tables and lease word; None until they are known.
-        incarnation: number of the producer's run that gave the grant; None until it is known.
+        until: deadline for sending the ticket to the peer, monotonic seconds.
+        claim: the request's claim on the lease; None before the ticket has been sent, and if the peer offered
+            the KV of an earlier turn of the conversation, which needs no claim.
+        grant: the peer's block tables and lease word (integer in registered memory that shows whether the
+            lease is valid); None until they are known.
+        incarnation: random number of the peer's run that gave the grant; None until it is known.
         settled: True once the request no longer reads from this peer.
-        bid: last bid made for the request; None if there was none.
+        bid: last offer of the peer source to load KV for the request; None if there was no offer.
     """
 
     address: Address
@@ -45,13 +46,20 @@ class Pull:
 
     @property
     def peer(self) -> str:
-        """Name of the peer. It contains the number of the peer's run (incarnation) once this is known."""
+        """Name of the peer: engine id and address, with the random number of the peer's run once known."""
         host, port = self.address
         run = "" if self.incarnation is None else f"#{self.incarnation:x}"
         return f"{self.engine_id}@{host}:{port}{run}"
 
     def mismatch(self, peer: PeerInfo) -> str | None:
-        """Return why `peer`, the engine at the address, cannot be read from; None if it can."""
+        """Return the reason why this KV cannot be read from the engine that now has the peer's address.
+
+        Return None if that engine is still the one that granted the lease, and block tables for all of its
+        KV cache groups are known.
+
+        Args:
+            peer: description of the engine, from the handshake with it.
+        """
         if peer.facts.engine_id != self.engine_id:
             return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
         if peer.facts.incarnation != self.incarnation:
@@ -64,9 +72,12 @@ class Pull:
 
 
 def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
-    """Return (tokens per block, identities of the layers on all ranks) of each KV cache group.
+    """Return (tokens per block, identities of the layers on all ranks) for each KV cache group of an engine.
 
-    Layers identify a group, because another engine may keep a windowed layer as full attention.
+    The layers identify a group at another engine, which may keep a windowed layer as full attention.
+
+    Args:
+        ranks: geometry of all ranks of the engine.
     """
     found: list[tuple[int, set[str]]] = []
     for rank in ranks:

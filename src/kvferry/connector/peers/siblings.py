@@ -12,39 +12,58 @@ from typing import Any
 
 
 class Siblings:
-    """The offers that the samples of a prompt share. Each is kept until its lease ends."""
+    """The offers of KV that the samples of one prompt (``n`` above 1) share.
+
+    The engine computes each sample as a request of its own. The first sample that ends gets a lease on its
+    blocks, and the other samples repeat the offer of these blocks. An offer is kept until its lease ends.
+    """
 
     def __init__(self, parent_of: Callable[[str], str | None]) -> None:
-        """Create the record without offers.
+        """Create the object without offers.
 
         Args:
-            parent_of: function from a request id to the id that all samples of one prompt share; None for a
-                request that is not one of several samples.
+            parent_of: function that takes a request id and returns the id that all samples of its prompt
+                share. It returns None for a request that is not one of several samples.
         """
         self._parent_of = parent_of
         self._offers: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def __len__(self) -> int:
-        """Return the number of prompts whose samples share a lease."""
+        """Return the number of prompts whose samples share a lease on KV blocks."""
         return len(self._offers)
 
     def offered(self, request_id: str, offer: dict[str, Any]) -> None:
-        """Remember the offer of a request whose lease was granted, if it is one of several samples."""
+        """Remember a request's offer of KV if the request is one of several samples of a prompt.
+
+        Args:
+            request_id: id of the request. The lease on its blocks has this name.
+            offer: ``kv_transfer_params`` of the request's response.
+        """
         if (parent := self._parent_of(request_id)) is not None:
             self._offers[parent] = request_id, offer
 
     def offer_of(self, request_id: str) -> dict[str, Any] | None:
-        """Return the offer of another sample of the same prompt; None if there is none."""
+        """Return the offer that another sample of the request's prompt has made; None if there is none.
+
+        An offer is the ``kv_transfer_params`` of a response.
+        """
         _, offer = self._offers.get(self._parent_of(request_id) or "", ("", None))
         return offer
 
     def lease_of(self, request_id: str) -> str | None:
-        """Return the name of the lease that the samples of this prompt share; None if there is none."""
+        """Return the name of the lease that the samples of the request's prompt share; None if there is none.
+
+        The lease keeps KV blocks allocated until another engine has read them.
+        """
         name, _ = self._offers.get(self._parent_of(request_id) or "", (None, None))
         return name
 
     def ended(self, leases: Iterable[str]) -> None:
-        """Forget the offers of leases that have ended."""
+        """Forget the offers whose leases have ended.
+
+        Args:
+            leases: names of the leases.
+        """
         for name in leases:
             parent = self._parent_of(name)
             if parent is not None and self.lease_of(name) == name:

@@ -48,14 +48,17 @@ UNUSED_SECONDS = 600.0
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
-    """Return the bid shortened to `tokens` tokens; None if there is no bid or no token is left."""
+    """Return a bid of `tokens` tokens from the source of `bid`; None if there is no bid or no token is left.
+
+    A bid is the offer of a source to load a part of a prompt.
+    """
     return Bid(bid.source, (Part(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
 
 
 class PeerSource:
-    """Makes bids for the KV that peers offer, and orders the workers to read it.
+    """The source of KV from other engines (peers). It bids for requests, and orders the workers to read.
 
-    Only the engine's thread calls it.
+    A bid is the offer of a source to load a part of a prompt. Only the engine's thread calls the methods.
     """
 
     name = PEER
@@ -81,9 +84,9 @@ class PeerSource:
             refusals: log of the requests that a peer cannot serve.
             timeout_seconds: seconds after which a load has failed; also the time to wait for the digest of
                 a LoRA adapter.
-            most_held: maximum number of blocks that loads from all peers may hold, in flight and late
-                (`pins.may_hold`).
-            turns: client that asks peers for the kept KV of earlier turns.
+            most_held: maximum number of blocks that loads from all peers may keep allocated. Loads past their
+                deadline count too.
+            turns: object that asks peers for KV of earlier turns of a conversation.
             adapters: the engine's LoRA adapters.
         """
         self._adapters = adapters
@@ -103,20 +106,21 @@ class PeerSource:
         self._connected: dict[str, float] = {}  # peers connected to workers, and the time of their last use
 
     def __len__(self) -> int:
-        """Return the number of unfinished requests that came with a ticket or have a kept turn at a peer."""
+        """Return the number of unfinished requests for which a peer may hold KV.
+
+        The client has sent an offer with the request, or a peer has kept the KV of an earlier turn.
+        """
         return len(self._pulls)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Send the ticket of a new request to its peer. Without a ticket, ask peers for an earlier turn.
+        """Ask peers for the KV of a new request. Return whether peers may be able to serve the request.
 
-        The peer replies with a lease on the blocks that hold the KV of the prompt.
+        If the request came with a ticket (random id that claims a lease), send the ticket to the peer that
+        offered it. Otherwise ask all peers that keep the KV of earlier turns of conversations.
 
         Args:
-            request: the request.
+            request: new request.
             bidding: excluded sources and remaining attempts of the request.
-
-        Returns:
-            Whether peers may be able to serve the request.
         """
         name = request.request_id
         try:
@@ -145,9 +149,9 @@ class PeerSource:
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why peers cannot serve a request: a malformed offer, or this engine has stopped reading.
+        """Return the reason why no peer can serve a request; None if a peer may be able to.
 
-        Return None if neither is the case.
+        The reason is a malformed offer in the request, or that this engine has stopped reading from peers.
         """
         try:
             read_offer(request.kv_transfer_params)
@@ -156,9 +160,14 @@ class PeerSource:
         return SourceMiss(PEER, MissReason.REFUSED, detail=self._stopped) if self._stopped else None
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return a bid for the tokens that a peer offers beyond `local_tokens`; empty if it offers none.
+        """Return this source's bid, its offer to load a part of the request's prompt, or an empty sequence.
 
-        The bid is marked as looking until the peer has answered.
+        The bid covers the tokens that a peer offers after the first `local_tokens` tokens. Until the peer has
+        answered, the bid is marked as not certain yet (looking).
+
+        Args:
+            request: request that waits to be scheduled.
+            local_tokens: number of tokens that the engine has already, from the start of the prompt.
         """
         if looking := self._ask(request, local_tokens):
             return (looking,)
@@ -169,25 +178,39 @@ class PeerSource:
         return (pull.bid,) if pull.bid is not None else ()
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return the last result of `bids`, shortened to end at a multiple of `alignment_tokens`.
+        """Return this source's offer (bid) to load the first part of a prompt. Another source loads the rest.
 
-        Return None if no token remains.
+        The offer is the last result of `bids`, shortened to end at a multiple of `alignment_tokens`. Return
+        None if no token remains.
 
-        Used when this source loads the start of a prompt and another source the rest.
+        Args:
+            request: request that waits to be scheduled.
+            local_tokens: number of tokens that the engine has already, from the start of the prompt.
+            alignment_tokens: multiple, in tokens, at which the first part must end.
         """
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens // alignment_tokens * alignment_tokens - local_tokens)
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return the last result of `bids` without the tokens before `first`; None if no token remains.
+        """Return this source's offer (bid) to load the last part of a prompt. Another source loads the first.
 
-        Used when another source loads the start of a prompt and this source the rest.
+        The offer is the last result of `bids` without the tokens before `first`. Return None if no token
+        remains.
+
+        Args:
+            request: request that waits to be scheduled.
+            local_tokens: number of tokens that the engine has already, from the start of the prompt.
+            first: number of tokens, from the start of the prompt, at which the other source's part ends.
         """
         bid, tokens = self._last_bid(request)
         return _shorter(bid, tokens - first)
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return why there is no bid: no peer keeps a turn, or the peer is unusable or has no more tokens."""
+        """Return the reason why this source does not offer to load any part of a request's prompt.
+
+        Either no peer keeps an earlier turn of the conversation, or the peer was excluded, or the engine
+        already has all tokens that the peer offers.
+        """
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
@@ -198,11 +221,19 @@ class PeerSource:
         )
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether loads from peers may hold `blocks` more blocks for the load of this bid."""
+        """Return True if loads from peers may keep `blocks` more KV blocks allocated.
+
+        Args:
+            bid: offer to load a part of a prompt, from the peer that `bid.source` names.
+            blocks: number of blocks that the load of this part needs.
+        """
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Request) -> None:
-        """Order all workers to read the load's KV, and to connect to the peer first if it is new to them."""
+        """Order all workers to read the KV of a load, and first to connect to the peer if it is a new one.
+
+        `hand_over` adds these orders to those of the coming step.
+        """
         pull = self._pulls[load.request_id]
         assert pull.grant is not None
         assert pull.incarnation is not None
@@ -225,8 +256,8 @@ class PeerSource:
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of loaded content in tokens, for each KV cache group.
 
-        In each group, loaded content begins at a multiple of the greatest common divisor of both engines'
-        block sizes. While the peer is unknown, the alignment is 1.
+        In each group, content that is loaded from the request's peer begins at a multiple of this number: the
+        greatest common divisor of both engines' block sizes. While the peer is unknown, the number is 1.
         """
         pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
@@ -241,23 +272,23 @@ class PeerSource:
         return self._alignments[pull.peer]
 
     def origin(self, load: Load) -> str:
-        """Return ``peer``, the origin of all loads of this source."""
+        """Return ``"peer"``: all KV that this source loads comes from other engines."""
         return PEER
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that workers have read, per KV cache group of this engine."""
+        """Return the number of bytes that workers have read for a load, per KV cache group of this engine."""
         figures = report.figures
         each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
         return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return DEADLINE if the load has passed its deadline, else FAILED."""
+        """Return why a load failed: DEADLINE if it has passed its deadline, else FAILED."""
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, load: Load, report: Report) -> None:
-        """Exclude the peer of a failed load for this request.
+        """Exclude the peer from serving a request whose load has failed. Do nothing if the load succeeded.
 
-        If the peer may be gone, also forget the handshake with it.
+        If the peer may be gone, also forget the handshake with that peer.
         """
         if report.failure is not None:
             if report.peer_lost or report.late:
@@ -265,13 +296,16 @@ class PeerSource:
             self._strike(load.request_id, report.failure)
 
     def forget(self, load: Load) -> None:
-        """Do nothing: this source keeps no state per load."""
+        """Do nothing. This source keeps no state for a load that has ended."""
 
     def dropped(self, load: Load) -> None:
-        """Do nothing: reads in flight cannot be cancelled, and the workers report their end."""
+        """Do nothing when a request stops waiting for a load. The workers cannot cancel reads in flight."""
 
     def settled(self, request_id: str) -> None:
-        """End the request's claim on a peer's lease. After the last claim, tell the peer to end the lease."""
+        """End a request's claim on a peer's lease, because the request will not read from this peer again.
+
+        When no other request has a claim on the lease, tell the peer to end the lease.
+        """
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)
         if pull is None or pull.settled:
@@ -283,15 +317,15 @@ class PeerSource:
             self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended, and drop its unanswered question about turns."""
+        """Forget a request that has ended. Drop an unanswered question to peers about its earlier turns."""
         self._turns.drop(request_id)
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Reject all KV that peers have offered so far, and end the requests' claims on it.
+        """Reject all KV that peers have offered so far, and end the requests' claims on their leases.
 
-        This KV was computed before the cache was reset, so it must not be loaded.
+        The KV was computed before the cache was reset, so it must not be loaded.
         """
         for name in self._asking:
             self._turns.drop(name)
@@ -299,12 +333,23 @@ class PeerSource:
             self._strike(name, "the cache was reset")
 
     def stop_reading(self, why: str) -> None:
-        """Stop reading from peers for good. `why` becomes the reason for refusing requests with a ticket."""
+        """Stop reading from peers for good, and end the requests' claims on leases at peers.
+
+        Args:
+            why: reason that is given for every request that peers could have served.
+        """
         self.start_anew()
         self._stopped = why
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Order the workers to connect to peers, to read from them, and to disconnect. Mutates `orders`."""
+        """Add this source's orders to the orders of the coming step.
+
+        The workers connect to new peers, read the KV of new loads, and disconnect peers that have not been
+        used for `UNUSED_SECONDS`.
+
+        Args:
+            orders: orders of the coming step to all workers. They are mutated.
+        """
         self._claims.step()
         orders.connects = {name: known.ranks for name, known in self._connects.items()}
         self._connects.clear()
@@ -316,9 +361,14 @@ class PeerSource:
         orders.reads, self._reads = self._reads, []
 
     def _redeem(self, pull: Pull, request: Request) -> None:
-        """Begin to redeem the ticket: send it to the peer. Exclude the peer if its offer cannot be used.
+        """Send a request's ticket (random id that claims a lease) to the peer that offered KV.
 
-        Do nothing yet while the digest of the request's LoRA adapter is being computed.
+        Exclude the peer if the offer does not fit the prompt. Do nothing while the digest of the request's
+        LoRA adapter is being computed.
+
+        Args:
+            pull: state of the exchange with the peer. Its `claim` is set.
+            request: request that came with the ticket.
         """
         if pull.tokens > request.num_prompt_tokens - self._computed_again:
             last = ", whose last token is computed here: state must not have seen it" * self._computed_again
@@ -341,9 +391,13 @@ class PeerSource:
             pull.claim = self._claims.begin(pull.address, pull.ticket, pull.tokens, content)
 
     def _meet(self, pull: Pull) -> PeerInfo | Pending | Unusable:
-        """Return the peer if it has granted the lease and can be read from.
+        """Return the description of a peer that has granted a lease and can be read from.
 
-        Return Pending while it has not answered, and Unusable with the reason if it cannot be read from.
+        Return Pending while the peer has not answered. Return Unusable with the reason if the peer has
+        refused or cannot be read from.
+
+        Args:
+            pull: state of the exchange with the peer. Its `grant` and `incarnation` are set.
         """
         peer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(peer, PeerInfo):
@@ -361,9 +415,10 @@ class PeerSource:
         return peer
 
     def _ask(self, request: Request, local_tokens: int) -> Bid | None:
-        """Look at the peers' answers about kept turns. If a turn was found, prepare to read it.
+        """Process the peers' answers to the question for KV of earlier turns of a request's conversation.
 
-        Return a bid that is marked as looking while peers have not answered, else None.
+        If a peer has such KV, prepare to read it. Return a placeholder bid (offer to load KV) while peers
+        have not answered, else None.
         """
         name, most = request.request_id, request.num_tokens - 1 - local_tokens
         if name not in self._turns or most <= 0:
@@ -387,7 +442,10 @@ class PeerSource:
         return None
 
     def _last_bid(self, request: Request) -> tuple[Bid | None, int]:
-        """Return the last result of `bids` and the number of prompt tokens up to its end, or (None, 0)."""
+        """Return the last offer (bid) that `bids` made for a request, and the number of tokens up to its end.
+
+        The number counts from the start of the prompt. Return (None, 0) if there was no offer.
+        """
         pull = self._pulls.get(request.request_id)
         if pull is not None:
             return pull.bid, pull.tokens
@@ -418,7 +476,7 @@ class PeerSource:
         return None
 
     def _held(self) -> dict[str, int]:
-        """Return the number of blocks that loads hold, by peer."""
+        """Return the number of KV blocks that loads keep allocated, by name of the peer."""
         return {source: blocks for source, blocks in self._pins.held.items() if source != TIERS}
 
     def _strike(self, request_id: str, reason: str) -> None:

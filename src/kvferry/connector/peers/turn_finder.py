@@ -21,12 +21,12 @@ from kvferry.transport.turns import TurnContent, shared_tokens
 
 @dataclass(frozen=True, slots=True)
 class FoundTurn:
-    """A turn that a peer keeps, and that shares its first tokens with the prompt of a request.
+    """A finished request's KV (turn) that a peer keeps, and that fits the beginning of a new prompt.
 
     Attributes:
         tokens: number of usable tokens, from the start of the prompt.
-        address: address of the peer that keeps the turn.
-        kept: the peer's answer.
+        address: address (host, port) of the peer's control channel.
+        kept: the peer's answer, with the block tables and the lease.
     """
 
     tokens: int
@@ -35,28 +35,34 @@ class FoundTurn:
 
 
 class TurnFinder:
-    """Asks peers for kept KV of a conversation's earlier turns. Only the engine's thread calls it."""
+    """Asks peers for KV that they keep of earlier turns of conversations.
+
+    Only the engine's thread calls the methods.
+    """
 
     def __init__(
         self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
     ) -> None:
-        """Create a finder that has asked nothing yet.
+        """Create a finder that has not asked for any request yet.
 
         Args:
             client: control channel to the peers.
-            keepers: function that returns the addresses of the peers that keep turns, each with its
-                incarnation, a random number of the peer's run.
-            names: object that computes the names of the content of prompts.
+            keepers: function that returns the peers that keep KV of finished requests: by address, the random
+                number that identifies the peer's run (incarnation).
+            names: object that computes names of token content, by which peers find such KV.
         """
         self._client, self._keepers, self._names = client, keepers, names
         self._asked: dict[str, tuple[int, TurnContent]] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether peers were asked for this request and `found` has not returned the result yet."""
+        """Return True if peers were asked for this request and `found` has not returned the result yet."""
         return request_id in self._asked
 
     def ask(self, request: Request) -> bool:
-        """Ask peers whether they keep an earlier turn of a new request. Return whether any peer was asked."""
+        """Ask peers whether they keep KV of an earlier turn of a new request's conversation.
+
+        Return True if any peer was asked.
+        """
         keepers = self._keepers()
         if not keepers or request.num_tokens <= CHUNK_TOKENS:
             return False
@@ -67,9 +73,10 @@ class TurnFinder:
         return True
 
     def found(self, request: Request) -> FoundTurn | Pending | None:
-        """Return the earlier turn that shares the most tokens with the prompt; None if no turn is usable.
+        """Return the kept KV of the earlier turn that shares the most tokens with a request's prompt.
 
-        Return Pending while peers have not answered.
+        Return None if no peer has usable KV, and Pending while peers have not answered. Call it only for
+        requests for which `ask` returned True.
         """
         number, content = self._asked[request.request_id]
         answers = self._client.turns(number)
@@ -84,16 +91,22 @@ class TurnFinder:
         return FoundTurn(*max(usable, key=lambda one: one[0])) if usable else None
 
     def drop(self, request_id: str) -> None:
-        """Forget a request, and drop the question to peers about it."""
+        """Forget a request, and drop the unanswered question to peers about the request."""
         number, _ = self._asked.pop(request_id, (None, None))
         if number is not None:
             self._client.drop_question(number)
 
 
 def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
-    """Return the number of tokens of a turn that a prompt can use; 0 if they are too few to continue from.
+    """Return the number of tokens whose KV a prompt can use from the KV that a peer keeps.
 
-    The last token of the prompt is always computed.
+    Return 0 if they are too few to continue from. The last token of the prompt is never counted, because the
+    engine always computes it.
+
+    Args:
+        content: names of the prompt's content.
+        kept: the peer's answer, with names of the content that it keeps.
+        tokens: length of the prompt in tokens.
     """
     shared = min(shared_tokens(content, kept), tokens - 1)
     return shared if shared >= kept.least else 0

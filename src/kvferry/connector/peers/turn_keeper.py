@@ -39,13 +39,13 @@ _FREE = 1 / 16
 
 @dataclass(slots=True)
 class _Turn:
-    """A kept turn.
+    """A retained turn: a finished request's KV blocks, kept for the next turn of its conversation.
 
     Attributes:
-        content: content of the turn's tokens, by which peers find the turn.
+        content: names of the content of the tokens, by which peers find the turn.
         kept: reply to a peer that asks for this content.
-        blocks: number of blocks that the turn holds.
-        steps: number of steps that must still begin before the turn is published.
+        blocks: number of KV blocks that the turn keeps allocated.
+        steps: number of steps that must still begin before the turn is published; at most 0 afterwards.
     """
 
     content: TurnContent
@@ -55,9 +55,9 @@ class _Turn:
 
 
 class TurnKeeper:
-    """Keeps blocks of finished requests for the next turn of their conversation, and releases them.
+    """Keeps KV blocks of finished requests for the next turn of their conversation, and releases them.
 
-    Only the engine's thread calls it.
+    Only the engine's thread calls the methods.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class TurnKeeper:
         seconds: float,
         share: float,
     ) -> None:
-        """Create a keeper without turns. `start` must be called before it keeps any.
+        """Create a keeper without turns (KV of finished requests). It keeps none until `start` is called.
 
         Args:
             engine: facts about the engine.
             book: record that grants leases.
-            names: object that computes the names of content, by which peers find turns.
+            names: object that computes names of token content, by which peers find turns.
             wanted: counter of the blocks that requests wait for.
             events: stream that receives an event for each granted lease.
             seconds: seconds for which a turn is kept.
-            share: maximum share of the block pool for kept turns.
+            share: maximum share, from 0 to 1, of the block pool for kept turns.
         """
         self._engine = engine
         self._book, self._names, self._wanted, self._events = book, names, wanted, events
@@ -93,34 +93,43 @@ class TurnKeeper:
         self._pool: BlockPool | None = None
 
     def __contains__(self, lease: str) -> bool:
-        """Return whether a lease belongs to a kept turn."""
+        """Return True if the lease named `lease` belongs to a retained turn (KV of a finished request)."""
         return lease in self._turns
 
     def start(self, index: TurnIndex, pool: BlockPool, workers: int) -> None:
-        """Begin to keep turns.
+        """Begin to keep KV of finished requests (turns).
 
         Args:
-            index: index in which turns are published to peers.
+            index: index in which peers look up turns.
             pool: the engine's block pool.
-            workers: number of workers, each of which has lease words.
+            workers: number of workers. Each must confirm that a lease has ended before its blocks are freed.
         """
         self._index, self._pins, self._pool = index, Pins(workers), pool
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps even without requests, to publish turns or free their blocks."""
+        """Whether the engine must run steps although it has no requests.
+
+        Steps are needed to publish retained turns (KV of finished requests) or to free their blocks.
+        """
         return bool(self._over or self._leaving or any(turn.steps > 0 for turn in self._turns.values()))
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of turns whose lease has ended will become free soon."""
+        """Whether blocks of retained turns (KV of finished requests) become free soon.
+
+        Their leases have ended, and workers still have to confirm the end.
+        """
         return bool(self._leaving)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Keep the blocks of a request that has ended, if they hold usable KV and the limits allow it.
+        """Keep the KV blocks of a finished request for the next turn of its conversation.
+
+        The blocks are kept only if another engine can continue from their KV and they fit into the share of
+        the pool for such blocks. Turns that this request continues are released.
 
         Args:
-            request: the request.
+            request: request that has ended.
             block_ids: block table of the request for each KV cache group, up to the last computed token.
         """
         tokens = self._tokens(request)
@@ -154,7 +163,11 @@ class TurnKeeper:
         self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
-        """Begin a step: publish the turns that peers can read now. Return the leases that must end."""
+        """Publish the retained turns (KV of finished requests) whose blocks are complete, once per step.
+
+        Return the names of the leases that must end: those of turns that were withdrawn or continued by a
+        longer turn, or whose blocks are needed.
+        """
         for lease, turn in self._turns.items():
             turn.steps -= 1
             if turn.steps == 0:
@@ -163,22 +176,36 @@ class TurnKeeper:
         return over + self._in_the_way(over)
 
     def give_up(self) -> None:
-        """Withdraw all turns from the index. Their leases end with the next step."""
+        """Withdraw all retained turns (KV of finished requests), so that peers no longer find them.
+
+        The leases of the turns end with the next step.
+        """
         self._over = list(self._turns)
         for turn in self._turns.values():
             turn.steps = 0  # so that it is not published later
             self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
-        """Withdraw the turn of a lease that ends from the index. Its blocks are freed by `raised`."""
+        """Withdraw the retained turn (KV of a finished request) whose lease has ended.
+
+        The blocks stay allocated until `raised` has counted all workers.
+
+        Args:
+            lease: name of the lease. A lease of another kind is ignored.
+        """
         if (turn := self._turns.pop(lease, None)) is not None:
             self._index.withdraw(turn.kept.ticket)
             self._leaving[lease] = turn.blocks
 
     def raised(self, lease: str, workers: int) -> bool:
-        """Record that `workers` more workers have invalidated the lease word of an ended lease.
+        """Count the workers that have confirmed the end of a lease, and free its blocks after the last one.
 
-        If all workers have, free the blocks of the turn and return True, else return False.
+        A worker confirms after it has changed the lease word, an integer in registered memory that readers
+        check. Return True if all workers have confirmed and the blocks are free.
+
+        Args:
+            lease: name of the lease of a retained turn (KV of a finished request).
+            workers: number of workers that have confirmed since the last call.
         """
         blocks = self._pins.landed(lease, workers)
         if not blocks:
@@ -189,11 +216,14 @@ class TurnKeeper:
         return True
 
     def _in_the_way(self, over: Sequence[str]) -> list[str]:
-        """Return the oldest leases that must end now, the oldest first.
+        """Return the names of the leases that must end early, the oldest first.
 
-        Leases must end if kept turns hold more than their share of the block pool, or if requests need
-        blocks.
-        Leases in `over` end anyway and are left out.
+        Leases of retained turns (KV of finished requests) end early if the turns hold more than their share
+        of the block pool, or if requests need blocks.
+
+        Args:
+            over: names of the leases that end now for another reason. They are not returned, and their blocks
+                count as free.
         """
         assert self._pool is not None
         held = {name: turn.blocks for name, turn in self._turns.items() if name not in over}
@@ -207,7 +237,10 @@ class TurnKeeper:
         return first_to_go(held, -room)
 
     def _tokens(self, request: Request) -> int:
-        """Return the number of tokens whose KV the request's blocks certainly hold; 0 if unknown."""
+        """Return the number of tokens whose KV the blocks of a finished request certainly hold.
+
+        Return 0 if the number is not certain.
+        """
         if not request.is_complete:
             return 0
         computed, tokens = request.num_computed_tokens, request.num_tokens
@@ -219,9 +252,14 @@ class TurnKeeper:
         return 0 if self._engine.speculates or computed > tokens else computed
 
     def _least(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
-        """Return the length in tokens of the shortest prefix of a turn that a peer can continue from.
+        """Return the length in tokens of the shortest prefix of a finished request that a peer can use.
 
-        Return None if no prefix can be continued from.
+        Shorter prefixes need blocks or recurrent state that the engine no longer has. Return None if no
+        prefix can be used.
+
+        Args:
+            tables: block ids of the request for each KV cache group, by position. Missing blocks are null.
+            tokens: number of tokens whose KV the blocks hold.
         """
         least = 1
         for group, ids in zip(self._engine.groups, tables, strict=True):

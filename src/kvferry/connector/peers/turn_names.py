@@ -19,21 +19,28 @@ CHUNK_TOKENS = 256
 
 
 class TurnNames:
-    """Computes the names under which turns are kept and looked up."""
+    """Computes names of token content, by which KV of finished requests is kept and looked up.
+
+    Equal content has equal names in all engines. The names are digests of the tokens and of everything else
+    that decides the KV.
+    """
 
     def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Create the names of one engine.
+        """Prepare to compute the names of one engine's content.
 
         Args:
             adapters: the engine's LoRA adapters.
-            prompts_only: True to name no generated tokens, because their KV differs from the KV of the same
-                tokens in a prompt.
+            prompts_only: True to give no names to generated tokens, because their KV differs from the KV of
+                equal tokens in a prompt.
         """
         self._prompts_only = prompts_only
         self._adapters, self._epoch = adapters, ""
 
     def content(self, request: Request, tokens: int) -> TurnContent | None:
-        """Return the content of a request's first `tokens` tokens; None if it has no certain name."""
+        """Return the names of the content of a request's first `tokens` tokens; None if they are not certain.
+
+        For example, a prompt of embeddings has no certain name.
+        """
         if self._prompts_only and tokens > request.num_prompt_tokens:
             return None
         ids = request.all_token_ids[:tokens]
@@ -45,9 +52,9 @@ class TurnNames:
         return TurnContent(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
 
     def start_anew(self) -> None:
-        """Change all names from now on, so that turns from before the reset are not found.
+        """Change all names from now on, because the engine's cache was reset.
 
-        The new names are random, so that no other engine finds later turns either. The blocks of these turns
-        may still contain KV from before the reset.
+        KV from before the reset is not found any more. The new names contain a random number, so that other
+        engines do not find later KV of this engine either. It may depend on KV from before the reset.
         """
         self._epoch = f"{secrets.token_hex(16)} "

@@ -17,18 +17,21 @@ from kvferry.transport.lease import LeaseBook
 
 
 class UnclaimedLeases:
-    """Chooses the leases without a consumer that end early. Only the engine's thread calls it.
+    """Chooses the unclaimed leases that end early because requests of this engine wait for blocks.
+
+    A lease keeps KV blocks allocated for another engine. It is unclaimed until that engine has asked for the
+    blocks. Only the engine's thread calls the methods.
 
     Attributes:
         seconds: minimum seconds that an unclaimed lease lasts. After this time the lease may be ended early.
     """
 
     def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
-        """Create the record without leases.
+        """Create the object without leases.
 
         Args:
-            book: record that grants leases and knows which are unclaimed.
-            wanted: counter of the blocks that requests wait for.
+            book: record that grants leases and knows which of them are unclaimed.
+            wanted: counter of the blocks that requests of this engine wait for.
         """
         self.seconds = book.seconds / 4
         self._book, self._wanted = book, wanted
@@ -37,11 +40,11 @@ class UnclaimedLeases:
         self._leaving: dict[str, int] = {}
 
     def start(self, pool: BlockPool) -> None:
-        """Set the engine's block pool."""
+        """Set the engine's block pool, whose free blocks are counted from now on."""
         self._pool = pool
 
     def granted(self, lease: str, block_ids: BlockIds) -> None:
-        """Record a granted lease and the number of blocks that it holds.
+        """Record a new lease and the number of its blocks.
 
         Args:
             lease: name of the lease.
@@ -50,15 +53,26 @@ class UnclaimedLeases:
         self._blocks[lease] = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
 
     def ended(self, leases: Collection[str]) -> None:
-        """Record leases that end. Their blocks become free when every worker has raised the lease word."""
+        """Record that leases have ended. Their blocks become free after every worker has confirmed the end.
+
+        Args:
+            leases: names of the leases.
+        """
         self._leaving.update({name: self._blocks.pop(name) for name in leases if name in self._blocks})
 
     def on_blocks_freed(self, lease: str) -> None:
-        """Record that the blocks of an ended lease are free."""
+        """Record that the engine has freed the blocks of an ended lease.
+
+        Args:
+            lease: name of the lease.
+        """
         self._leaving.pop(lease, None)
 
     def leases_to_end(self) -> list[str]:
-        """Return the oldest unclaimed leases whose blocks the waiting requests need."""
+        """Return the names of unclaimed leases that must end now, because requests wait for their blocks.
+
+        No more leases are returned than are needed, the oldest first.
+        """
         unclaimed = self._book.unclaimed(self.seconds)
         held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}
         if not held or self._pool is None:
