@@ -34,15 +34,15 @@ class GeometryError(KVFerryError):
 
 
 class SilentCopy(KVFerryError):
-    """Raised if an operation on a view of KV cache memory would copy the memory and then use the copy."""
+    """Raised if an operation on a view of KV cache memory would silently work on a copy of the memory."""
 
 
 class Unnameable(KVFerryError):
-    """Raised if no reliable digest of content exists, for example because a token id is out of range."""
+    """Raised if no reliable digest can be computed, for example of a multimodal item or a LoRA adapter."""
 
 
 class NotYetNamed(Unnameable):
-    """Raised if a thread is still computing the digest of content. A later call may succeed."""
+    """Raised if a thread is still computing a digest, as of a LoRA adapter. A later call may succeed."""
 
 
 class Incompatible(KVFerryError):
@@ -70,4 +70,4 @@ class ChunkError(KVFerryError):
 
 
 class OtherVersion(ChunkError):
-    """Raised if a chunk has another format version. The kvferry release that wrote it can read it."""
+    """Raised if a chunk was written in another version of the format, by another release of kvferry."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class LimitedLog:
-    """A logger of warnings with a limited rate. Not thread-safe.
+    """A logger of warnings that limits their rate, so that clients and peers cannot fill the log.
 
-    Time is divided into windows. In each window a cause is logged once, and at most `most` causes are logged.
-    So clients and peers cannot fill the log or memory. The next logged line tells how many warnings were left
-    out.
+    Time is divided into windows. In each window, warnings with the same cause are logged once, and at most
+    `most` warnings are logged in total. The next logged line tells how many warnings were left out. Not
+    thread-safe.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class LimitedLog:
         seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the log. The first window begins now.
+        """Create the logger. The first window begins now.
 
         Args:
             logger: logger for the warnings.
@@ -37,10 +37,13 @@ class LimitedLog:
         self._left_out = 0
 
     def say(self, cause: str, text: str, error: BaseException | None = None) -> None:
-        """Log a warning, unless its cause was already logged in this window or the window's limit is reached.
+        """Log a warning, unless the rate of warnings is too high.
+
+        The warning is left out if one with the same cause was already logged in this window, or if the
+        maximum number of warnings per window is reached.
 
         Args:
-            cause: key of the cause. Of all warnings with the same key, one per window is logged.
+            cause: key that identifies the cause of the warning.
             text: text of the warning.
             error: unexpected exception whose traceback is logged; None if there is no exception.
         """

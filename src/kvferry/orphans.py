@@ -11,5 +11,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the thread that started it ends. Call this in the child."""
+    """Make the kernel kill this process when the thread that started the process ends.
+
+    Call this in the child process.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -13,13 +13,16 @@ _OWNERS = 0o700
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file and return its descriptor. Pass this function as the `opener` of `open`.
+    """Open a file that only its owner can read. Pass this function as the `opener` of `open`.
 
     A new file gets mode 0600. An existing file keeps its mode.
 
     Args:
         path: path of the file.
         flags: flags of `os.open`.
+
+    Returns:
+        File descriptor.
 
     Raises:
         OSError: the file cannot be opened.
@@ -31,7 +34,7 @@ def check_umask(status: str | None = None) -> None:
     """Check that the umask lets this user access the files that this process creates.
 
     Args:
-        status: text of ``/proc/self/status``; None to read it.
+        status: text of ``/proc/self/status``; None to read that file.
 
     Raises:
         ConfigError: the umask removes rights of the owner of new files.

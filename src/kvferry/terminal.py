@@ -9,7 +9,11 @@ _WIDEST, _NARROWEST = 80, 40
 
 
 def printable(text: str, instead: str = "?") -> str:
-    r"""Return text from an engine, a file or a request, with unprintable characters replaced by `instead`.
+    r"""Replace the unprintable characters of a text, so that it is safe to print on a terminal.
+
+    Args:
+        text: text from an engine, a file or a request.
+        instead: replacement for each unprintable character.
 
     >>> printable("cmpl-\x1b[31m5f\n")
     'cmpl-?[31m5f?'
@@ -18,7 +22,7 @@ def printable(text: str, instead: str = "?") -> str:
 
 
 def shown(text: str, most: int = 100) -> str:
-    r"""Return a client's or peer's text for a log line or a message: escaped, and shortened if it is long.
+    r"""Escape and shorten a text from a client or a peer, for a log line or a message.
 
     Unprintable characters are escaped. The middle of a text with more than `most` characters is left out. The
     end is kept, because ids differ there.
@@ -35,12 +39,14 @@ def shown(text: str, most: int = 100) -> str:
 
 
 def wrapped(text: str, indent: int = 0, hanging: int = 0) -> list[str]:
-    """Return printable text as lines of at most `report_width` columns. There is always at least one line.
+    """Wrap a text into lines of at most `report_width` columns, and replace unprintable characters.
+
+    An empty text gives one empty line.
 
     Args:
         text: text to wrap.
         indent: indentation of every line, in columns.
-        hanging: additional indentation of all lines but the first, in columns.
+        hanging: additional indentation of all lines except the first, in columns.
     """
     lines = textwrap.wrap(
         printable(text),

@@ -10,7 +10,7 @@ _ROUNDS_TO_A_SECOND = 0.9995
 
 
 def format_bytes(count: float) -> str:
-    """Format bytes in binary units.
+    """Format a number of bytes in binary units.
 
     >>> format_bytes(640), format_bytes(1536), format_bytes(2 << 20)
     ('640 B', '1.50 KiB', '2 MiB')
@@ -24,7 +24,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(number: int) -> str:
-    """Format a count: exact below 100,000, else in thousands or millions.
+    """Format a count: exactly below 100,000, otherwise in thousands (k) or millions (M).
 
     >>> format_count(8192), format_count(262_144), format_count(1_048_576)
     ('8,192', '262 k', '1.05 M')
@@ -35,7 +35,7 @@ def format_count(number: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration given in seconds, in µs, ms or s.
+    """Format a duration, given in seconds, as microseconds, milliseconds or seconds.
 
     >>> format_seconds(42e-6), format_seconds(0.00965), format_seconds(1.2)
     ('42 µs', '9.65 ms', '1.2 s')
@@ -46,7 +46,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format a long duration given in seconds, in s, min, h or days. A negative duration gives ``0 s``.
+    """Format a long duration, given in seconds, as s, min, h or days. A negative duration gives ``0 s``.
 
     >>> [format_age(each) for each in (-0.5, 119, 120, 7200, 9000, 172_800, 345_600)]
     ['0 s', '119 s', '2 min', '2.0 h', '2.5 h', '2 days', '4 days']

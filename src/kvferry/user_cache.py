@@ -10,7 +10,10 @@ from kvferry.errors import ConfigError
 
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's cache directory: ``$XDG_CACHE_HOME/kvferry``, else ``~/.cache/kvferry``.
+    """Return kvferry's cache directory: ``$XDG_CACHE_HOME/kvferry``, or else ``~/.cache/kvferry``.
+
+    Args:
+        environment: environment variables.
 
     Raises:
         ConfigError: ``XDG_CACHE_HOME`` is not set, and the user has no home directory. This happens in
@@ -25,5 +28,5 @@ def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with a leading ``~`` replaced by the home directory; unchanged if there is none."""
+    """Replace a leading ``~`` of a path by the user's home directory; change nothing if there is no home."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises

@@ -29,7 +29,7 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """The answer of one engine.
+    """The answer of one engine to a question about the traces of requests.
 
     Attributes:
         engine: description of the engine that answered.
@@ -40,20 +40,24 @@ class EngineAnswer:
     traces: tuple[RequestTrace, ...]
 
     def wall(self, at: float) -> float:
-        """Convert `at`, a time of the engine's monotonic clock in seconds, to seconds since 1970."""
+        """Convert a time of the engine's monotonic clock to seconds since 1970.
+
+        Args:
+            at: time in monotonic seconds.
+        """
         return at - self.engine.monotonic + self.engine.wall
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """A trace, and the engine's answer that contains it."""
+    """The trace of a request, and the engine's answer that contains the trace."""
 
     answer: EngineAnswer
     trace: RequestTrace
 
     @property
     def arrived(self) -> float:
-        """Time at which the request reached its engine, in seconds since 1970."""
+        """Return the time at which the request reached its engine, in seconds since 1970."""
         return self.answer.wall(self.trace.events[0].at)
 
 
@@ -63,23 +67,27 @@ class AllAnswers:
 
     Attributes:
         answers: answers of the engines that answered.
-        problems: one error message for each engine that did not answer, and for each unusable directory.
+        problems: error messages, one for each engine that did not answer and for each directory of sockets
+            that cannot be used.
     """
 
     answers: tuple[EngineAnswer, ...]
     problems: tuple[str, ...]
 
     def traces(self) -> list[EngineTrace]:
-        """Return all traces, sorted by the arrival of their request.
+        """Return the traces of all engines, sorted by the arrival time of the request at its engine.
 
-        So the prefill engine's trace of a request precedes the decode engine's trace.
+        The prefill engine's trace of a request therefore precedes the decode engine's trace.
         """
         found = [EngineTrace(answer, trace) for answer in self.answers for trace in answer.traces]
         return sorted(found, key=lambda one: one.arrived)
 
 
 def ask_engines(question: Question) -> AllAnswers:
-    """Ask every engine that this user runs on this machine, and return their answers.
+    """Ask every engine that this user runs on this machine for traces, and return the answers.
+
+    Args:
+        question: description of the traces to find.
 
     Raises:
         ConfigError: no engine answered, and a directory of sockets is not safe to use.
@@ -104,7 +112,16 @@ def ask_engines(question: Question) -> AllAnswers:
 
 
 def _asked(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
-    """Return the lines of an engine's answer, or an error message; None if the engine is gone."""
+    """Send a question to an engine, and return the lines of its answer.
+
+    Args:
+        path: path of the engine's socket.
+        question: encoded question.
+        until: deadline in monotonic seconds.
+
+    Returns:
+        Lines of the answer; an error message if the engine does not answer; None if the engine has ended.
+    """
     try:
         connection = socket_directory.connect(path, until)
         if connection is None:
@@ -122,7 +139,7 @@ def _no_answer(error: Exception) -> str:
 
 
 def _read(lines: list[bytes]) -> EngineAnswer | str:
-    """Decode an answer from its lines; return an error message if that fails."""
+    """Decode the lines of an engine's answer. Return an error message if they are not valid."""
     try:
         return _answer(*lines)
     except ProtocolError as error:
@@ -130,7 +147,11 @@ def _read(lines: list[bytes]) -> EngineAnswer | str:
 
 
 def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
-    """Decode an answer: the description of the engine in the first line, then one trace per line.
+    """Decode the lines of an engine's answer.
+
+    Args:
+        first: line with the description of the engine.
+        rest: lines with one trace each.
 
     Raises:
         ProtocolError: the answer is malformed, or the engine refused the question.
@@ -148,7 +169,11 @@ def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
 
 
 def _lines(asked: socket.socket, until: float) -> Iterator[bytes]:
-    """Receive an engine's answer until the engine closes the connection. Yield its lines, at least one.
+    """Receive an engine's answer until the engine closes the connection, and yield the answer's lines.
+
+    Args:
+        asked: connection to the engine.
+        until: deadline in monotonic seconds.
 
     Raises:
         ProtocolError: the answer is too large, takes too long, or ends within a line.

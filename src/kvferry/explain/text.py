@@ -19,16 +19,16 @@ from kvferry.units import format_age, format_count, format_seconds
 
 @dataclass(slots=True)
 class Summary:
-    """The key figures of a request up to the first time that the engine scheduled it.
+    """The key figures of a request, from its arrival until the engine first scheduled it.
 
     Attributes:
         tokens: number of tokens of the prompt.
         tokens_by_origin: number of tokens by origin: a tier, ``peer``, ``prefix cache``, ``another
             connector`` or ``computed``; empty until the request is scheduled.
         failed: number of failed loads.
-        seconds: seconds from the arrival of the request until it was scheduled; None before that.
-        loading: seconds, before the request was scheduled, in which a load was under way.
-        looking: seconds, before the request was scheduled, in which a source was still looking.
+        seconds: time from arrival to scheduling, in seconds; None if the request is not scheduled yet.
+        loading: part of that time in which a load was under way, in seconds.
+        looking: part of that time in which the request waited for the look-up of a source, in seconds.
     """
 
     tokens: int
@@ -40,12 +40,19 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """Seconds from arrival to scheduling in which the request neither loaded nor waited for a source."""
+        """Return the time before scheduling in which the request neither loaded KV nor waited for a source.
+
+        The unit is seconds.
+        """
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 
 def summary(trace: RequestTrace) -> Summary:
-    """Return the key figures of a request, computed from its trace. The first event must be its arrival."""
+    """Compute the key figures of a request from its trace.
+
+    Args:
+        trace: events of the request. The first event must be the arrival of the request.
+    """
     came = trace.events[0]
     assert isinstance(came, events.Arrived)  # noqa: S101 - by construction
     found, looks_since, begun = Summary(came.tokens), None, dict[str, events.LoadBegan]()
@@ -100,7 +107,7 @@ _TIMES = 11
 
 
 def render(traced: EngineTrace) -> str:
-    """Return the timeline of one request as text."""
+    """Render the trace of a request as text: id, engine, a line per event, and a line about the times."""
     engine = traced.answer.engine
     came = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))
     lines = [
@@ -115,11 +122,11 @@ def render(traced: EngineTrace) -> str:
 
 
 def render_list(traced: list[EngineTrace], now: float) -> str:
-    """Return a list of requests as text, in about two lines each.
+    """Render a list of requests as text, with about two lines per request.
 
     Args:
         traced: traces of the requests, in the order of the list.
-        now: current time, seconds since 1970.
+        now: current time, in seconds since 1970.
     """
     lines: list[str] = []
     for one in traced:

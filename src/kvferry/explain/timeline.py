@@ -18,10 +18,10 @@ from kvferry.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """One sentence of a timeline.
+    """One sentence of the timeline that describes a request.
 
     Attributes:
-        text: the sentence, not wrapped into lines.
+        text: text of the sentence, not wrapped into lines.
         after: seconds from the request's arrival to the event; None for a further sentence about the same
             event, and for the note that events are left out.
     """
@@ -31,12 +31,16 @@ class TimelineEntry:
 
 
 def timeline(trace: RequestTrace) -> list[TimelineEntry]:
-    """Return the sentences that describe a trace. Its first event must be the arrival of the request."""
+    """Describe the trace of a request in sentences, in the order of its events.
+
+    Args:
+        trace: events of the request. The first event must be the arrival of the request.
+    """
     return list(_Timeline(trace).lines())
 
 
 class _Timeline:
-    """Writes the sentences of one trace. It remembers earlier events that later sentences depend on."""
+    """Writer of the sentences of one trace. It remembers earlier events on which later sentences depend."""
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace, self._came = trace, trace.events[0].at
@@ -163,7 +167,7 @@ class _Timeline:
             yield "The lease has expired: its consumer sent no heartbeat."
 
     def _again(self) -> Iterator[str]:
-        """Yield a sentence if the request is admitted again after a preemption."""
+        """Yield a sentence about a preemption if the request was scheduled before, otherwise nothing."""
         if self._settled:
             self._settled = False
             yield "The request was preempted, and is admitted again."

@@ -12,7 +12,7 @@ from kvferry.observe.wire import EngineInfo
 
 
 class RequestExplainer:
-    """Remembers the events of the latest requests and serves them to `kvferry explain`."""
+    """Recorder of an engine's latest requests. It serves their events to `kvferry explain` over a socket."""
 
     def __init__(
         self,
@@ -24,10 +24,10 @@ class RequestExplainer:
         role: str,
         connector: str = "",
     ) -> None:
-        """Subscribe to the connector's events.
+        """Subscribe to the connector's events. `start` makes them available to `kvferry explain`.
 
         Args:
-            events: stream of the events to remember.
+            events: stream of the connector's events.
             requests: number of requests to remember; 0 to remember none and to serve nothing.
             engine_id: name of the engine.
             model: name of the engine's model.
@@ -49,12 +49,12 @@ class RequestExplainer:
             events.subscribe(self._traces)
 
     def start(self) -> None:
-        """Start the thread that answers `kvferry explain`."""
+        """Open the socket, and start the thread that answers `kvferry explain`."""
         if self._traces is not None:
             self._server = TraceServer(self._traces, self._engine, self._most)
 
     def close(self) -> None:
-        """Stop answering and remove the socket."""
+        """Stop answering `kvferry explain`, and remove the socket."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -26,7 +26,12 @@ _VLLM = (
 
 
 def exposed_name(metric: Metric, prefix: str = PREFIX) -> str:
-    """Return the name of a metric on `/metrics`; for a histogram, without the suffix of its series."""
+    """Return the name that a metric has on `/metrics`; for a histogram, without ``_bucket`` and so on.
+
+    Args:
+        metric: definition of the metric.
+        prefix: start of the name: ``kvferry_`` or ``vllm:``.
+    """
     return f"{prefix}{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}"
 
 
@@ -41,7 +46,7 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 
 
 def series_names(name: str) -> tuple[str, ...]:
-    """Return the names of all series of a metric: one name, or three for a histogram.
+    """Return the names that a metric's series have on `/metrics`: one name, or three for a histogram.
 
     Args:
         name: name of a metric in `EXPOSED`.

@@ -56,7 +56,7 @@ class Health(msgspec.Struct, frozen=True):
     """The answer of a kvferry router to `/health`: the router's engines by role."""
 
     class Engine(msgspec.Struct, frozen=True):
-        """The state of one of the router's engines, with the reason if it is down."""
+        """The state of one of the router's engines, with the reason if the engine is down."""
 
         url: str
         up: bool = False
@@ -90,10 +90,12 @@ def http_address(text: str) -> str | None:
 
 
 def client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
-    """Return an HTTP client that uses each connection once, because engines close idle connections.
+    """Create an HTTP client for requests to engines and routers.
+
+    The client uses each connection for one request only, because engines close idle connections.
 
     Args:
-        headers: headers of every request.
+        headers: headers of every request; None for no additional headers.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
@@ -116,10 +118,11 @@ async def fetch(
         url: URL to request.
         seconds: longest time until the answer is complete.
         post: JSON body of a POST request; None for a GET request.
-        headers: headers to add to the client's.
+        headers: headers of this request, in addition to those of the client.
 
     Raises:
-        ProtocolError: there is no complete answer in time, or it is too large. The message is the reason.
+        ProtocolError: no complete answer arrived in time, or the answer is too large. The message is the
+            reason.
     """
     method, kind = ("GET", {}) if post is None else ("POST", {"content-type": "application/json"})
     body = bytearray()
@@ -141,7 +144,7 @@ async def fetch(
 
 
 def _why(error: BaseException) -> str:
-    """Return the message of an error's root cause, with a colon before it; empty if there is none."""
+    """Return the message of an error's root cause with a colon in front; empty if there is no message."""
     if isinstance(error, BaseExceptionGroup):  # a host name with several addresses
         return _why(error.exceptions[0])
     if cause := error.__cause__ or error.__context__:

@@ -25,13 +25,13 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The definition of a metric.
+    """The definition of a Prometheus metric.
 
     Attributes:
         name: name without `PREFIX` and, for counters, without ``_total``.
         kind: counter, gauge or histogram.
         what: help text.
-        labels: names of the metric's own labels. Label values are given in this order.
+        labels: names of the metric's own labels, in the order in which their values are passed.
     """
 
     name: str

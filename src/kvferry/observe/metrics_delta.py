@@ -13,7 +13,7 @@ Series: TypeAlias = tuple[str, tuple[str, ...]]
 
 @dataclass(slots=True)
 class MetricsDelta:
-    """Changes of metrics, by series. Mutable.
+    """Changes of metrics since the last engine step, by series (metric name and label values). Mutable.
 
     Attributes:
         counters: increments of the counters.
@@ -30,28 +30,51 @@ class MetricsDelta:
         return bool(self.counters or self.gauges or self.samples)
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
-        """Add `by` to the counter called `name` with these label values."""
+        """Increment a counter.
+
+        Args:
+            name: name of the metric, without prefix and suffix.
+            labels: values of the metric's labels.
+            by: increment; 0 to change nothing.
+        """
         if by:
             self.counters[name, labels] += by
 
     def set(self, name: str, *labels: str, to: float) -> None:
-        """Set the gauge called `name` with these label values to `to`."""
+        """Set a gauge.
+
+        Args:
+            name: name of the metric, without prefix.
+            labels: values of the metric's labels.
+            to: new value.
+        """
         self.gauges[name, labels] = to
 
     def sample(self, name: str, *labels: str, of: Iterable[float]) -> None:
-        """Add the observations `of` to the histogram called `name` with these label values."""
+        """Add observations to a histogram.
+
+        Args:
+            name: name of the metric, without prefix.
+            labels: values of the metric's labels.
+            of: observed values.
+        """
         if seen := list(of):
             self.samples[name, labels] += seen
 
     def add(self, other: MetricsDelta) -> None:
-        """Merge a later delta into this one: sum counters, overwrite gauges, append samples."""
+        """Merge a later delta into this one: add its counters, take its gauges, append its observations."""
         self.counters.update(other.counters)
         self.gauges.update(other.gauges)
         for series, seen in other.samples.items():
             self.samples[series] += seen
 
     def plain(self) -> dict[str, Any]:
-        """Return the delta as plain values: a list of [name, labels, value] for each kind of metric."""
+        """Return the delta as values that can be written as JSON.
+
+        Returns:
+            Dict with the keys ``counters``, ``gauges`` and ``samples``. Each value is a list of entries
+            [name, label values, value]. For samples the last is a list of observations.
+        """
         return {
             "counters": [[name, list(labels), n] for (name, labels), n in self.counters.items()],
             "gauges": [[name, list(labels), n] for (name, labels), n in self.gauges.items()],
@@ -60,7 +83,7 @@ class MetricsDelta:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
-        """Create a delta from the plain values that the method `plain` returned."""
+        """Create a delta from the dict that the method `plain` returned."""
         found = cls()
         for name, labels, n in plain["counters"]:
             found.count(name, *labels, by=n)

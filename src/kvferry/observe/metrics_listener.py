@@ -23,20 +23,20 @@ from kvferry.tiers.names import HOST
 
 @dataclass(slots=True)
 class _RequestCounts:
-    """The state of a request between its arrival and its end. Mutable.
+    """The events of a request so far that decide how it is counted in the metrics. Mutable.
 
-    An attempt is the set of loads that together serve a request. After a failure there may be another
-    attempt.
+    A source is a provider of KV: a peer or the tiers. An attempt is the set of loads that together serve a
+    request. After a failure there may be another attempt.
 
     Attributes:
         sources: names of the sources that may serve the request.
-        asked: last event with the sources' answers for the request; None before the first.
-        failed: reason of the last failed load of each source, by source.
-        until: token position where the loads of each attempt end, by attempt.
+        asked: last event with the sources' answers for the request; None before the first such event.
+        failed: reason of the source's last failed load, by source.
+        until: token position where the loads of an attempt end, by attempt.
         lost: token position up to which failed attempts would have loaded KV, by the source that failed.
             Cleared when the request is scheduled.
-        brought: events of the beginnings of those loads that succeeded.
-        broken: attempts with a failed load. Their other loads are not used.
+        brought: loads that succeeded, as the events of their beginning.
+        broken: attempts with a failed load. The other loads of these attempts are not used.
         settled: True once the request was scheduled.
     """
 
@@ -50,7 +50,7 @@ class _RequestCounts:
     settled: bool = False
 
     def source_miss(self, source: str) -> SourceMiss:
-        """Return the reason why a source loaded nothing for the request."""
+        """Return the reason why the source called `source` loaded nothing for the request."""
         if source in self.failed:
             return SourceMiss(source, self.failed[source])
         asked = self.asked
@@ -72,7 +72,7 @@ _NOT_TAKEN = {DecisionReason.NO_ROOM: MissReason.NO_ROOM, DecisionReason.ATTEMPT
 
 
 class MetricsListener:
-    """Event listener that counts events as metrics. `take` returns the counts. Not thread-safe."""
+    """Listener that turns the connector's events into changes of metrics. Not thread-safe."""
 
     def __init__(self) -> None:
         self._counted = MetricsDelta()
@@ -95,16 +95,16 @@ class MetricsListener:
         }
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended."""
+        """Return the number of requests that have not ended, without those that no source can serve."""
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:
-        """Count one event."""
+        """Update the metrics that an event changes."""
         if (count := self._of.get(type(event))) is not None:
             count(event)
 
     def take(self) -> MetricsDelta:
-        """Return the changes of metrics since the last call, and clear them."""
+        """Return the changes of metrics since the last call of this method, and clear them."""
         taken = self._counted
         if taken:
             self._counted = MetricsDelta()
@@ -128,7 +128,7 @@ class MetricsListener:
             request.until[event.attempt] = max(event.end, request.until.get(event.attempt, 0))
 
     def _load_ended(self, event: events.LoadEnded) -> None:
-        """Count the outcome of a load. Remember for its request whether the load succeeded."""
+        """Count a load that has ended by its outcome, and remember for its request whether it succeeded."""
         began = self._loads.pop(event.load, None)
         if began is None:
             return
@@ -160,7 +160,10 @@ class MetricsListener:
             counted.sample("transfer_seconds", "check", of=(figures.check_seconds,))
 
     def _settled(self, event: events.Scheduled) -> None:
-        """Count the tokens that failed loads left to compute. The first time, also count hits and misses."""
+        """Count the prompt tokens that the engine computes because loads failed.
+
+        If the request is scheduled for the first time, also count a hit or a miss for each source.
+        """
         request = self._requests.get(event.request_id)
         if request is None:
             return
@@ -235,7 +238,12 @@ class MetricsListener:
 
 
 def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
-    """Yield parts of a load, cut to `tokens` tokens in total. A load may read less than was offered."""
+    """Shorten the parts of a bid to the tokens that were really loaded, and yield the remaining parts.
+
+    Args:
+        parts: number of tokens by place (peer or tier), in the order of the prompt.
+        tokens: number of loaded tokens; at most the sum of the parts.
+    """
     for part in parts:
         taken = min(part.tokens, tokens)
         if taken > 0:

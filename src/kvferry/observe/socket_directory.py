@@ -21,10 +21,11 @@ _AGAIN_SECONDS = 0.02
 
 
 def socket_directories() -> list[Path]:
-    """Return the directories where engines' sockets may be, in the order of preference. They may not exist.
+    """Return the directories where engines' Unix sockets may be, in the order of preference.
 
-    The first is in `$XDG_RUNTIME_DIR`, if that exists, and the last is in `/tmp`. An engine uses the first.
-    Clients look in all of them, because `$XDG_RUNTIME_DIR` may be set for the client and not for the engine.
+    If `$XDG_RUNTIME_DIR` exists, the first directory is below it. The last directory is in `/tmp`. The
+    directories may not exist. Engines create their socket in the first directory. Clients look in all
+    directories, because `$XDG_RUNTIME_DIR` may be set for the client and not for the engine.
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     shared = Path(f"/tmp/kvferry-{os.getuid()}")  # noqa: S108 - users check it
@@ -32,7 +33,7 @@ def socket_directories() -> list[Path]:
 
 
 def make_directory() -> Path:
-    """Return the preferred directory for sockets, and create it if it does not exist.
+    """Return the directory in which engines create their Unix sockets. Create it if it does not exist.
 
     Raises:
         ConfigError: the directory cannot be created, or other users may enter it.
@@ -53,8 +54,9 @@ def check_directory(directory: Path) -> None:
     """Check that a directory belongs to this user and that nobody else may enter it.
 
     Raises:
-        ConfigError: it belongs to another user, other users may enter it, or it is not a directory.
-        OSError: the directory's status cannot be read.
+        ConfigError: the directory belongs to another user, other users may enter it, or it is not a
+            directory.
+        OSError: the status of the directory cannot be read.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
@@ -72,7 +74,7 @@ def check_directory(directory: Path) -> None:
 
 
 def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
-    """Create a listening socket in a directory, and return it with its path.
+    """Create a listening Unix socket in a directory, and return the socket and its path.
 
     Args:
         directory: directory that `check_directory` has accepted.
@@ -101,10 +103,12 @@ def listen(directory: Path, name: str) -> tuple[socket.socket, Path]:
 
 
 def engine_sockets(directory: Path) -> list[Path]:
-    """Return the paths of the engines' sockets. Remove sockets that killed processes left unfinished.
+    """Return the paths of the engines' Unix sockets in a directory; empty if it does not exist.
+
+    Sockets that killed processes left behind before they listened are removed.
 
     Raises:
-        ConfigError: other users may enter the directory, or it cannot be read.
+        ConfigError: other users may enter the directory, or the directory cannot be read.
     """
     try:
         check_directory(directory)
@@ -125,11 +129,11 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
     Args:
         path: path of the socket, as returned by `engine_sockets`.
-        until: deadline in monotonic seconds. Until then, `connect` retries if the engine's queue of
-            connections is full.
+        until: deadline in monotonic seconds. While the engine's queue of new connections is full, the
+            connection is retried until the deadline.
 
     Raises:
-        OSError: the queue is full until the deadline, or the socket cannot be used.
+        OSError: the queue stayed full until the deadline, or the socket cannot be used.
     """
     asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     asking.settimeout(0)
@@ -153,7 +157,7 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the sockets of engines that have ended."""
+    """Remove the Unix sockets of engines that have ended from a directory."""
     for path in engine_sockets(directory):
         with suppress(OSError):
             if (connection := connect(path, 0.0)) is not None:

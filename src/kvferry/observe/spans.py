@@ -30,13 +30,13 @@ A parent trace is kept after its request has ended, because stores and leases of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """A span of a finished operation.
+    """An OpenTelemetry span of a finished operation, such as a load or a store of KV.
 
     Attributes:
-        name: kind of operation, for example ``kvferry.load``.
+        name: kind of the operation, for example ``kvferry.load``.
         request_id: id of the request in the engine.
         parent: W3C trace headers of the parent span; empty if the request has none.
-        begin, end: times of the beginning and the end, in monotonic seconds.
+        begin, end: start time and end time of the operation, in monotonic seconds.
         attributes: attributes of the span, by name.
         failure: reason of the failure; empty if the operation succeeded.
     """
@@ -51,10 +51,10 @@ class TraceSpan:
 
 
 class SpanListener:
-    """Event listener that creates a span whenever an operation ends. Not thread-safe."""
+    """Listener of the connector's events that creates a span when an operation ends. Not thread-safe."""
 
     def __init__(self, emit: Callable[[TraceSpan], None]) -> None:
-        """Set the function that receives the spans.
+        """Store the function that receives the spans.
 
         Args:
             emit: function that is called with every finished span.
@@ -79,7 +79,7 @@ class SpanListener:
         }
 
     def __call__(self, event: Event) -> None:
-        """Record the beginning of an operation, or emit its span if it has ended."""
+        """Record the start of an operation. If the event ends an operation, emit the operation's span."""
         if (note := self._of.get(type(event))) is not None:
             note(event)
 
@@ -163,12 +163,12 @@ class SpanListener:
         said: Attributes,
         failure: str = "",
     ) -> None:
-        """Emit the span of an operation between two events.
+        """Create the span of an operation that has ended, and pass the span to `emit`.
 
         Args:
             name: name of the span.
-            began, ended: events of the beginning and the end.
-            said: attributes of the span.
+            began, ended: events of the start and the end of the operation.
+            said: attributes of the span, by name.
             failure: reason of the failure; empty if the operation succeeded.
         """
         parent = self._parents.get(began.request_id, ())

@@ -29,7 +29,9 @@ _HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
 
 
 def matches_id(request_id: str, said: str) -> bool:
-    """Return whether an engine's request id begins with `said`, with or without the prefix that vLLM adds.
+    """Return whether an engine's request id begins with the text `said`.
+
+    The prefix that vLLM adds to request ids, such as ``cmpl-``, may be missing in `said`.
 
     >>> matches_id("cmpl-5f3a-0-1b2c3d4e", "cmpl-5f3a")  # id of the answer
     True
@@ -50,20 +52,22 @@ _ROOT = 0
 
 
 class TraceServer:
-    """Server that sends traces to clients until `close` is called or the process ends. Thread-safe.
+    """A server that sends the traces of requests to clients on a Unix socket. Thread-safe.
+
+    It runs in a thread until `close` is called or the process ends.
 
     Attributes:
-        error: error that prevented the server from listening; None if it listens.
+        error: error that prevented the server from listening; None if the server listens.
     """
 
     def __init__(self, traces: TraceBuffer, engine: EngineInfo, most: int, seconds: float = _SECONDS) -> None:
-        """Open the socket and start the thread. A failure is logged, because the engine can run without it.
+        """Open the socket and start the server's thread. A failure is logged and does not stop the engine.
 
         Args:
-            traces: traces to serve.
-            engine: description of the engine. The server sets its times and counts in each answer.
+            traces: buffer with the traces to serve.
+            engine: description of the engine. Its times and counts are updated for each answer.
             most: maximum number of requests in `traces`.
-            seconds: longest time to read a question and send its answer.
+            seconds: longest time to read a question and send the answer, in seconds.
         """
         self.error: Exception | None = None
         self._traces, self._engine, self._most, self._seconds = traces, engine, most, seconds
@@ -77,7 +81,7 @@ class TraceServer:
             logger.warning("kvferry explain cannot ask this engine: %s", error)
 
     def close(self) -> None:
-        """Stop answering and remove the socket. Wait at most 0.2 s for the thread."""
+        """Stop answering clients and remove the socket. Wait at most 0.2 s for the thread to end."""
         if self.error is None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -119,7 +123,14 @@ class TraceServer:
             asking.sendall(msgspec.json.encode({"error": str(error)}) + b"\n")
 
     def _answer(self, line: bytes) -> Iterator[bytes]:
-        """Yield the lines that answer a question: the description of the engine, then one line per trace."""
+        """Yield the lines of the answer to a question: the description of the engine, then a line per trace.
+
+        Args:
+            line: question of the client, as JSON.
+
+        Raises:
+            ProtocolError: the question is not valid.
+        """
         question = read_question(line)
         yield msgspec.json.encode(
             msgspec.structs.replace(
@@ -140,7 +151,14 @@ class TraceServer:
 
 
 def _check_user(asking: socket.socket) -> None:
-    """Raise ProtocolError if the client's user is neither this process's user nor root."""
+    """Check that a client runs as this process's user or as root.
+
+    Args:
+        asking: connection to the client.
+
+    Raises:
+        ProtocolError: the client runs as another user.
+    """
     found = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     if user not in (_ROOT, os.getuid()):
@@ -148,7 +166,7 @@ def _check_user(asking: socket.socket) -> None:
 
 
 def _line(asking: socket.socket, until: float) -> bytes:
-    """Return the first line that a client sends.
+    """Receive the first line that a client sends, and return it without the line break.
 
     Args:
         asking: connection to the client.

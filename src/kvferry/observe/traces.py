@@ -30,18 +30,19 @@ _OF_REQUEST = get_args(RequestEvent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunks:
-    """The stores to host memory for one request and one KV cache group, summed up.
+    """A summary of the stores to host memory for one request and one KV cache group.
 
     A chunk holds a fixed number of tokens of a group's KV.
 
     Attributes:
-        group: number and kind of the KV cache group.
-        ordered, done, failed: numbers of chunks whose copy was started, of those whose copy succeeded, and of
-            those whose copy failed.
-        size: number of bytes in the chunks that were copied.
+        group: label (number and kind) of the KV cache group.
+        ordered: number of chunks whose copy to host memory was started.
+        done: number of chunks whose copy succeeded.
+        failed: number of chunks whose copy failed.
+        size: number of bytes that were copied.
         first: time when the first copy was started, in monotonic seconds.
         last: time when the last copy ended, in monotonic seconds; 0 if none has ended.
-        failure: reason of the last failure; empty without one.
+        failure: reason of the last failed copy; empty if no copy failed.
     """
 
     group: str
@@ -60,9 +61,9 @@ class RequestTrace:
 
     Attributes:
         request_id: id of the request in the engine.
-        events: events in the order of time, without stores and heartbeats.
-        left_out: number of events that were dropped between the first and the last ones that are kept.
-        stored: stores to host memory, one entry per KV cache group.
+        events: events in the order of time, without events of stores and heartbeats.
+        left_out: number of events that were dropped from the middle of a long trace.
+        stored: summaries of the stores to host memory, one per KV cache group.
         heartbeats: number of heartbeats by which the reading engine extended the lease on the blocks.
     """
 
@@ -75,7 +76,7 @@ class RequestTrace:
 
 @dataclass(slots=True)
 class _GrowingTrace:
-    """A request's trace to which the engine's thread adds events. Mutable."""
+    """The trace of a request, to which the engine's thread adds events. Mutable."""
 
     request_id: str
     events: list[RequestEvent] = field(default_factory=list)
@@ -84,15 +85,15 @@ class _GrowingTrace:
     heartbeats: int = 0
 
     def copy(self) -> RequestTrace:
-        """Return an immutable copy. Any thread may call this."""
+        """Return an immutable copy of the trace. Any thread may call this."""
         told, stored = tuple(self.events), tuple(self.stored.copy().values())
         return RequestTrace(self.request_id, told, self.left_out, stored, self.heartbeats)
 
 
 class TraceBuffer:
-    """Event listener that remembers the events of the latest requests.
+    """Listener of the connector's events that remembers the events of the latest requests.
 
-    Only the engine's thread may call it with events. Any thread may call `last`.
+    Only the engine's thread may pass events. Any thread may call `last`.
     """
 
     def __init__(self, requests: int) -> None:
@@ -122,7 +123,10 @@ class TraceBuffer:
             self._stores.pop(event.store, None)
 
     def last(self) -> Iterator[RequestTrace]:
-        """Return an iterator over copies of the traces, the latest first. Any thread may call this."""
+        """Return an iterator over copies of the remembered traces, the latest request first.
+
+        Any thread may call this.
+        """
         return (kept.copy() for kept in reversed(list(self._kept.values())))
 
     def _begin(self, event: events.Arrived) -> None:
@@ -137,7 +141,15 @@ class TraceBuffer:
             self._events -= len(kept.events)
 
     def _add(self, kept: _GrowingTrace, event: RequestEvent) -> None:
-        """Add an event to a request's trace. Count heartbeats and stores instead of keeping their events."""
+        """Add an event to the trace of its request.
+
+        Heartbeats and stored chunks are only counted. If the trace is too long, an event in its middle is
+        dropped.
+
+        Args:
+            kept: trace of the request.
+            event: event to add.
+        """
         if isinstance(event, events.LeaseExtended):
             kept.heartbeats += 1
         elif isinstance(event, events.StoreBegan):
@@ -165,7 +177,10 @@ def _ended(stored: StoredChunks, chunks: int, event: events.StoreEnded) -> Store
 
 
 def _cut(event: RequestEvent) -> RequestEvent:
-    """Return the event with texts cut to `MAX_TEXT` characters, because a peer may have written them."""
+    """Return an event with its texts cut to `MAX_TEXT` characters.
+
+    A peer or a client may have written the texts, so that their length is not limited.
+    """
     if all(len(text) <= MAX_TEXT for text in _texts(event)):
         return event
     if isinstance(event, events.SourceRefused):

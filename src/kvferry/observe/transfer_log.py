@@ -21,13 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class TransferLog:
-    """Event listener that logs ended loads from peers, except those with outcome DROPPED. Not thread-safe.
+    """Listener of the connector's events that appends a line to a file for each ended load from a peer.
 
-    If a line cannot be written, for example because the disk is full, logging stops and the engine continues.
+    Loads with the outcome DROPPED are not logged. If a line cannot be written, for example because the disk
+    is full, logging stops and the engine continues. Not thread-safe.
     """
 
     def __init__(self, path: str, ranks: Sequence[RankGeometry]) -> None:
-        """Open the file.
+        """Open the log file for appending.
 
         Args:
             path: path of the file, to which lines are appended.
@@ -47,7 +48,7 @@ class TransferLog:
             ) from error
 
     def __call__(self, event: Event) -> None:
-        """Record that a load has begun, or log it if it has ended."""
+        """Record that a load has begun, or write the line of a load that has ended."""
         if isinstance(event, LoadBegan) and event.source == PEER:
             self._began[event.load] = event
         elif isinstance(event, LoadEnded):
@@ -62,7 +63,11 @@ class TransferLog:
             self._file = None
 
     def _write(self, began: LoadBegan, ended: LoadEnded) -> None:
-        """Write the line of a load to the file. Stop logging if that fails."""
+        """Write the line of a load to the file. Stop logging if the line cannot be written.
+
+        Args:
+            began, ended: events of the start and the end of the load.
+        """
         if self._file is None:
             return
         figures = ended.figures
@@ -91,15 +96,21 @@ class TransferLog:
             self.close()
 
     def _blocks(self, load: LoadBegan) -> int:
-        """Return the number of full-attention blocks with loaded tokens, including a partial last block."""
+        """Return the number of full-attention blocks that contain loaded tokens, including partial blocks."""
         return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
 
 
 def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
-    """Return the tokens and bytes of a hypothetical block for a model with full attention in every layer.
+    """Return the size of a KV block if every layer of the model had full attention.
 
-    Every layer, including those with recurrent state, is assumed to store as many bytes per token as the
-    largest attention layer. The bytes are the sum over all layers and ranks.
+    Every layer, including layers with recurrent state, is assumed to store as many bytes per token as the
+    largest attention layer.
+
+    Args:
+        ranks: geometry of every rank of the engine.
+
+    Returns:
+        Number of tokens of a block, and number of bytes of a block over all layers and ranks.
     """
     per_layer = [
         (layer.page.content_bytes / layer.page.block_tokens, layer.page.block_tokens)

@@ -24,10 +24,10 @@ _EVENTS = {one.__name__: one for one in get_args(RequestEvent)}
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A request for traces.
+    """A question of `kvferry explain` to an engine, which asks for the traces of requests.
 
     Attributes:
-        find: beginning of a request id, with or without vLLM's prefix; empty for all requests.
+        find: beginning of the request ids to find, with or without vLLM's prefix; empty for all requests.
         most: maximum number of traces in the answer.
     """
 
@@ -36,7 +36,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of the engine that answers.
+    """A description of an engine, which is the first line of its answer to `kvferry explain`.
 
     Attributes:
         kvferry: version of kvferry.
@@ -44,7 +44,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         model: name of the engine's model.
         pid: process id of the engine.
         role: ``prefill``, ``decode`` or ``both``.
-        wall, monotonic: current time by both clocks, in seconds.
+        wall, monotonic: current time in seconds since 1970, and in seconds of the monotonic clock.
         remembered: number of requests that the engine remembers.
         most: maximum number of requests that the engine remembers.
         connector: name of the connector if the engine has several; empty otherwise.
@@ -73,12 +73,12 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def encode_trace(trace: RequestTrace) -> bytes:
-    """Return a trace as one line of JSON."""
+    """Return the trace of a request as one line of JSON."""
     return msgspec.json.encode(_named(trace))
 
 
 def trace_to_dict(trace: RequestTrace) -> dict[str, Any]:
-    """Return a trace as plain values that can be written as JSON."""
+    """Return the trace of a request as values that can be written as JSON."""
     plain: dict[str, Any] = msgspec.to_builtins(_named(trace))
     return plain
 
@@ -94,7 +94,10 @@ def _named(trace: RequestTrace) -> dict[str, Any]:
 
 
 def decode_trace(line: bytes) -> RequestTrace:
-    """Return the trace in a line that `encode_trace` returned.
+    """Decode the trace of a request.
+
+    Args:
+        line: line of JSON from `encode_trace`.
 
     Raises:
         ProtocolError: the line is not a trace.
@@ -108,7 +111,10 @@ def decode_trace(line: bytes) -> RequestTrace:
 
 
 def read_question(line: bytes) -> Question:
-    """Return the question in a line of JSON.
+    """Decode and check a client's question.
+
+    Args:
+        line: line of JSON.
 
     Raises:
         ProtocolError: the line is not a question, or asks for too many traces.

@@ -22,7 +22,7 @@ class Devices:
 
     Attributes:
         gpus: names of the CUDA devices, as in ``CUDA_VISIBLE_DEVICES``; empty for a CPU machine.
-        cores: ids of the CPU cores that this process may use.
+        cores: ids of the CPU cores that the engines may use.
     """
 
     gpus: tuple[str, ...]
@@ -35,7 +35,9 @@ def visible_devices() -> Devices:
 
 
 def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str, str]]:
-    """Return environment variables that assign devices to each engine. Engines share devices only if needed.
+    """Return environment variables that assign devices to each engine.
+
+    Engines share GPUs only if there are fewer GPUs than workers.
 
     vLLM assigns the devices in the order of its ranks: data-parallel outermost, tensor-parallel innermost.
 
@@ -45,8 +47,9 @@ def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str
             workers than there are GPUs.
 
     Returns:
-        Environment variables of each engine. On GPUs they name one device per rank. On a CPU they bind each
-        rank to an equal share of the cores, or to no cores if there are more ranks than cores.
+        Environment variables of each engine, in the order of `ranks`. On GPUs they name one device per
+        worker. On a CPU they bind each worker to an equal share of the cores. If there are more workers than
+        cores, they bind no worker, and each has one thread.
     """
     if machine.gpus:
         return [
@@ -68,13 +71,13 @@ def engine_environments(machine: Devices, ranks: Sequence[int]) -> list[dict[str
 
 
 def memory_arguments(machine: Devices, ranks: Sequence[int], given: Sequence[str]) -> tuple[str, ...]:
-    """Return vLLM arguments that limit the memory of each engine if engines share a device.
+    """Return the vLLM arguments that limit the memory of each engine, so that engines can share a device.
 
-    Empty if `given` already sets the size of the KV cache, or if every rank has its own GPU.
+    Return no arguments if `given` already sets the size of the KV cache, or if every worker has its own GPU.
 
     Args:
         machine: devices that the engines share.
-        ranks: number of workers of each engine.
+        ranks: number of workers of each engine over all parallel dimensions.
         given: arguments of vLLM's API server that the user gave.
     """
     if any(argument.split("=")[0] in _MEMORY_FLAGS for argument in given):
@@ -86,7 +89,11 @@ def memory_arguments(machine: Devices, ranks: Sequence[int], given: Sequence[str
 
 
 def _slots(ranks: Sequence[int]) -> list[range]:
-    """Return the range of rank numbers of each engine, counted over all engines."""
+    """Number the workers of all engines consecutively from 0, and return each engine's range of numbers.
+
+    Args:
+        ranks: number of workers of each engine.
+    """
     starts = [sum(ranks[:i]) for i in range(len(ranks))]
     return [range(start, start + count) for start, count in zip(starts, ranks, strict=True)]
 
@@ -107,7 +114,7 @@ def _visible_gpus() -> tuple[str, ...]:
 
 
 def _vllm_is_for_cpu() -> bool:
-    """Return whether vLLM is a CPU build, or not installed."""
+    """Return whether the installed vLLM is a CPU build; True also if vLLM is not installed."""
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

@@ -31,12 +31,12 @@ class EngineSpec:
         name: name of the engine, unique in its fleet, for example ``prefill-0``. The log file has this name.
         role: PREFILL or DECODE; BOTH for an engine that serves alone.
         model: path or id that vLLM can load.
-        port: port of its OpenAI endpoint.
+        port: TCP port of the OpenAI endpoint.
         host: address that the engine listens on.
         tensor_parallel: number of tensor-parallel ranks.
         kv_transfer: value of ``--kv-transfer-config``; None for an engine without KV transfer.
         arguments: further arguments of vLLM's API server.
-        environment: environment variables, added to those of this process.
+        environment: environment variables of the engine, in addition to those of this process.
     """
 
     name: str
@@ -55,7 +55,7 @@ class EngineSpec:
         return f"http://{self.host}:{self.port}"
 
     def command(self) -> list[str]:
-        """Return the command line that starts the engine."""
+        """Return the command line that starts vLLM's API server for this engine, as a list of arguments."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.model, "--host", self.host, "--port", str(self.port)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel)]
@@ -73,7 +73,7 @@ class EngineState(StrEnum):
 
 
 class EngineProcess:
-    """A started engine and its guard, a small process that ends the engine (`kvferry.serving.guard`).
+    """A started engine and its guard (small process that ends the engine).
 
     The guard ends the engine when the lifeline closes. The lifeline is a pipe whose write end only this
     process holds. It closes when `begin_stop` or `kill` is called, or when this process ends for any reason.
@@ -126,12 +126,15 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code of the engine's main process, -n for signal n, or None while it runs."""
+        """Return the exit code of the engine's main process; -n if signal n ended it, None while it runs."""
         code = self._guard.poll()
         return code if code is None or code < 128 else 128 - code
 
     def poll(self) -> EngineState:
-        """Update and return `state`. A starting engine becomes READY once its ``/health`` answers 200."""
+        """Update and return the attribute `state`.
+
+        The state changes from STARTING to READY when ``/health`` answers with status 200.
+        """
         if self._guard.poll() is not None:
             self.state = EngineState.DEAD
         elif self.state is EngineState.STARTING and self.healthy():
@@ -152,13 +155,16 @@ class EngineProcess:
             connection.close()
 
     def begin_stop(self) -> None:
-        """Ask the engine to end, and return at once. The guard kills the engine after the grace period."""
+        """Ask the engine to end, and return at once.
+
+        The guard process kills the engine if it is still running after the grace period.
+        """
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
 
     def kill(self) -> None:
-        """Tell the guard to kill all processes of this engine, and return at once."""
+        """Tell the guard process to kill all processes of this engine, and return at once."""
         if self._lifeline >= 0:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._lifeline, b"k")

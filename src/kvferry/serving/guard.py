@@ -40,14 +40,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Killed(Exception):
-    """Raised by the handler of SIGUSR1: kill all processes now."""
+    """Raised by the SIGUSR1 handler to make the guard kill all processes of the engine at once."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command until it ends or must be ended, end its whole process tree, and return its exit code.
+    """Run an engine's command until the command or the launcher ends, and return the exit code.
+
+    All processes of the engine have ended when this function returns.
 
     Args:
-        arguments: file descriptor of the lifeline, grace period in seconds, and the command.
+        arguments: file descriptor of the lifeline (pipe whose closing shows that the launcher has ended),
+            grace period in seconds, then the words of the command.
+
+    Returns:
+        Exit code of the command; 128 + n if signal n ended it.
     """
     lifeline, grace_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -69,7 +75,16 @@ def _raise_killed(*_: object) -> None:
 
 
 def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -> None:
-    """Wait until the tree must end. If the lifeline closes, send SIGTERM and wait for the root to end."""
+    """Wait until the engine ends or the launcher asks for its end.
+
+    If the launcher closes the lifeline, send SIGTERM to the engine and give it time to end.
+
+    Args:
+        root: main process of the engine.
+        lifeline: file descriptor of a pipe from the launcher. A byte on the pipe asks to kill the engine at
+            once, so this function returns without a signal.
+        grace_seconds: longest time to wait after SIGTERM, in seconds.
+    """
     ended = os.pidfd_open(root.pid)
     readable, _, _ = select.select([ended, lifeline], [], [])
     if ended in readable or os.read(lifeline, 1):

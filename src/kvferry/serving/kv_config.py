@@ -24,8 +24,8 @@ def kv_transfer_config(
     Args:
         role: role of the engine.
         settings: values of the keys of `ConnectorConfig`; keys with the value None are omitted.
-        alone: True if the engine has no other connector. Then the key ``transfer`` is set to true
-            if the role needs transfers and the key ``tiers`` would turn them off.
+        alone: True if kvferry's connector is the engine's only connector. Then the key ``transfer`` is set
+            to true if the role needs transfers and the key ``tiers`` would turn them off.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or a file cannot be used.
@@ -47,9 +47,9 @@ def kv_transfer_config(
 
 
 def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
-    """Return the ``--kv-transfer-config`` object that combines other connectors with kvferry's.
+    """Return a ``--kv-transfer-config`` object that combines other connectors with kvferry's.
 
-    The engine's connector is `FerryMultiConnector`. It contains the other connectors, then kvferry's.
+    The object names `FerryMultiConnector`, which contains the other connectors, followed by kvferry's.
 
     Args:
         config: result of `kv_transfer_config`. Its ``source_policy`` and ``patience_seconds`` apply to all

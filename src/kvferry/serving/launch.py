@@ -38,7 +38,7 @@ Progress = Callable[[Sequence[EngineProcess]], None]
 
 
 class LaunchError(KVFerryError):
-    """Raised if an engine does not start. If it ran, the message has the path of its log."""
+    """Raised if an engine does not start. If the engine ran, the message has the path of its log."""
 
 
 class Fleet:
@@ -56,13 +56,13 @@ class Fleet:
         startup_timeout_seconds: float = 600.0,
         grace_seconds: float = 10.0,
     ) -> None:
-        """Store the specifications. No engine is started yet.
+        """Store the specifications of the engines. `start` starts the engines.
 
         Args:
             specs: specifications of the engines.
             log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
             startup_timeout_seconds: longest time from the start of an engine until it must be ready.
-            grace_seconds: time that a stopped engine has to end before it is killed.
+            grace_seconds: time that an engine has to end after it is told to stop, before it is killed.
         """
         self._specs = tuple(specs)
         self._log_dir = log_dir
@@ -176,7 +176,7 @@ class Fleet:
             self._temporary = None
 
     def __enter__(self) -> Self:
-        """Start all engines. If one cannot be started, kill the others."""
+        """Start all engines and return the fleet. If an engine cannot be started, kill the others."""
         try:
             self.start()
         except BaseException:
@@ -197,7 +197,7 @@ class Fleet:
 
 
 def death_notice(engine: EngineProcess) -> str:
-    """Return a message about an engine that has ended: exit code, last error, and path of the log."""
+    """Return a message about an engine that has ended, with its exit code, last error and log file path."""
     code = engine.exit_code
     how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
     said = error_line(engine.log_path)

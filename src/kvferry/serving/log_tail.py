@@ -23,9 +23,12 @@ _MAX_CHARS = 500
 
 
 def error_line(log_path: Path) -> str | None:
-    """Return the last error in the log; None if there is none.
+    """Return the text of the last error in an engine's log; None if the log has no error.
 
-    Errors that only report the failure of another process are returned only if there is no other.
+    An error that only reports the failure of another process is returned only if the log has no other error.
+
+    Args:
+        log_path: path of the log. Only its last 256 KiB are read.
     """
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _tail(log_path)]
     echo = None
@@ -38,7 +41,10 @@ def error_line(log_path: Path) -> str | None:
 
 
 def last_line(log_path: Path) -> str:
-    """Return the last line of the log without its prefix; empty for an empty log."""
+    """Return the last line of an engine's log; empty for an empty log.
+
+    The prefix of the line (process, level, time and source file) is removed.
+    """
     for line in reversed(_tail(log_path)):
         if text := _PREFIX.sub("", _ANSI.sub("", line)).strip():
             return text

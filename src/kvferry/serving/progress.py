@@ -18,9 +18,10 @@ _COLOURS = {EngineState.STARTING: "yellow", EngineState.READY: "green", EngineSt
 
 @contextmanager
 def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
-    """Yield a function that shows the states of engines.
+    """Yield a function that shows the states of engines while they start.
 
-    It shows a live table on a terminal, and prints one line per change of state elsewhere.
+    On a terminal, the function updates a live table, which disappears at the end of the ``with`` block.
+    Elsewhere, the function prints one line per change of state.
     """
     if not console.is_terminal:
         yield _Lines(console)
@@ -30,7 +31,7 @@ def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProc
 
 
 class _Lines:
-    """Prints a line for each engine whose state has changed."""
+    """Function object that prints a line for each engine whose state has changed since the last call."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

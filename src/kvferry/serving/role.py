@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """The role of an engine. BOTH is an engine that does prefill and decode."""
+    """The role of an engine: PREFILL, DECODE, or BOTH for an engine that prefills and decodes."""
 
     PREFILL = "prefill"
     DECODE = "decode"

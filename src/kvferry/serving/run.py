@@ -25,7 +25,7 @@ _MAX_HEADER_BYTES = 64 << 10
 
 
 class _Server(uvicorn.Server):
-    """A web server that leaves signals to its caller."""
+    """A uvicorn server that does not handle signals, so that the caller can handle them."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ def serve_fleet(
     announce: Callable[[str], None],
     startup_timeout_seconds: float,
 ) -> None:
-    """Start the engines, route requests from `sock` to them until a signal arrives, and stop them.
+    """Start engines, and route requests to them until a signal arrives. Then stop the engines.
 
     Args:
         specs: specifications of the engines.
@@ -75,7 +75,7 @@ def _wait_ready(fleet: Fleet, console: Console, signals: StopSignals) -> None:
 
 
 class _KeepServing:
-    """Function object that returns whether to continue serving. Reports each engine that has ended, once."""
+    """Function object that returns whether to continue serving, and reports engines that have ended."""
 
     def __init__(self, fleet: Fleet, console: Console, signals: StopSignals) -> None:
         self._fleet = fleet
@@ -84,7 +84,9 @@ class _KeepServing:
         self._dead: set[str] = set()
 
     def __call__(self) -> bool:
-        """Return False once a signal was received, otherwise True.
+        """Return False if a signal was received, otherwise True.
+
+        Print one line about each engine that has ended since the last call.
 
         Raises:
             FleetLost: no decode engine is left.

@@ -34,7 +34,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code for a process that the signal in `received` stopped; 0 without a signal."""
+        """Return the exit code for a process that stops because of the signal `received`; 0 if it is None."""
         return _EXIT_CODES.get(signal.Signals(self.received), 1) if self.received is not None else 0
 
     def check(self) -> None:

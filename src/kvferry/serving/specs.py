@@ -51,7 +51,7 @@ class Parallel:
 
 
 def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
-    """Return the parallel sizes of an engine, read from its arguments.
+    """Return the parallel sizes of an engine, as read from its command-line arguments.
 
     Args:
         tensor: number of tensor-parallel ranks.
@@ -70,11 +70,16 @@ def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
 
 
 def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
-    """Return the last value of a flag in the arguments; None if the flag is not given.
+    """Return the value of a size flag, such as ``-pp``; None if the arguments do not have the flag.
+
+    If the flag is given several times, the last value is returned.
 
     Args:
         arguments: arguments of vLLM's API server.
         names: long and short name of the flag.
+
+    Raises:
+        ConfigError: the value is not a whole number of at least 1.
     """
     found = None
     for index, argument in enumerate(arguments):

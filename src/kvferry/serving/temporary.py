@@ -32,7 +32,9 @@ def temporary_folder(prefix: str) -> Path:
 
 
 def temporary_for_engines() -> tempfile.TemporaryDirectory[str]:
-    """Create a temporary folder whose path is short enough for engines' sockets.
+    """Create a temporary folder whose path is short enough for the sockets that engines create there.
+
+    The folder is removed when the returned object is cleaned up.
 
     Raises:
         ConfigError: the folder cannot be created, or its path is too long.
@@ -59,7 +61,7 @@ def _no_place(error: OSError) -> ConfigError:
 
 
 def compiled_code() -> str:
-    """Return the path of the folder where torch keeps compiled code by default."""
+    """Return the path of the folder in which torch stores its compiled code by default."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, which occurs in containers

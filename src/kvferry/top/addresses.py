@@ -31,16 +31,16 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class PolledAddress:
-    """A polled address and its last readings.
+    """An engine or router that `kvferry top` polls, and the last two readings of its metrics.
 
     Attributes:
         url: base URL.
         role: ``prefill`` or ``decode`` if a router lists the engine, ``router`` for a router, otherwise
             empty.
-        before: last successful reading but one; None with fewer than two. The engine may have restarted after
-            it.
-        now: last successful reading; None without one.
-        silence: failure of the last reading; None if it succeeded.
+        before: successful reading before `now`; None with fewer than two. The engine may have restarted
+            between the two readings.
+        now: last successful reading; None if no reading has succeeded.
+        silence: failure of the last reading; None if the last reading succeeded.
     """
 
     url: str
@@ -57,19 +57,28 @@ class PolledAddress:
 
     @property
     def answers(self) -> bool:
-        """Return whether the last reading succeeded."""
+        """Return whether the last reading of the metrics succeeded."""
         return self.now is not None and self.silence is None
 
     def answered(self, scrape: Scrape) -> PolledAddress:
-        """Return the state after a successful reading."""
+        """Return a copy of this address with a new successful reading as `now`."""
         return replace(self, before=self.now, now=scrape, silence=None)
 
     def failed(self, at: float, why: str) -> PolledAddress:
-        """Return the state after a failed reading at the time `at`, in seconds since 1970."""
+        """Return a copy of this address with a failed reading. The time of the first failure is kept.
+
+        Args:
+            at: time of the failed reading, in seconds since 1970.
+            why: text of the error.
+        """
         return replace(self, silence=Unreachable(self.silence.since if self.silence else at, why))
 
     def windows(self) -> Iterator[tuple[str, Window]]:
-        """Yield every engine at the address: its number, and its current values and rates."""
+        """Yield the engines at this address; nothing if the address does not answer.
+
+        Yields:
+            Number of the engine, and a `Window` with its current metric values and their rates.
+        """
         if self.now is not None and self.silence is None:
             for engine in self.now.engines:
                 yield engine, window(self.before, self.now, engine)
@@ -77,18 +86,19 @@ class PolledAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """A row of the list of engines.
+    """A row of the list of engines that `kvferry top` shows.
 
     Attributes:
         name: address of the engine, with the engine's number if the address has several.
         url: base URL.
-        role: role of the engine, same as in `PolledAddress`.
-        engine: number of the engine at its address.
-        model: name of the served model.
+        role: ``prefill`` or ``decode`` if a router lists the engine; ``router`` for a router that has stopped
+            answering; otherwise empty.
+        engine: number of the engine at its address; empty if the address does not answer.
+        model: name of the served model; empty if unknown.
         ferry: True if the engine runs kvferry's connector.
         started: start of the engine's process, in seconds since 1970; None if unknown.
-        silence: failure of the last reading; None if it succeeded or there was none yet.
-        figures: figures of the engine; None if it does not answer.
+        silence: failure of the last reading; None if it succeeded or there was no reading yet.
+        figures: figures of the engine; None if the engine does not answer.
     """
 
     name: str
@@ -123,10 +133,12 @@ class FleetView:
 
 
 def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
-    """Combine the states of all addresses. A router that answers is not listed as an engine.
+    """Combine the states of all polled addresses into the state of all engines.
+
+    A router that answers is not listed as an engine.
 
     Args:
-        all_seen: states of the addresses.
+        all_seen: polled addresses with their last readings.
         at: current time in seconds since 1970.
     """
     engines: list[EngineRow] = []

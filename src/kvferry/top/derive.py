@@ -25,7 +25,11 @@ from kvferry.top.window import Window
 
 
 def figures(windows: list[Window]) -> Figures:
-    """Return the figures of several engines together."""
+    """Compute the figures that `kvferry top` shows for several engines together.
+
+    Args:
+        windows: metric values and rates of each engine.
+    """
     several = Window.added(windows)
     rates = None if several.rates is None else _flow(several.rates)
     return Figures(_levels(several.now, [one.now for one in windows]), rates, _flow(several.now))
@@ -35,7 +39,11 @@ _ASKED = "kvferry_multi_queries_total"
 
 
 def _flow(values: Values) -> ActivityCounts:
-    """Return the activity counts in the values of metrics, which are either rates or totals."""
+    """Compute the counts of requests, loads and chunks from the values of metrics.
+
+    Args:
+        values: values of counters and histograms, either all per second or all since the start.
+    """
     sources = {
         source for name in ("queries", "loads") for (source,) in values.by(f"kvferry_{name}_total", "source")
     }
@@ -125,13 +133,13 @@ def _connector(values: Values, name: str) -> ConnectorFigures:
 
 
 def _tiers(values: Values) -> list[str]:
-    """Return the names of all tiers in the metrics, sorted by kind."""
+    """Return the names of all KV tiers that appear in the metrics, sorted by kind and then by name."""
     told = (series for name, series in values.of.items() if name.startswith("kvferry_tier_"))
     return _ordered({dict(labels)["tier"] for series in told for labels in series})
 
 
 def _ordered(tiers: Iterable[str]) -> list[str]:
-    """Return the names of tiers, sorted by kind and then by name."""
+    """Return the names of KV tiers, sorted by kind and then by name."""
     return sorted(tiers, key=lambda name: (*(kind != tier_kind(name) for kind in TIER_KINDS), name))
 
 
@@ -173,7 +181,12 @@ def _fullest(tier: str, each: list[Values]) -> TierUsage:
 
 
 def _rooms(values: Values, tier: str) -> list[TierUsage]:
-    """Return the usage of a tier, one entry per connector of the engine that reports the tier."""
+    """Return the usage of a KV tier in one engine, with one entry per connector that reports the tier.
+
+    Args:
+        values: values of the engine's metrics.
+        tier: name of the tier.
+    """
     used, capacity, owed = (
         values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")

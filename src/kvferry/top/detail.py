@@ -47,11 +47,11 @@ TABLE = 100
 
 
 def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextLine]:
-    """Yield the lines that are always shown, the most important first.
+    """Yield the lines that show figures in detail, the most important line first.
 
     Args:
         of: figures to show.
-        width: width of the lines, in cells.
+        width: maximum width of a line, in terminal cells.
         misses: maximum number of lines about misses; None for no limit.
     """
     levels, rates, table = of.levels, of.rates, min(width, TABLE)
@@ -83,7 +83,14 @@ def detail(of: Figures, width: int, misses: int | None = None) -> Iterator[TextL
 
 
 def extra(of: Figures, width: int) -> Iterator[TextLine]:
-    """Yield the lines that are shown only if there is room: loaded bytes, and dropped and missed chunks."""
+    """Yield the less important lines, which are shown only if there is room on the screen.
+
+    They show the bytes loaded by KV cache group, and the dropped and missed chunks by reason.
+
+    Args:
+        of: figures to show.
+        width: maximum width of a line, in terminal cells.
+    """
     moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
     yield from _said("moved", moved, width)
     for what in ("dropped", "missed"):
@@ -211,11 +218,13 @@ def _leases(of: Figures) -> Iterator[str]:
 
 
 def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
-    """Return a latency of the last interval. If the interval has no samples, use the time since the start.
+    """Return a latency as measured between the last two readings.
+
+    If there were no samples in that time, return the latency since the start of the engine.
 
     Args:
         of: figures to read.
-        seconds: function that returns the latency in rates or totals; None if they have no such latency.
+        seconds: function that returns the latency from activity counts; None if they do not have it.
     """
     now = None if of.rates is None else seconds(of.rates)
     if now is not None and now.median is not None:

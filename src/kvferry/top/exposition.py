@@ -25,14 +25,14 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One reading of an engine's `/metrics`.
+    """The content of one reading of `/metrics` from an API server, which may have several engines.
 
     Attributes:
         at: time of the reading, in monotonic seconds.
         started: start of the server's process, in seconds since 1970; None if unknown.
         model: name of the served model; empty if unknown.
         ferry: True if the page has kvferry's metrics.
-        engines: values of metrics by engine number, because an API server may have several engines.
+        engines: values of metrics, by engine number.
     """
 
     at: float
@@ -43,7 +43,7 @@ class Scrape:
 
 
 def parse_page(text: str, at: float) -> Scrape:
-    """Parse a page of metrics. Keep only the metrics that `kvferry top` uses.
+    """Parse a page of metrics, and return the metrics that `kvferry top` uses.
 
     Args:
         text: content of the page.
@@ -75,7 +75,11 @@ def parse_page(text: str, at: float) -> Scrape:
 
 
 def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
-    """Check the labels of a series, and return them as a dict.
+    """Check that a time series has all expected labels, and return its labels as a new dict.
+
+    Args:
+        name: name of the series, such as ``kvferry_load_seconds_bucket``.
+        labels: values of its labels, by name.
 
     Raises:
         ValueError: a label is missing, or the label ``le`` of a bucket is not a number.

@@ -18,7 +18,13 @@ class Latency:
 
     @classmethod
     def of(cls, values: Values, name: str, **labels: str) -> Latency:
-        """Estimate median and 99th percentile of the histogram `name`, over its series with `labels`."""
+        """Estimate the median and the 99th percentile of a histogram.
+
+        Args:
+            values: values of metrics.
+            name: name of the histogram, without the suffix ``_bucket``.
+            labels: labels that a series must have to be included.
+        """
         buckets = values.buckets(name, **labels)
         return cls(quantile(0.5, buckets), quantile(0.99, buckets))
 
@@ -30,8 +36,8 @@ class SourceFigures:
     Attributes:
         queries: number of requests for which the source was queried.
         hits: number of requests for which the source loaded KV.
-        hit_rate: hits as a share of queries; None without queries. Queries for which the engine's own prefix
-            cache had everything do not count.
+        hit_rate: hits as a share of queries, from 0 to 1; None without queries. Queries for which the
+            engine's own prefix cache already held all usable tokens do not count.
         loads: number of ended loads, by outcome.
         load_bytes: number of bytes loaded.
         load_seconds: latency of successful loads.
@@ -50,7 +56,7 @@ class ConnectorFigures:
     """The queries and loads of one of several connectors in an engine.
 
     Attributes:
-        queries: number of requests for which the connector was queried: hits, passed over and misses.
+        queries: number of requests for which the connector was queried: the sum of the next three.
         hits: number of requests for which the connector was chosen to load.
         passed_over: number of requests for which the connector had tokens but was not chosen.
         misses: number of requests for which the connector had no tokens, or did not answer in time.
@@ -95,7 +101,14 @@ class MissCount:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBytes:
-    """The number of bytes that a source loaded for a KV cache group with one transfer strategy."""
+    """The number of bytes that a source loaded for one KV cache group with one transfer strategy.
+
+    Attributes:
+        source: name of the source, ``peer`` or ``tiers``.
+        group: name of the KV cache group.
+        strategy: name of the transfer strategy.
+        size: number of bytes, in total or per second.
+    """
 
     source: str
     group: str
@@ -105,9 +118,14 @@ class LoadedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCounts:
-    """The counts and latencies of chunks that were stored to, fetched from and evicted from a tier.
+    """The counts of chunks that a KV tier fetched, stored and evicted, in total or per second.
 
-    `missed_chunks` and `dropped_chunks` are counts by reason.
+    Attributes:
+        fetched_chunks, stored_chunks, evicted_chunks: number of chunks.
+        stored_bytes: number of bytes stored.
+        missed_chunks: number of chunks that a fetch did not get, by reason.
+        dropped_chunks: number of chunks that were not stored, by reason.
+        fetch_seconds, store_seconds: latency of fetches and of stores.
     """
 
     fetched_chunks: float
@@ -122,7 +140,7 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivityCounts:
-    """The values of counters and histograms, either per second or since the engines' start.
+    """The counts of tokens, requests, loads and leases, either per second or since the engines' start.
 
     Attributes:
         prompt_tokens, generated_tokens: number of tokens, as counted by vLLM.
@@ -135,11 +153,12 @@ class ActivityCounts:
         moved: counts of loaded bytes, the largest first.
         stages: latency of loads from peers, by stage.
         pages_per_descriptor: mean number of pages that one descriptor covers, for loads from peers; None
-            without loads.
+            without loads. A descriptor is one contiguous read.
         descriptor_bytes: mean size of the descriptors of loads from peers, in bytes; None without loads.
         tiers: counts by tier.
         recomputed_tokens: number of tokens that were computed because their load failed.
-        leases_granted, leases_released, leases_expired: number of leases on blocks.
+        leases_granted, leases_released, leases_expired: number of leases. A lease keeps KV blocks for
+            a peer to read.
     """
 
     prompt_tokens: float
@@ -168,7 +187,7 @@ class ActivityCounts:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """The usage of a tier.
+    """The usage of a KV tier.
 
     Attributes:
         used: number of used bytes; None if unknown.
@@ -188,7 +207,7 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """The current values of gauges.
+    """The current state of one engine, or of several together, from the metrics that are gauges.
 
     Attributes:
         running, waiting: number of running and of waiting requests.
@@ -196,7 +215,7 @@ class Gauges:
         pending_loads: number of loads under way, by source.
         pending_connectors: number of loads under way, by connector.
         late_blocks: number of blocks held by loads past their deadline.
-        leases: number of leases that hold blocks.
+        leases: number of current leases. A lease keeps KV blocks for a peer to read.
         tiers: usage by tier, as reported by the engine whose tier is fullest. The usage is not summed over
             engines, because they may share a directory.
     """
@@ -213,7 +232,7 @@ class Gauges:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All figures of one engine, or of several together.
+    """All figures that `kvferry top` shows for one engine, or for several together.
 
     Attributes:
         levels: current values of gauges.

@@ -20,7 +20,7 @@ _BREAKS = re.compile(r"(?<!\d) | (?![^\W\d])")
 
 
 class TextStyle(StrEnum):
-    """The style of a line on a colour terminal. It adds no information to the text."""
+    """The style of a line on a colour terminal, as a style string of `rich`."""
 
     PLAIN = ""
     TITLE = "bold"
@@ -43,7 +43,7 @@ class Column:
 
     Attributes:
         head: text of the heading.
-        width: width in cells, including the space before it.
+        width: width in terminal cells, including the space before the column.
     """
 
     head: str
@@ -51,14 +51,14 @@ class Column:
 
 
 def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, least: int = MARGIN) -> str:
-    """Return a row of a table as text: the name, then the first columns, as many of them as fit.
+    """Return a row of a table as text: the name, then as many columns as fit into the width.
 
     Args:
         name: text of the first column.
         cells: texts of the other columns.
-        columns: the other columns.
-        width: width of the row, in cells.
-        least: minimum width of the name, in cells.
+        columns: headings and widths of the other columns.
+        width: width of the row, in terminal cells.
+        least: minimum width of the name, in terminal cells.
     """
     numbers = ""
     for cell, column in zip(cells, columns, strict=True):
@@ -69,7 +69,7 @@ def row(name: str, cells: Sequence[str], columns: Sequence[Column], width: int, 
 
 
 def fit(text: str, width: int) -> str:
-    """Return the text cut or padded to exactly `width` cells."""
+    """Return the text, cut or padded with spaces to a width of exactly `width` terminal cells."""
     shown = printable(text)
     whole = set_cell_size(shown, width)
     if whole.rstrip() == shown.rstrip() or width <= len(_DOTS):
@@ -78,9 +78,9 @@ def fit(text: str, width: int) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Return a name of at most `width` cells, with dots in place of the middle of a longer one.
+    """Shorten a name to at most `width` terminal cells. Dots replace the middle of a long name.
 
-    Both ends are kept, because addresses may differ in either.
+    The start and the end of the name are kept, because addresses may differ in either.
 
     >>> shortened("decode-0.kv.svc.cluster.local:8000", 20)
     'decode-0.kv...l:8000'
@@ -94,7 +94,9 @@ def shortened(name: str, width: int) -> str:
 
 
 def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
-    """Yield lines that are filled with items up to `width` cells. The first line begins with the heading.
+    """Arrange items side by side in lines of at most `width` terminal cells, and yield the lines.
+
+    The first line begins with the heading, and the others are indented. An item that is too long is broken.
 
     >>> list(wrapped("peers", ["plan 1.5 ms", "read 17.5 ms, p99 24.9 ms"], 33))
     ['peers     plan 1.5 ms', '          read 17.5 ms, p99', '          24.9 ms']
@@ -111,13 +113,13 @@ def wrapped(heading: str, items: Iterable[str], width: int) -> Iterator[str]:
 
 
 def broken(text: str, width: int) -> list[str]:
-    """Return the text split into lines of at most `width` cells."""
+    """Split a text into lines of at most `width` terminal cells. All lines except the first are indented."""
     first, *others = _pieces(printable(text), width - len(_INDENT))
     return [first, *(f"{_INDENT}{each}" for each in others)]
 
 
 def _pieces(item: str, room: int) -> Iterator[str]:
-    """Yield the item in pieces of at most `room` cells, split between words if possible."""
+    """Split a text into pieces of at most `room` terminal cells, at spaces if possible, and yield them."""
     piece = ""
     for word in (part for each in _BREAKS.split(item) for part in chop_cells(each, max(room, 2)) or [each]):
         if piece and cell_len(f"{piece} {word}") > room:

@@ -41,11 +41,11 @@ _WIDE_FROM = 120
 
 
 def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, every: float) -> list[TextLine]:
-    """Return the lines that fit on the screen, each at most `width` cells wide.
+    """Return the lines of the live view. Less important lines are left out if they do not fit on the screen.
 
     Args:
         fleet: state of all engines.
-        width, height: size of the terminal, in cells.
+        width, height: size of the screen, in terminal cells.
         chosen: index of the engine to show in detail; None for all together.
         every: time between readings, in seconds.
     """
@@ -68,11 +68,11 @@ def _body(about: Figures, width: int, room: int) -> list[TextLine]:
 
 
 def text(fleet: FleetView, width: int, every: float) -> str:
-    """Return all lines as text, for output to a file or a pipe.
+    """Return the state of all engines as text, for output to a file or a pipe.
 
     Args:
         fleet: state of all engines.
-        width: width of the lines, in cells.
+        width: maximum width of a line, in terminal cells.
         every: time between readings, in seconds.
     """
     lines = [title(fleet, width, every), *map(TextLine, broken(_about(fleet, None), width))]
@@ -87,11 +87,11 @@ def text(fleet: FleetView, width: int, every: float) -> str:
 
 
 def title(fleet: FleetView, width: int, every: float) -> TextLine:
-    """Return the first line: number of engines, time between readings, and clock.
+    """Return the title line, with the number of engines, the time between readings and a clock.
 
     Args:
         fleet: state of all engines.
-        width: width of the line, in cells.
+        width: width of the line, in terminal cells.
         every: time between readings, in seconds.
     """
     said = f"kvferry top  {fleet.answering} of {len(fleet.engines)} engines answer, read every {every:g} s"
@@ -100,12 +100,12 @@ def title(fleet: FleetView, width: int, every: float) -> TextLine:
 
 
 def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
-    """Return the line that names the engine shown in detail.
+    """Return the line that names the engine that is shown in detail, or all engines and their models.
 
     Args:
         fleet: state of all engines.
         chosen: index of the engine that is shown in detail; None for all engines together.
-        width: width of the line, in cells.
+        width: width of the line, in terminal cells.
     """
     return TextLine(fit(_about(fleet, chosen), width), TextStyle.CHOSEN)
 
@@ -123,7 +123,7 @@ def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = F
 
     Args:
         fleet: state of all engines.
-        width: width of the lines, in cells.
+        width: width of the lines, in terminal cells.
         chosen: index of the engine to highlight; None to highlight none.
         whole: True to show errors in full, in several lines if needed.
     """
@@ -147,9 +147,13 @@ def list_of(fleet: FleetView, width: int, chosen: int | None, *, whole: bool = F
 
 
 def _cut(lines: list[TextLine], room: int) -> list[TextLine]:
-    """Return at most `room` lines of the list of engines. If lines are left out, the last line counts them.
+    """Shorten the list of engines to at most `room` lines. If lines are left out, a last line counts them.
 
-    The chosen engine is kept first, then the engines that do not answer.
+    The line of the chosen engine is kept first, then the lines of engines that do not answer.
+
+    Args:
+        lines: lines of the list, with the heading first.
+        room: maximum number of lines, at least 2.
     """
     if len(lines) <= room:
         return lines
@@ -168,12 +172,12 @@ def _named(engine: EngineRow) -> str:
 
 
 def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[str]:
-    """Return the lines of an engine that does not answer, with the error.
+    """Return the lines about an engine that does not answer, with its address and the error.
 
     Args:
         engine: row of the engine.
         at: current time, in seconds since 1970.
-        width: width of the lines, in cells.
+        width: width of the lines, in terminal cells.
         whole: True for as many lines as needed; False for one line, in which a long name is shortened first.
     """
     if engine.silence is None:
@@ -187,10 +191,10 @@ def _silent(engine: EngineRow, at: float, width: int, *, whole: bool) -> list[st
 
 
 def cached_share(tokens: dict[str, float] | None) -> float | None:
-    """Return the share of prompt tokens that were not computed; None without tokens.
+    """Return the share of prompt tokens, from 0 to 1, that were not computed; None without tokens.
 
     Args:
-        tokens: number of prompt tokens by origin; None if unknown.
+        tokens: number of prompt tokens by origin, such as ``computed`` or ``local``; None if unknown.
     """
     total = sum((tokens or {}).values())
     return 1 - (tokens or {}).get("computed", 0.0) / total if total else None

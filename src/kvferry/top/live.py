@@ -25,7 +25,13 @@ _CC = 6
 
 @contextmanager
 def raw_keys(fd: int) -> Iterator[None]:
-    """Let keys be read one by one and without echo from a terminal, until the ``with`` block ends."""
+    """Switch a terminal to unbuffered input without echo until the ``with`` block ends.
+
+    Ctrl-Z is disabled.
+
+    Args:
+        fd: file descriptor of the terminal.
+    """
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
@@ -39,7 +45,7 @@ def raw_keys(fd: int) -> Iterator[None]:
 
 
 def read_keys(fd: int) -> str:
-    """Read and return the keys that were typed; empty at the end of input."""
+    """Wait for input from the terminal `fd`, and return the typed keys; empty at the end of input."""
     try:
         return os.read(fd, 1024).decode(errors="ignore")
     except OSError:
@@ -47,7 +53,7 @@ def read_keys(fd: int) -> str:
 
 
 def draw(console: Console, lines: list[TextLine]) -> None:
-    """Replace the content of the screen with the lines."""
+    """Replace the content of the console's screen with these lines."""
     text = Text("\n", no_wrap=True, overflow="crop", end="").join(
         Text(line.text, style=line.look) for line in lines
     )
@@ -59,7 +65,12 @@ _LOOK_SECONDS = 0.1
 
 
 async def sampled(urls: Sequence[str], every: float) -> FleetView:
-    """Read all engines twice, `every` seconds apart, and return their state with rates."""
+    """Read the metrics of all engines twice, and return their state, with rates between the two readings.
+
+    Args:
+        urls: base URLs of engines and routers.
+        every: time between the two readings, in seconds.
+    """
     async with client() as http:
         book = Poller(http, urls, lambda: None)
         await book.read_once()
@@ -69,7 +80,7 @@ async def sampled(urls: Sequence[str], every: float) -> FleetView:
 
 
 class View:
-    """The user's selection. Mutable.
+    """The state of the live view that the user changes with keys.
 
     Attributes:
         chosen: index of the engine that is shown in detail; None for all engines together.
@@ -81,11 +92,11 @@ class View:
         self.done = False
 
     def press(self, typed: str, engines: int) -> None:
-        """Handle keys: ``q`` quits, Tab selects the next engine, and Escape selects all engines.
+        """Handle typed keys: ``q`` quits, Tab selects the next engine, and Escape selects all engines.
 
         Args:
-            typed: typed keys.
-            engines: number of engines.
+            typed: characters of the typed keys.
+            engines: number of engines in the view.
         """
         for key in typed:
             if key in "qQ\x04":
@@ -99,7 +110,7 @@ class View:
 
 
 async def watch(urls: Sequence[str], every: float, console: Console) -> None:
-    """Show the live view until the user quits or a signal arrives.
+    """Show the live view of engines until the user quits or a signal arrives.
 
     Args:
         urls: base URLs of engines and routers.

@@ -41,7 +41,7 @@ async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
         url: base URL of the engine or router.
 
     Raises:
-        ProtocolError: the address does not answer, or serves neither.
+        ProtocolError: the address does not answer, or serves neither `/metrics` nor a router's `/health`.
     """
     metrics = await fetch(http, f"{url}/metrics", _SECONDS)
     if metrics.status == 200:
@@ -54,13 +54,13 @@ async def fetch_address(http: httpx.AsyncClient, url: str) -> Scrape | Health:
 
 
 class Poller:
-    """Reads addresses and keeps the state of each. Only for use in one event loop.
+    """Reads the metrics of engines and routers periodically, and keeps the last readings of each.
 
-    The addresses are in the order in which they were given or found through a router.
+    Engines that a router lists are read too. A poller may be used in one event loop only.
     """
 
     def __init__(self, http: httpx.AsyncClient, urls: Sequence[str], changed: Callable[[], None]) -> None:
-        """Set the addresses to read.
+        """Store the addresses to read.
 
         Args:
             http: HTTP client of this event loop.
@@ -72,11 +72,11 @@ class Poller:
         self._changed = changed
 
     def fleet(self) -> FleetView:
-        """Return the current state of all engines."""
+        """Return the state of all engines, from the last readings."""
         return fleet_view(list(self._seen.values()), time.time())
 
     async def read_once(self) -> None:
-        """Read all addresses once, including those of engines behind routers."""
+        """Read the metrics of all addresses once, including engines that a router lists."""
         asked: set[str] = set()
         while new := self._seen.keys() - asked:
             asked |= new
@@ -85,9 +85,9 @@ class Poller:
                     group.start_soon(self._read, url)
 
     async def keep_reading(self, every: float, group: TaskGroup) -> None:
-        """Read each address every `every` seconds, each in a separate task, until cancelled.
+        """Read the metrics of all addresses periodically, each in a separate task, until cancelled.
 
-        This includes the engines behind routers.
+        This includes engines that a router lists.
 
         Args:
             every: time between two readings of an address, in seconds.

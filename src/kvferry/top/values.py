@@ -57,17 +57,22 @@ class Values:
     of: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
 
     def total(self, name: str, **where: str) -> float:
-        """Return the sum over all series of a metric that have these labels; 0 if there are none."""
+        """Return the sum of a metric over all its series with the given labels; 0 without such series.
+
+        Args:
+            name: name of the metric.
+            where: labels that a series must have to be counted.
+        """
         return sum(
             value for has, value in self.of.get(name, {}).items() if where.items() <= dict(has).items()
         )
 
     def by(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
-        """Return the sums over a metric's series, one sum for each combination of label values.
+        """Group a metric's series by the values of labels, and return the sum of each group.
 
         Args:
-            name: name of the series.
-            labels: labels to group by. The keys of the result are their values in this order.
+            name: name of the metric.
+            labels: labels to group by. The keys of the result are tuples of their values, in this order.
             where: labels that a series must have to be counted.
         """
         sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
@@ -78,14 +83,19 @@ class Values:
         return dict(sorted(sums.items()))
 
     def buckets(self, name: str, **where: str) -> list[HistogramBucket]:
-        """Return the cumulative buckets of a histogram, in the order of their upper ends."""
+        """Return the cumulative buckets of a histogram, in the order of their upper ends.
+
+        Args:
+            name: name of the histogram, without the suffix ``_bucket``.
+            where: labels that a series must have to be counted.
+        """
         return sorted(
             HistogramBucket(float(le), n) for (le,), n in self.by(f"{name}_bucket", "le", **where).items()
         )
 
     @classmethod
     def added(cls, several: Iterable[Values]) -> Values:
-        """Return the sums of several sets of values, by name and labels."""
+        """Add the metric values of several engines, and return the sums by metric name and labels."""
         sums: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         for values in several:
             for name, series in values.of.items():

@@ -14,7 +14,7 @@ _CUMULATIVE = ("_total", *SUFFIXES)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The current values and the rates of one engine, or the sums over several.
+    """The current metric values and the rates of one engine, or their sums over several engines.
 
     Attributes:
         now: values of the last reading.
@@ -26,13 +26,13 @@ class Window:
 
     @classmethod
     def added(cls, windows: list[Window]) -> Window:
-        """Return the sums over several engines. The rates do not include engines with only one reading."""
+        """Return the sums over several engines. The rates do not include engines that were read only once."""
         rates = [window.rates for window in windows if window.rates is not None]
         return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)
 
 
 def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
-    """Return the values and rates of one engine.
+    """Return the metric values of one engine, and the rates of its counters between two readings.
 
     A counter that is new or has decreased is taken to have started at 0 in this interval. If the process was
     restarted, this holds for all counters.

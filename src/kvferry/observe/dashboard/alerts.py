@@ -12,13 +12,13 @@ from kvferry.observe.exposed_names import CONNECTOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """A Prometheus alert.
+    """A Prometheus alert, with advice to the operator.
 
     Attributes:
         name: name of the alert.
         expression: PromQL condition, with one result for each affected engine, source or tier.
-        lasts: time for which the condition must be true before the alert fires, such as ``10m``.
-        summary: description of the problem; a Prometheus template that refers to labels.
+        lasts: time for which the condition must hold before the alert fires, such as ``10m``.
+        summary: description of the problem, as a Prometheus template that refers to labels.
         action: advice to the operator.
         severity: ``warning`` for a problem to look at today, ``info`` for a possible improvement.
     """

@@ -14,12 +14,12 @@ ENGINE = (INSTANCE, *COMMON)
 
 
 def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> str:
-    """Return a PromQL selector of a metric's series whose labels match regular expressions.
+    """Return a PromQL selector for the series of a metric whose labels match regular expressions.
 
     Args:
         name: name of a metric in `EXPOSED`; for a histogram, with one of `SUFFIXES`.
-        scope: regular expressions for labels that all metrics have, by label; None for no restriction.
-        where: regular expressions for labels of the metric. A value that begins with ``!`` excludes matches.
+        scope: regular expressions by label, for labels that all metrics have; None for no restriction.
+        where: regular expressions by label, for other labels. With ``!`` in front, matches are excluded.
 
     Raises:
         ValueError: the metric is unknown, or has no label of one of the given names.
@@ -39,7 +39,10 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
 
 
 def labels_of(name: str) -> frozenset[str]:
-    """Return the names of all labels of a series, including those that vLLM and Prometheus add.
+    """Return the names of all labels of a series, including labels that vLLM and Prometheus add.
+
+    Args:
+        name: name of a metric in `EXPOSED`; for a histogram, with one of `SUFFIXES`.
 
     Raises:
         ValueError: the metric is unknown.
@@ -55,7 +58,11 @@ def labels_of(name: str) -> frozenset[str]:
 
 
 def total(what: str, *by: str) -> str:
-    """Return the PromQL sum of an expression by labels, or over all series if no label is given.
+    """Return a PromQL expression that sums another expression.
+
+    Args:
+        what: PromQL expression to sum.
+        by: labels for whose values there are separate sums; none for one sum over all series.
 
     >>> total(per_second(series("kvferry_hits_total"), "5m"), "source")
     'sum by (source) (rate(kvferry_hits_total[5m]))'
@@ -64,27 +71,27 @@ def total(what: str, *by: str) -> str:
 
 
 def per_second(selector: str, over: str) -> str:
-    """Return the PromQL rate per second of a counter over a time range such as ``5m``."""
+    """Return a PromQL expression for the rate per second of a counter, over a time range such as ``5m``."""
     return f"rate({selector}[{over}])"
 
 
 def gained(selector: str, over: str) -> str:
-    """Return the PromQL increase of a counter over a time range such as ``30m``."""
+    """Return a PromQL expression for the increase of a counter in a time range such as ``30m``."""
     return f"increase({selector}[{over}])"
 
 
 def quantile(q: float, selector: str, over: str, *by: str) -> str:
-    """Return the PromQL quantile `q` of a histogram, by labels.
+    """Return a PromQL expression for a quantile of a histogram.
 
     Args:
         q: quantile, from 0 to 1.
         selector: selector of the histogram's ``_bucket`` series.
         over: time range, such as ``5m``.
-        by: labels to keep.
+        by: labels for whose values there are separate quantiles.
     """
     return f"histogram_quantile({q:g}, {total(per_second(selector, over), *by, 'le')})"
 
 
 def less(what: str, part: str) -> str:
-    """Return the PromQL difference `what` minus `part`. A missing series of `part` counts as 0."""
+    """Return a PromQL expression for `what` minus `part`. A missing series of `part` counts as 0."""
     return f"({what} - ({part} or 0 * {what}))"

@@ -19,7 +19,7 @@ _ALWAYS = "vllm:num_requests_running"
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard as values that can be written as JSON."""
+    """Return the Grafana dashboard for kvferry's metrics, as values that can be written as JSON."""
     panels: list[dict[str, Any]] = []
     number, y = 1, 0
     for each in _ROWS:
@@ -49,12 +49,12 @@ def dashboard() -> dict[str, Any]:
 
 
 def _row(row: PanelRow, number: int, y: int) -> list[dict[str, Any]]:
-    """Return a row's heading and its panels, as Grafana's JSON objects.
+    """Return the heading of a dashboard row and the row's panels, as Grafana's JSON objects.
 
     Args:
         row: row to render.
-        number: panel id of the heading; the panels have the ids after it.
-        y: vertical position of the heading.
+        number: panel id of the heading. The row's panels get the following ids.
+        y: vertical position of the heading, in Grafana's grid units.
     """
     places = [
         {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}

@@ -50,7 +50,7 @@ class PanelRow:
     Attributes:
         title: text of the heading.
         panels: panels below the heading.
-        folded: True if the row is collapsed at first, because many engines have no data for it.
+        folded: True if the row is collapsed when the dashboard opens.
     """
 
     title: str
@@ -59,21 +59,35 @@ class PanelRow:
 
 
 def level(name: str, *by: str, **where: str) -> str:
-    """Return the PromQL sum of a gauge by labels, over the selected engines."""
+    """Return a PromQL expression that sums a gauge over the engines selected in the dashboard.
+
+    Args:
+        name: name of the gauge.
+        by: labels for whose values there are separate sums.
+        where: regular expressions by label, for labels of the gauge.
+    """
     return total(series(name, SCOPE, **where), *by)
 
 
 def rate(name: str, *by: str, **where: str) -> str:
-    """Return the PromQL rate per second of a counter, summed by labels, over the selected engines."""
+    """Return a PromQL expression for a counter's rate per second, over the engines selected in the dashboard.
+
+    Args:
+        name: name of the counter.
+        by: labels for whose values there are separate rates.
+        where: regular expressions by label, for labels of the counter.
+    """
     return total(per_second(series(name, SCOPE, **where), _RATE), *by)
 
 
 def quantiles(name: str, by: str = "") -> tuple[Query, ...]:
-    """Return queries for the median and the 99th percentile of a histogram, over the selected engines.
+    """Return two queries, for the median and the 99th percentile of a histogram.
+
+    The queries cover the engines that are selected in the dashboard.
 
     Args:
         name: name of the histogram.
-        by: label for whose values separate lines are drawn; empty for one line.
+        by: label for whose values separate lines are drawn; empty for one line per query.
     """
     labels, legend = ((by,), f"{{{{{by}}}}} ") if by else ((), "")
     buckets = series(f"{name}_bucket", SCOPE)

@@ -19,14 +19,14 @@ class CompletionError(KVFerryError):
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    """A completion at temperature 0.
+    """A complete answer to a streamed completion request at temperature 0.
 
     Attributes:
         prompt: token ids of the prompt.
         tokens: token ids of the answer.
-        logprobs: log probabilities of the likeliest tokens by token id, one mapping per token of the answer;
-            empty if the request does not ask for them.
-        first_token_seconds: time from sending the request to the first token.
+        logprobs: one mapping per token of the answer, from the ids of the likeliest tokens to their log
+            probabilities; empty if the request does not ask for log probabilities.
+        first_token_seconds: time from sending the request to the first token, in seconds.
     """
 
     prompt: tuple[int, ...]
@@ -47,9 +47,9 @@ def ask(
 
     Args:
         client: HTTP client.
-        url: base URL of the endpoint.
-        body: body of the request, to which the fields for a streamed, greedy answer of exact length are
-            added.
+        url: base URL of the OpenAI endpoint.
+        body: JSON fields of the request, with the prompt and ``max_tokens``. Fields are added so that the
+            answer is streamed, is decoded greedily and has exactly ``max_tokens`` tokens.
         request_id: value of the ``X-Request-Id`` header.
         on_text: function that is called with each piece of text as it arrives.
 
@@ -78,7 +78,13 @@ def ask(
 def _choices(
     client: httpx.Client, url: str, body: Mapping[str, Any], request_id: str
 ) -> Iterator[dict[str, Any]]:
-    """Send a completion request, and yield the choices in the streamed events.
+    """Send a completion request, and yield each choice object of the streamed events as it arrives.
+
+    Args:
+        client: HTTP client.
+        url: full URL of the completions endpoint.
+        body: JSON body of the request.
+        request_id: value of the ``X-Request-Id`` header.
 
     Raises:
         CompletionError: the endpoint cannot be reached, or answers with an error.
@@ -102,7 +108,14 @@ def _choices(
 
 
 def _likeliest(choice: Mapping[str, Any]) -> Iterator[Mapping[int, float]]:
-    """Yield the likeliest tokens' log probabilities by token id. vLLM writes the id as ``token_id:7``."""
+    """Yield the log probabilities of the likeliest tokens at each position of a streamed choice.
+
+    Args:
+        choice: choice object of a streamed completion. vLLM names each token by its id, as ``token_id:7``.
+
+    Yields:
+        One mapping per position, from token id to log probability; nothing if `choice` has none.
+    """
     for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
         yield {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
 

@@ -13,7 +13,11 @@ from kvferry.serving.run import run_app
 
 @contextmanager
 def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
-    """Run a router for these engines until the ``with`` block ends, and yield the router's URL.
+    """Run the prefill/decode router in a thread until the ``with`` block ends, and yield its base URL.
+
+    Args:
+        prefill: base URLs of the prefill engines.
+        decode: base URLs of the decode engines.
 
     Raises:
         ConfigError: there is no prefill engine or no decode engine, or an address is not a URL.

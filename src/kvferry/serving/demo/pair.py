@@ -36,10 +36,10 @@ _TINY_ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A model to serve.
+    """A model that the demo serves.
 
     Attributes:
-        title: name to display.
+        title: name that the demo displays.
         path: path or id that vLLM can load.
         arguments: additional arguments of vLLM's API server.
         environment: environment variables of the engine processes.
@@ -52,7 +52,9 @@ class DemoModel:
 
 
 def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
-    """Return the tiny checkpoint of a model family. Write the checkpoint if it does not exist.
+    """Return the tiny model of a model family. Write its checkpoint to disk if it does not exist.
+
+    The weights are random, and the model is small enough for a CPU.
 
     Args:
         name: name of the family, such as ``qwen3``.
@@ -78,9 +80,10 @@ def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
 def measure(
     model: DemoModel, folder: Path, screen: Screen, signals: StopSignals, *, count: int, answer_tokens: int
 ) -> Sequence[AnswerVerdict]:
-    """Serve `model` with two engines, show each answer and its KV load, and return the verdicts.
+    """Serve `model` with two engines, show each answer and its KV load, and return a verdict per answer.
 
-    All processes of the engines have ended when this returns or raises.
+    One engine prefills and the other decodes. Each answer is compared with the answer of one engine alone.
+    When this function returns or raises, all processes of the engines have ended.
 
     Args:
         model: model to serve.
@@ -113,10 +116,10 @@ def _measured(
     count: int,
     answer_tokens: int,
 ) -> Sequence[RequestRow]:
-    """Start two engines and a router, send the requests, stop everything, and return the results.
+    """Start two engines and a router, send the requests, stop everything, and return a row per request.
 
     Args:
-        specs: specifications of the engines.
+        specs: specifications of the prefill engine and the decode engine.
         log: path of the decode engine's transfer log.
         screen: output for the user.
         signals: stop signals that are checked between steps.
@@ -170,7 +173,10 @@ class _Run:
     signals: StopSignals
 
     def rows(self, count: int) -> Sequence[RequestRow]:
-        """Send `count` requests through the router, then to the single engine, and return the results."""
+        """Send `count` prompts through the router, then to one engine alone, and return a row per prompt.
+
+        One more request is sent first. It makes the two engines connect, and is not a result.
+        """
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         *texts, first = prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
@@ -193,12 +199,12 @@ class _Run:
         ]
 
     def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:
-        """Ask the single engine for the same completion, and return the comparison of both answers.
+        """Ask one engine alone for the same completion, and return how its answer compares.
 
         Args:
             body: body of the request without the prompt.
             text: prompt.
-            answer: answer of the prefill/decode pair.
+            answer: answer of the prefill and decode engines together.
         """
         # A separate cache salt keeps the single engine from reusing the KV that it computed for the pair.
         alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}

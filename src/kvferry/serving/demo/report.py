@@ -17,12 +17,12 @@ _WIDE = 120
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """The result of one request.
+    """The result of one request of the demo: its KV load and the comparison of its answer.
 
     Attributes:
         prompt_tokens: length of the prompt, in tokens.
         transfer: KV load of the request; None if nothing was loaded.
-        first_token_seconds: time to first token, as measured by the client.
+        first_token_seconds: time to first token that the client measured, in seconds.
         verdict: result of the comparison with a single engine.
     """
 
@@ -33,10 +33,10 @@ class RequestRow:
 
 
 def table(rows: Sequence[RequestRow], width: int) -> Table:
-    """Return a table with one row per request.
+    """Return the demo's result table, with one row per request.
 
-    With at least 120 columns, each KV cache group has its own line and the table shows more times. Otherwise
-    the table fits 80 columns.
+    On a console of at least 120 columns, each row has a line per KV cache group, and two more columns show
+    the planning time and the total load time. On a narrower console the table fits 80 columns.
 
     Args:
         rows: results in the order of the requests.
@@ -56,7 +56,11 @@ def table(rows: Sequence[RequestRow], width: int) -> Table:
 
 
 def summary(rows: Sequence[RequestRow]) -> str:
-    """Return a summary: bytes moved, bytes if all layers had full attention, number of identical answers."""
+    """Return a paragraph that summarizes the results of all requests.
+
+    It gives the bytes of KV moved, the bytes that full attention in all layers would have moved, and the
+    number of answers that are identical to a single engine's.
+    """
     loads = [row.transfer for row in rows if row.transfer and row.transfer.outcome == "ready"]
     moved, full = sum(load.bytes for load in loads), sum(load.full_attention_bytes for load in loads)
     same = Counter(row.verdict for row in rows)
@@ -105,7 +109,12 @@ def _cells(row: RequestRow, *, wide: bool) -> Iterator[str]:
 
 
 def _groups(load: Transfer, *, wide: bool) -> Iterator[str]:
-    """Yield a line with the bytes of each KV cache group, or of each kind of group if the table is narrow."""
+    """Yield lines of text with the bytes that a KV load moved.
+
+    Args:
+        load: KV load of a request.
+        wide: True for one line per KV cache group, False for one line per kind of attention.
+    """
     if wide:
         for name, moved in load.bytes_by_group.items():
             yield f"{name}  {format_bytes(moved)}"

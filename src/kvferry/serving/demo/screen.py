@@ -17,7 +17,7 @@ _INDENT = "    "
 
 
 class Screen:
-    """Writes the demo's progress and results to one console. Shortens prompts and answers to its width."""
+    """The demo's output to a console. Prompts and answers are shortened to the console's width."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -27,13 +27,17 @@ class Screen:
         self._console.print(text, markup=False, highlight=False)
 
     def model(self, title: str) -> None:
-        """Print the heading of a model."""
+        """Print a heading with the name of the model that the next lines are about."""
         self._console.print()
         self._console.rule(f"[bold]{title}", align="left")
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
-        """Yield a function that shows the progress of starting engines. Then print that they are ready."""
+        """Show the progress of starting engines during the ``with`` block, then print that they are ready.
+
+        Yields:
+            Function that redraws the progress. It takes the engines that were started.
+        """
         with startup_progress(self._console) as show:
             yield show
         self.note("Both engines are ready.")
@@ -44,7 +48,12 @@ class Screen:
 
     @contextmanager
     def answering(self, number: int, prompt: str) -> Iterator[Callable[[str], None]]:
-        """Print the start of a prompt, and yield a function that prints each piece of the answer below it."""
+        """Print the start of a prompt, and yield a function that prints each piece of the answer below.
+
+        Args:
+            number: number of the request, from 1.
+            prompt: text of the prompt.
+        """
         begins = printable(prompt, " ")[: self._console.width - len(_INDENT) - 8]
         self.note(f"\n{number:>3} {begins} ...")
         room = self._console.width - len(_INDENT) - 8

@@ -26,15 +26,15 @@ class AnswerVerdict(StrEnum):
 def compare(
     pair: StreamedAnswer, single: StreamedAnswer, prefill: Callable[[Sequence[int]], Mapping[int, float]]
 ) -> AnswerVerdict:
-    """Compare the answer of a prefill/decode pair with a single engine's.
+    """Compare the answer of a prefill and a decode engine with the answer of a single engine.
 
-    At the first different token, the single engine computes log probabilities a second time: it prefills the
-    tokens that it decoded before. The gap is the largest difference between its decoded and its prefilled log
-    probabilities. The verdict is OWN_GAP if the two tokens' log probabilities differ by at most twice the
-    gap.
+    If the answers differ, the single engine prefills its own answer up to the first different token. It thus
+    computes the log probabilities at that position a second time. The gap is the largest difference between
+    the log probabilities from decoding and those from prefilling. The verdict is OWN_GAP if the log
+    probabilities of the two different tokens are at most twice the gap apart.
 
     Args:
-        pair: answer of the pair.
+        pair: answer of the prefill and decode engines together.
         single: answer of the single engine, with the log probabilities of the likeliest tokens.
         prefill: function that prefills token ids on the single engine and returns the log probabilities of
             the next token, by token id.

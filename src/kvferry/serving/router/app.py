@@ -58,17 +58,17 @@ class RouterApp(Starlette):
         )
 
     def end_answers(self) -> None:
-        """End all requests under way: clients get an error, and engines abort the requests."""
+        """Cancel all requests under way. The clients get an error, and the engines abort the requests."""
         self._ongoing.end()
 
 
 def router_app(settings: RouterSettings) -> RouterApp:
-    """Return a router application with these settings."""
+    """Return the ASGI application of a prefill/decode router with these settings."""
     return RouterApp(settings)
 
 
 class _Router:
-    """The request handlers of the application, and the state that the handlers share."""
+    """The request handlers of the router application, and the state that the handlers share."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -80,7 +80,7 @@ class _Router:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Keep the HTTP client open and probe engines that are down, until the application ends."""
+        """Open the HTTP client for engines, and probe engines that are down, until the application ends."""
         backends = (*self._prefill.backends, *self._decode.backends)
         async with open_client(self._settings, self.hop) as self._client, anyio.create_task_group() as group:
             self._flow = CompletionFlow(self._settings, self._prefill, self._decode, self._client)
@@ -89,7 +89,12 @@ class _Router:
             group.cancel_scope.cancel()
 
     async def complete(self, call: Call, send: Send) -> None:
-        """Serve a completion with a prefill and a decode engine."""
+        """Serve a client's completion request with a prefill engine and a decode engine.
+
+        Args:
+            call: request of the client.
+            send: ASGI function that sends to the client.
+        """
         try:
             body, raw = parse_body(call.body), call.body
             if not self._settings.trust_kv_params:
@@ -101,7 +106,14 @@ class _Router:
             await bad_request(str(error), "invalid_json").send(send, call.echoed)
 
     async def pass_through(self, call: Call, send: Send) -> None:
-        """Relay a request to a decode engine. If that engine fails or is unreachable, try another one."""
+        """Relay a request to a decode engine, and its answer to the client.
+
+        If the engine is unreachable or fails, try another engine. After two failures, send an error.
+
+        Args:
+            call: request of the client.
+            send: ASGI function that sends to the client.
+        """
         failures, tried = Failures(), list[Backend]()
         while not failures.exhausted and (backend := self._decode.next(tried, even_down=True)):
             tried.append(backend)
@@ -124,7 +136,7 @@ class _Router:
         await reply.send(send, call.echoed)
 
     async def health(self, request: Request) -> Response:
-        """Probe all engines and report their states. The status is 503 if no decode engine is up."""
+        """Probe all engines, and return their states as JSON. The status is 503 if no decode engine is up."""
         if self.hop.has_seen(request.headers.raw):
             reply = loop_reply()
             return Response(reply.body, reply.status, media_type="application/json")

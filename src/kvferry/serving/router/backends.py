@@ -62,20 +62,20 @@ class Backend:
 
 
 class Pool:
-    """The engines of one role, from which the router chooses."""
+    """The engines of one role (prefill or decode), from which the router chooses one for each request."""
 
     def __init__(self, role: str, urls: Sequence[str]) -> None:
         self.backends = tuple(Backend(role, url) for url in urls)
         self._turn = 0
 
     def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
-        """Return the engine with the fewest requests under way; None if there is no engine left.
+        """Return the engine with the fewest requests under way; None if no engine is left.
 
-        Of several such engines, the least recently used one is returned.
+        If several engines have equally few requests, the least recently used of them is returned.
 
         Args:
             tried: engines to skip.
-            even_down: True to return an engine that is down if none is up.
+            even_down: True to return an engine that is down if no engine is up.
         """
         left = [backend for backend in self.backends if backend not in tried]
         choice = [backend for backend in left if backend.up] or (left if even_down else [])
@@ -83,7 +83,13 @@ class Pool:
 
     @contextmanager
     def turn(self, backend: Backend) -> Iterator[None]:
-        """Count a request as outstanding on this engine until the ``with`` block ends."""
+        """Count a request as under way on an engine until the ``with`` block ends.
+
+        The engine also becomes the most recently used engine of the pool.
+
+        Args:
+            backend: engine to which the caller sends the request.
+        """
         self._turn += 1
         backend.last_turn = self._turn
         backend.outstanding += 1

@@ -105,10 +105,13 @@ def encoded(body: dict[str, Any]) -> bytes:
 
 
 def prefill_body(body: dict[str, Any]) -> bytes:
-    """Return the body for a prefill engine. It generates one token and keeps the KV for another engine.
+    """Return the body of the request to a prefill engine.
 
-    The body has ``ignore_eos``, because vLLM's NixlConnector offers no KV if the first token ends the
-    request.
+    The body makes the engine compute the prompt, generate one token and keep the KV for another engine. It
+    sets ``ignore_eos``, because vLLM's NixlConnector offers no KV if the first token ends the request.
+
+    Args:
+        body: parsed body of the client's request.
     """
     kept = {key: value for key, value in body.items() if key not in _ANSWER_ONLY}
     kept |= {"max_tokens": 1, "stream": False, "ignore_eos": True, KV_PARAMS: ASK_FOR_KV}
@@ -118,12 +121,23 @@ def prefill_body(body: dict[str, Any]) -> bytes:
 
 
 def prefill_headers(headers: Headers) -> Headers:
-    """Return the headers for a prefill engine: all but the data-parallel rank, which is for decode."""
+    """Return the headers of the request to a prefill engine: all except X-Data-Parallel-Rank.
+
+    That header chooses a rank of the decode engine.
+
+    Args:
+        headers: headers of the client's request, with names in lower case.
+    """
     return tuple((name, value) for name, value in headers if name != _DATA_PARALLEL_RANK)
 
 
 def decode_body(body: dict[str, Any], params: dict[str, Any]) -> bytes:
-    """Return the client's body with the prefill engine's ``kv_transfer_params`` added."""
+    """Return the body of the request to a decode engine, as JSON.
+
+    Args:
+        body: parsed body of the client's request.
+        params: ``kv_transfer_params`` from the prefill engine's answer, which are added to the body.
+    """
     return encoded({**body, KV_PARAMS: params})
 
 
@@ -142,16 +156,17 @@ def wants_stream(body: dict[str, Any]) -> bool:
 
 
 def decodes_alone(path: str, body: dict[str, Any]) -> bool:
-    """Return whether to skip prefill, because the decode engine could not use the prefill engine's KV.
+    """Return whether to skip the prefill engine, because the decode engine could not use its KV.
 
     The reasons are:
 
-    - The client, a trusted proxy, sends its own ``kv_transfer_params``.
-    - There are several prompts. An answer has ``kv_transfer_params`` for only one of them, and the decode
-      engine would use them for all.
+    - The client is a trusted proxy and sends its own ``kv_transfer_params``.
+    - There are several prompts. A prefill engine's answer has ``kv_transfer_params`` for only one of them,
+      and the decode engine would use these for all prompts.
     - The client asks for logprobs of the prompt, for which the engine computes the whole prompt. ``echo``
       asks for them in a chat, and together with ``logprobs`` (also 0) in a completion.
-    - Beam search or prompt embeddings: the requests inside the engine have no parameters, or no token ids.
+    - The client asks for beam search, whose requests inside the engine have no ``kv_transfer_params``.
+    - The client sends prompt embeddings, so that the request has no token ids.
     - The request generates no token.
 
     Args:

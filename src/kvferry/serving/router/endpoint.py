@@ -22,7 +22,7 @@ _ENDING = "the router is being stopped"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request with its complete body.
+    """An HTTP request of a client, with its complete body.
 
     Attributes:
         method: HTTP method.
@@ -55,11 +55,19 @@ class ActiveRequests:
         self._scopes: set[anyio.CancelScope] = set()
 
     def add(self, scope: anyio.CancelScope) -> None:
-        """Register a request under way by its cancel scope."""
+        """Add a request that is under way.
+
+        Args:
+            scope: cancel scope in which the request is handled.
+        """
         self._scopes.add(scope)
 
     def discard(self, scope: anyio.CancelScope) -> None:
-        """Remove a request that has ended."""
+        """Remove a request that has ended.
+
+        Args:
+            scope: cancel scope in which the request was handled.
+        """
         self._scopes.discard(scope)
 
     def end(self) -> None:
@@ -70,7 +78,7 @@ class ActiveRequests:
 
 
 class RouterEndpoint:
-    """An ASGI application that reads a request and runs a handler, until the client disconnects."""
+    """An ASGI application that reads a request and runs a handler. It stops if the client disconnects."""
 
     def __init__(
         self,
@@ -79,7 +87,7 @@ class RouterEndpoint:
         hop: Hop,
         max_body_bytes: int,
     ) -> None:
-        """Set the handler and its limits.
+        """Store the handler and the limit for request bodies.
 
         Args:
             handler: coroutine function that answers a `Call` through an ASGI `send` function.
@@ -138,7 +146,11 @@ class _Answer:
         self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def cut_short(self, echoed: Headers) -> None:
-        """Send the client an error if the answer is not complete yet."""
+        """Send the client an error if the answer is not complete yet.
+
+        Args:
+            echoed: headers to add if the error is the whole answer.
+        """
         if not self._begun:
             await unavailable(_ENDING, "router_stopped").send(self._send, echoed)
         elif not self._complete:

@@ -14,7 +14,7 @@ _DONE = b"data: [DONE]"
 
 
 class BrokenBeforeFirst(Exception):
-    """Raised if a stream ends before any event was relayed, so another engine can serve the request."""
+    """Raised if a stream ends before any event was sent to the client. Another engine can then serve it."""
 
 
 def is_events(response: httpx.Response) -> bool:
@@ -24,7 +24,9 @@ def is_events(response: httpx.Response) -> bool:
 
 
 async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> str | None:
-    """Relay events as they arrive, but only whole ones, so that the client never gets half an event.
+    """Relay an engine's stream of events to the client as they arrive. Only whole events are sent.
+
+    If the stream breaks after the first event, the client gets an error event at the end.
 
     Args:
         response: open response of the engine.
@@ -32,7 +34,7 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
         extra: headers to add to those of the engine's answer.
 
     Returns:
-        None if the stream was complete; otherwise the failure as text, after the client got an error event.
+        None if the stream was complete; otherwise a description of the failure.
 
     Raises:
         BrokenBeforeFirst: the stream ended before anything was sent.
@@ -65,6 +67,6 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes of all whole events, and the bytes of the incomplete one after them."""
+    """Split received bytes, and return those of all whole events and those of the incomplete last event."""
     cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
     return data[:cut], data[cut:]

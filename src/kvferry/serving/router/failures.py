@@ -28,16 +28,16 @@ class Failures:
         self._seen: list[str] = []
 
     def __len__(self) -> int:
-        """Return the number of failures."""
+        """Return the number of times that an engine failed during the request."""
         return len(self._seen)
 
     @property
     def exhausted(self) -> bool:
-        """Return whether so many engines failed that the request must not be sent to another one."""
+        """Return whether so many engines failed that the request must not be sent to a further engine."""
         return len(self._seen) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
-        """Count an engine that closed the connection, timed out or answered with a server error.
+        """Record that an engine closed the connection, timed out or answered with a server error.
 
         Args:
             backend: engine that failed.
@@ -65,17 +65,17 @@ class Failures:
 
 
 def is_busy(status: int) -> bool:
-    """Return whether the status means that the engine rejected the request because it is busy."""
+    """Return whether an HTTP status means that the engine rejected the request because it is busy."""
     return status in _BUSY
 
 
 def is_failure(status: int) -> bool:
-    """Return whether the status means that the engine failed, such as vLLM's 500 when its core dies."""
+    """Return whether an HTTP status means that the engine failed, such as vLLM's 500 when its core dies."""
     return status >= 500 and not is_busy(status)
 
 
 def failure_of(reply: Reply) -> str:
-    """Return the status and, if there is one, the engine's error message, shortened."""
+    """Describe an engine's error answer: its status and, if it has one, its error message, shortened."""
     try:
         message = str(json.loads(reply.body)["error"]["message"])[:_MAX_CHARS]
     except (ValueError, KeyError, TypeError, RecursionError):

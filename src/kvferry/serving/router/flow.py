@@ -42,10 +42,10 @@ class Completion:
 
     Attributes:
         path: path of the endpoint, such as ``/v1/completions``.
-        raw: body, as JSON, for a decode engine that serves the request without a prefill engine.
+        raw: body as JSON. It is sent to a decode engine that serves the request without a prefill engine.
         body: parsed body of the request.
         headers: headers of the requests to the engines, including x-request-id.
-        echoed: headers to add to the engine's answer.
+        echoed: headers to add to the answer for the client.
     """
 
     path: str
@@ -61,7 +61,7 @@ class CompletionFlow:
     def __init__(
         self, settings: RouterSettings, prefill: Pool, decode: Pool, client: httpx.AsyncClient
     ) -> None:
-        """Set the engines and the client for them.
+        """Store the settings, the engines and the HTTP client.
 
         Args:
             settings: settings of the router.
@@ -75,7 +75,12 @@ class CompletionFlow:
         self._client = client
 
     async def complete(self, completion: Completion, send: Send) -> None:
-        """Serve a completion, and send the client an answer or an error."""
+        """Serve a completion, and send the client an answer or an error.
+
+        Args:
+            completion: request to serve.
+            send: ASGI function that sends to the client.
+        """
         failures = Failures()
         params = None
         if not decodes_alone(completion.path, completion.body):
@@ -91,7 +96,11 @@ class CompletionFlow:
         """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
 
         Return a `Reply` for the client if an engine rejects the request or too many engines failed.
-        Return None if no prefill engine offers KV; the decode engine then computes the prompt.
+        Return None if no prefill engine offers KV. The decode engine then computes the prompt.
+
+        Args:
+            completion: request to serve.
+            failures: failures of engines during this request, to which new failures are added.
         """
         headers = prefill_headers(completion.headers)
         sent = replace(completion, raw=prefill_body(completion.body), headers=headers)
@@ -115,10 +124,16 @@ class CompletionFlow:
         return None
 
     async def _prefilled(self, backend: Backend, sent: Completion, failures: Failures) -> Reply | None:
-        """Send a request to a prefill engine and return its answer; None if it is unreachable, busy or fails.
+        """Send a request to a prefill engine, and return the engine's answer.
 
-        Marks the engine as down if it is unreachable, busy or too slow, or closes the connection. Adds the
-        engine to `failures` if it failed while it worked on the request.
+        Return None if the engine is unreachable, busy or fails. Mark the engine as down if it is unreachable,
+        busy or too slow, or closes the connection. Add the engine to `failures` if it failed while it worked
+        on the request.
+
+        Args:
+            backend: prefill engine.
+            sent: request with the body and the headers for the prefill engine.
+            failures: failures of engines during this request.
 
         Raises:
             TimeoutError: the engine takes too long. This counts as a failure.
@@ -153,12 +168,14 @@ class CompletionFlow:
     async def _answer(
         self, completion: Completion, params: dict[str, Any] | None, failures: Failures, send: Send
     ) -> None:
-        """Relay a decode engine's answer. If the engine fails before the client got data, try another one.
+        """Send a request to a decode engine, and relay its answer to the client.
+
+        If the engine fails before the client got any data, try another engine.
 
         Args:
             completion: request to serve.
             params: ``kv_transfer_params`` of the prompt's KV; None if the decode engine computes the prompt.
-            failures: failures of engines during this request.
+            failures: failures of engines during this request, to which new failures are added.
             send: ASGI function that sends to the client.
         """
         tried: list[Backend] = []

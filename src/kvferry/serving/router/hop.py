@@ -18,13 +18,13 @@ _VIA = b"via"
 
 
 class Hop:
-    """A router's entry in Via headers, with a random name."""
+    """A router's entry in Via headers, with a random name by which the router detects request loops."""
 
     def __init__(self) -> None:
         self._name = f"kvferry-{secrets.token_hex(8)}".encode()
 
     def passed_on(self, headers: Headers = ()) -> Headers:
-        """Return headers to send to an engine: `headers` with this router's entry added to Via.
+        """Return the headers of a request to an engine: `headers` with this router's entry added to Via.
 
         Args:
             headers: headers with names in lower case.

@@ -15,7 +15,7 @@ _HEALTH_SECONDS = 3.0
 
 
 async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
-    """Query an engine's ``/health``, and mark the engine up or down. The body is not read."""
+    """Query an engine's ``/health``, and mark the engine as up or down by the status of the answer."""
     try:
         with anyio.fail_after(_HEALTH_SECONDS):
             async with client.stream("GET", f"{backend.url}/health") as response:
@@ -34,14 +34,20 @@ async def probe(client: httpx.AsyncClient, backend: Backend) -> None:
 
 
 async def probe_all(client: httpx.AsyncClient, backends: Sequence[Backend]) -> None:
-    """Probe all these engines concurrently."""
+    """Query ``/health`` of all these engines concurrently, and mark each engine as up or down."""
     async with anyio.create_task_group() as group:
         for backend in backends:
             group.start_soon(probe, client, backend)
 
 
 async def watch_down(client: httpx.AsyncClient, backends: Sequence[Backend], seconds: float) -> None:
-    """Probe the engines that are down every `seconds`, until cancelled."""
+    """Probe the engines that are down periodically, until this coroutine is cancelled.
+
+    Args:
+        client: HTTP client for all engines.
+        backends: engines to watch.
+        seconds: time between two probes, in seconds.
+    """
     while True:
         await anyio.sleep(seconds)
         await probe_all(client, [backend for backend in backends if not backend.up])

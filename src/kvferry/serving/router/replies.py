@@ -28,7 +28,12 @@ class Reply:
     body: bytes
 
     async def send(self, send: Send, extra: Headers = ()) -> None:
-        """Send the answer to the client, with `extra` headers added."""
+        """Send the answer to the client.
+
+        Args:
+            send: ASGI function that sends to the client.
+            extra: headers to add to the answer.
+        """
         length = (b"content-length", str(len(self.body)).encode())
         headers = [*self.headers, *extra, length]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -70,7 +75,7 @@ def unavailable(message: str, code: str = "engine_unavailable", status: int = 50
 
 
 def error_event(message: str, code: str) -> bytes:
-    """Return an error as a server-sent event, to end a stream with.
+    """Return an error as a server-sent event, for the end of a stream that cannot be completed.
 
     Args:
         message: text of the error.

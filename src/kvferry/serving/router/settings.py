@@ -15,8 +15,8 @@ class RouterSettings:
     Attributes:
         prefill, decode: base URLs of the engines, at least one per role.
         connect_seconds: longest time to connect to an engine. An engine that takes longer is marked down.
-        prefill_seconds: longest time for a prefill.
-        decode_idle_seconds: longest time without data from a decode engine.
+        prefill_seconds: longest time to wait for the answer of a prefill engine.
+        decode_idle_seconds: longest time to wait for the next data from a decode engine.
         probe_seconds: time between two probes of an engine that is down.
         max_body_bytes: size of the largest accepted request body, in bytes.
         trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.

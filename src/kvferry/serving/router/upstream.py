@@ -38,12 +38,12 @@ _NOT_RELAYED = frozenset(
 
 
 def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers that a proxy forwards, with names in lower case."""
+    """Return those of `headers` that a proxy forwards, with their names in lower case."""
     return tuple((name.lower(), value) for name, value in headers if name.lower() not in _NOT_RELAYED)
 
 
 def open_client(settings: RouterSettings, hop: Hop) -> httpx.AsyncClient:
-    """Return the HTTP client for all engines.
+    """Create the HTTP client with which the router sends requests to all engines.
 
     Each connection serves one request. Engines close idle connections, and a request sent at that moment
     would fail as if the engine were dead. The number of connections is unlimited, so that requests queue in
@@ -85,7 +85,7 @@ async def opened(
 
 
 async def read_whole(response: httpx.Response) -> Reply:
-    """Read the rest of a response, and return the complete answer.
+    """Read the rest of an engine's response, and return the complete answer.
 
     Raises:
         httpx.TransportError: the connection broke.

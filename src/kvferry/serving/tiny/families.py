@@ -31,7 +31,7 @@ _NO_PREFIX_CACHE = {"enable_prefix_caching": False}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model architecture and the settings of its tiny checkpoint.
+    """A model architecture and the settings of its tiny checkpoint (small model with random weights).
 
     Attributes:
         name: name on the command line and in tests.
@@ -58,7 +58,7 @@ class Family:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `vllm.LLM` to run this family on a CPU, including ``dtype``."""
+        """Return the keyword arguments of `vllm.LLM`, such as ``dtype``, to run this family on a CPU."""
         return {"dtype": self.dtype, **self.engine}
 
 
@@ -252,7 +252,7 @@ def family(name: str) -> Family:
     """Return the model family called `name`.
 
     Raises:
-        ConfigError: the family is unknown. The message lists the known ones.
+        ConfigError: the family is unknown. The message lists the known families.
     """
     try:
         return FAMILIES[name]

@@ -12,15 +12,16 @@ from kvferry.errors import ConfigError
 
 
 def digest(*parts: object) -> str:
-    """Return the first ten hex digits of the SHA-256 of the ``repr`` of `parts`."""
+    """Return a digest of `parts`: the first ten hex digits of the SHA-256 of the tuple's ``repr``."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
 
 def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Return `directory/name`; call `fill` to create it if it does not exist.
+    """Return the path of the folder `directory/name`. If the folder does not exist, create it with `fill`.
 
     `fill` writes into a private folder, which is then renamed, so that no caller sees an incomplete folder.
-    If several callers create the folder at the same time, the first caller's is kept. The others are removed.
+    If several callers create the folder at the same time, the first renamed folder is kept, and the other
+    folders are removed.
 
     Args:
         directory: parent folder; created if it does not exist.
@@ -40,7 +41,16 @@ def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Do the work of `publish`; raise OSError if the folder cannot be written."""
+    """Return the path of the folder `directory/name`. If the folder does not exist, create it with `fill`.
+
+    Args:
+        directory: parent folder; created if it does not exist.
+        name: name of the folder.
+        fill: function that writes the content into the given folder.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     final = directory / name
     if final.is_dir():
         return final

@@ -21,9 +21,9 @@ _CHAT_TEMPLATE = (
 
 
 def trained_tokenizer(directory: Path) -> Path:
-    """Return the folder of the tokenizer's files. If it does not exist, train the tokenizer, in about 1 s.
+    """Return the folder of the tiny models' tokenizer. If it does not exist, train the tokenizer (about 1 s).
 
-    Several callers may call this at the same time. Each sees either no folder or a complete one.
+    Several processes may call this at the same time. Each sees either no folder or a complete folder.
 
     Args:
         directory: parent folder; created if it does not exist.
