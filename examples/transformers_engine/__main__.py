@@ -30,13 +30,13 @@ app = typer.Typer(
 
 @app.command()
 def checkpoint() -> None:
-    """Write the tiny Gemma 3 unless it is there, and print its folder."""
+    """Write the checkpoint of a tiny Gemma 3 model unless it exists, and print its folder."""
     typer.echo(_checkpoint())
 
 
 @app.command()
 def tiers() -> None:
-    """Store a prompt's KV in one process, and continue from it in others."""
+    """Store a prompt's KV in one process, and continue the prompt in other processes."""
     with tempfile.TemporaryDirectory(prefix="kvferry-example-") as directory:
         as_expected = demonstrate(_checkpoint(), Path(directory))
     raise typer.Exit(int(not as_expected))
@@ -49,7 +49,7 @@ def handover(
         Path | None, typer.Argument(help="Checkpoint that it serves; by default the tiny Gemma 3.")
     ] = None,
 ) -> None:
-    """Take a prompt from a vLLM server, and give one to it."""
+    """Read a prompt's KV from a vLLM server, and let the server read the KV of a prompt."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     folder = model or _checkpoint()

@@ -13,7 +13,7 @@ from kvferry.planning.select import first_attended
 
 @dataclass(slots=True, eq=False)
 class PoolBlock:
-    """A block of the pool; satisfies `Block`. Block 0 is the null block.
+    """Block of the KV cache, with the interface that kvferry expects (`Block`). Block 0 is the null block.
 
     Attributes:
         block_id: index of the block in the pool.
@@ -27,12 +27,14 @@ class PoolBlock:
 
     @property
     def is_null(self) -> bool:
-        """True if the block stands for a position that has no block."""
+        """True for the null block, which fills positions of a block table that have no block."""
         return self.block_id == 0
 
 
 class Pool:
-    """The engine's blocks with their reference counts; satisfies `BlockPool`. All groups share the block ids.
+    """All blocks of the engine with their reference counts, as kvferry expects them (`BlockPool`).
+
+    All KV cache groups allocate from this pool.
 
     Attributes:
         blocks: all blocks, by id.
@@ -43,7 +45,7 @@ class Pool:
         self._free = deque(self.blocks[1:])
 
     def allocate(self) -> PoolBlock:
-        """Return a free block, with one reference.
+        """Allocate a free block, set its reference count to 1, and return it.
 
         Raises:
             KVFerryError: no block is free.
@@ -55,12 +57,15 @@ class Pool:
         return block
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Add a reference to each block."""
+        """Increment the reference count of each block."""
         for block in blocks:
             self.blocks[block.block_id].references += 1
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Drop a reference to each block, except to the null block, which is not counted."""
+        """Decrement the reference count of each block. A block with a count of 0 becomes free.
+
+        The null block has no reference count, and is ignored.
+        """
         for block in ordered_blocks:
             own = self.blocks[block.block_id]
             if own.is_null:
@@ -78,10 +83,10 @@ class Pool:
 
 
 class Tables:
-    """Block tables of one request; satisfies `RequestBlocks`.
+    """Block tables of one request, as kvferry expects them (`RequestBlocks`).
 
     Attributes:
-        blocks: blocks of the request by position, for each group.
+        blocks: blocks of the request by position, for each KV cache group.
     """
 
     def __init__(self, pool: Pool, groups: Sequence[CacheGroup]) -> None:
@@ -89,9 +94,14 @@ class Tables:
         self._pool, self._groups = pool, groups
 
     def cover(self, tokens: int, next_token: int) -> None:
-        """Allocate blocks for `tokens` tokens; free those that no token from `next_token` on attends to.
+        """Allocate the request's missing blocks, and free the blocks that it no longer needs.
 
-        Null blocks take the places of freed blocks.
+        A block is no longer needed if `next_token` and later tokens do not attend to its tokens. A null block
+        takes the place of each freed block.
+
+        Args:
+            tokens: number of tokens that the blocks must have room for.
+            next_token: position of the next token to compute.
         """
         for group, held in zip(self._groups, self.blocks, strict=True):
             first = max(first_attended(group.kind, group.attention_span, next_token), 0) // group.block_tokens
@@ -101,11 +111,11 @@ class Tables:
                 held.append(self._pool.allocate())
 
     def free(self) -> None:
-        """Give all blocks back to the pool."""
+        """Return all blocks of the request to the pool."""
         for held in self.blocks:
             self._pool.free_blocks(held)
             held.clear()
 
     def get_block_ids(self) -> BlockIds:
-        """Return the block ids by position, for each group."""
+        """Return the request's block ids by position, for each KV cache group."""
         return tuple([block.block_id for block in held] for held in self.blocks)

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.001
 
 @dataclass(slots=True, kw_only=True)
 class Request(PlainRequest):
-    """A request of this engine.
+    """Request to the example engine.
 
     Attributes:
         max_tokens: number of tokens of the answer.
@@ -43,10 +43,10 @@ class Request(PlainRequest):
     tables: Tables
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token, and generate one token only, because a peer continues the request.
+        """Drop the last prompt token, and generate only one token, because a peer continues the request.
 
         Returns:
-            True if the token was dropped.
+            True if the token was dropped; False if the request is unchanged.
         """
         trimmed = PlainRequest.trim_prompt(self)
         if trimmed:
@@ -56,14 +56,14 @@ class Request(PlainRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to a prompt.
+    """Answer to a prompt, and where the prompt's KV came from.
 
     Attributes:
         token_ids: token ids of the answer.
-        loaded: number of prompt tokens loaded, by the place they came from: a tier or ``peer``.
-        computed: number of prompt tokens computed.
-        kv_transfer_params: offer of the prompt's KV to the engine that continues the prompt; None if the
-            request asked for none.
+        loaded: number of loaded prompt tokens, by source: the name of a tier, or ``peer``.
+        computed: number of prompt tokens that the engine computed.
+        kv_transfer_params: offer of the prompt's KV to another engine; None if the request did not ask for an
+            offer.
     """
 
     token_ids: list[int]
@@ -73,7 +73,7 @@ class Answer:
 
 
 class Engine:
-    """A model, its paged KV cache, and the connector. Not thread-safe.
+    """Minimal LLM engine: a transformers model, a paged KV cache, and kvferry's connector. Not thread-safe.
 
     Attributes:
         pages: K and V of all layers.
@@ -137,13 +137,13 @@ class Engine:
         self._numbers = count()
 
     def generate(self, prompt: list[int], max_tokens: int, kv_transfer_params: Any = None) -> Answer:
-        """Answer a prompt greedily.
+        """Compute a prompt, or load its KV, and generate an answer greedily.
 
         Args:
             prompt: token ids of the prompt.
             max_tokens: number of tokens of the answer.
-            kv_transfer_params: ``{"do_remote_decode": True}`` to compute the prompt for another engine; or
-                the offer of an engine that has computed the prompt; None for neither.
+            kv_transfer_params: ``{"do_remote_decode": True}`` to compute the prompt for another engine. Or
+                the offer of another engine that has computed the prompt. None for neither.
 
         Raises:
             KVFerryError: the pool has too few blocks.
@@ -177,16 +177,18 @@ class Engine:
         self._worker.shutdown()
 
     def finish_stores(self) -> None:
-        """Run steps until every chunk computed so far is stored in the tiers, or refused by them."""
+        """Run steps until the tiers have stored, or refused, every chunk that was computed so far."""
         while self._half.busy:
             self._step()
             time.sleep(_POLL_SECONDS)
 
     def load(self, request: Request) -> Counter[str]:
-        """Load the best available prefix of the prompt into the request's blocks.
+        """Load the prompt prefix that the connector chooses into the request's blocks.
+
+        If the load fails, the connector may choose another source.
 
         Returns:
-            Number of tokens loaded, by the place they came from.
+            Number of tokens loaded, by source: the name of a tier, or ``peer``. Empty if nothing was loaded.
         """
         while True:
             while (tokens := self._half.admission.matched(request, 0)) is None:
@@ -206,17 +208,20 @@ class Engine:
             request.tables.free()  # the connector holds blocks that a load may still write
 
     def _compute(self, request: Request) -> None:
-        """Compute the KV of all tokens that have none yet, and the next token of the answer."""
+        """Compute the KV of all tokens of a request that have no KV yet, and the next token of the answer."""
         local_tokens, total = request.num_computed_tokens, request.num_tokens
         request.tables.cover(total, local_tokens)
         self._step(request)
         request.num_computed_tokens = total
 
     def _step(self, request: Request | None = None) -> EndedRequests:
-        """Run one step of the engine, with all hooks of the connector in their order.
+        """Run one step of the engine: call the connector's hooks in order, and compute a request if given.
 
         Args:
             request: request to compute; None for a step that only lets the connector make progress.
+
+        Returns:
+            Ids of requests whose transfers have ended.
         """
         step = PlainStep(tokens={})
         if request is not None:
@@ -239,7 +244,11 @@ class Engine:
         return ended
 
     def _forward(self, request: Request) -> None:
-        """Run the model over the tokens without KV; write their KV, and append the likeliest next token."""
+        """Run the model over a request's tokens that have no KV yet.
+
+        Writes the KV of these tokens to the request's blocks, and appends the most likely next token to its
+        answer.
+        """
         local_tokens = request.num_computed_tokens
         cache = self.pages.cache(request.tables.get_block_ids(), local_tokens)
         ids = torch.tensor([request.all_token_ids[local_tokens:]])
@@ -248,9 +257,9 @@ class Engine:
         request.answer_token_ids.append(int(logits[0, -1].argmax()))
 
     def _finish(self, request: Request) -> Any:
-        """End a request; return the offer of its KV for another engine, or None.
+        """End a request, and return the offer of its KV for another engine; None if no engine may read it.
 
-        If there is an offer, the blocks stay allocated until that engine releases them.
+        If there is an offer, the blocks stay allocated until the other engine releases them.
         """
         request.is_complete = True
         lent, params = self._half.finished(request, request.tables.get_block_ids())

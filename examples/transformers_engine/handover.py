@@ -18,7 +18,7 @@ COMPUTE_FOR_ANOTHER = {"do_remote_decode": True}
 
 
 def take(client: httpx.Client, engine: Engine, prompt: list[int], max_tokens: int) -> Answer:
-    """Let the server compute a prompt, read the prompt's KV, and generate the answer here.
+    """Let a vLLM server compute a prompt, read the prompt's KV from the server, and generate the answer here.
 
     Args:
         client: HTTP client with the server's address as its base URL.
@@ -34,9 +34,19 @@ def take(client: httpx.Client, engine: Engine, prompt: list[int], max_tokens: in
 
 
 def give(client: httpx.Client, engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
-    """Compute a prompt here, and let the server generate the answer; return the answer's token ids.
+    """Compute a prompt here, let a vLLM server read its KV, and return the answer that the server generates.
 
-    Takes the same arguments as `take`, and raises the same errors. Here `engine` computes the prompt.
+    Args:
+        client: HTTP client with the server's address as its base URL.
+        engine: engine that computes the prompt.
+        prompt: token ids of the prompt.
+        max_tokens: number of tokens of the answer.
+
+    Returns:
+        Token ids of the answer.
+
+    Raises:
+        httpx.HTTPError: the server does not answer, or refuses the request.
     """
     offer = engine.generate(prompt, 1, COMPUTE_FOR_ANOTHER).kv_transfer_params
     found: list[int] = _complete(client, prompt, max_tokens, offer)["choices"][0]["token_ids"]
@@ -50,10 +60,16 @@ def compare(
     max_tokens: int,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Answer a prompt alone, by `take` and by `give`; return True if all three answers are equal.
+    """Answer a prompt in three ways, and return True if all three answers are equal.
+
+    The first answer is computed by this engine alone. For the second, a vLLM server computes the prompt
+    (`take`). For the third, the server continues the prompt (`give`).
 
     Args:
-        client, engine, prompt, max_tokens: same as in `take`.
+        client: HTTP client with the server's address as its base URL.
+        engine: engine in this process.
+        prompt: token ids of the prompt.
+        max_tokens: number of tokens of each answer.
         say: function that prints a line of text.
     """
     alone = engine.generate(prompt, max_tokens)
@@ -71,7 +87,17 @@ def compare(
 def _complete(
     client: httpx.Client, prompt: list[int], max_tokens: int, params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the server's response to a greedy completion request."""
+    """Send a greedy completion request to the server, and return the decoded JSON of its response.
+
+    Args:
+        client: HTTP client with the server's address as its base URL.
+        prompt: token ids of the prompt.
+        max_tokens: number of tokens to generate.
+        params: ``kv_transfer_params`` of the request.
+
+    Raises:
+        httpx.HTTPError: the server does not answer, or refuses the request.
+    """
     body = {
         "model": client.get("/v1/models").raise_for_status().json()["data"][0]["id"],
         "prompt": prompt,

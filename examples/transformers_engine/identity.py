@@ -13,11 +13,11 @@ from kvferry.transport.messages import Fact
 
 
 def facts_of(checkpoint: Path, config: Any) -> dict[str, Fact]:
-    """Return all facts that decide the bytes of this engine's KV.
+    """Return the facts about this engine that decide the bytes of its KV, by name.
 
-    kvferry's connector for vLLM states more facts, such as tables of rotary modules. A peer compares a fact
-    only if both engines state it. But chunks in storage are found only by engines that state exactly the same
-    facts, so vLLM and this engine never use each other's chunks.
+    Peers compare these facts before they exchange KV. A fact is compared only if both engines state it.
+    kvferry's connector for vLLM states more facts, such as tables of rotary modules. Stored chunks are found
+    only by engines that state exactly the same facts, so vLLM and this engine never use each other's chunks.
 
     Args:
         checkpoint: folder of the weights.

@@ -16,7 +16,7 @@ KINDS = {"full_attention": GroupKind.FULL, "sliding_attention": GroupKind.SLIDIN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """K and V of all layers.
+    """Paged KV cache of a model: one tensor per layer.
 
     Attributes:
         layers: tensor of each layer with K and V, float32 of shape (blocks, 2, heads, tokens per block,
@@ -31,7 +31,9 @@ class Pages:
 
     @classmethod
     def allocate(cls, config: Any, num_blocks: int, block_tokens: int) -> Pages:
-        """Allocate the pages of a model with one or several kinds of attention layers.
+        """Allocate the paged KV cache of a model, filled with zeros.
+
+        Layers of the same kind (full or sliding-window attention) form a KV cache group.
 
         Args:
             config: transformers' configuration of the model.
@@ -64,10 +66,11 @@ class Pages:
         return cls(layers, groups, geometry)
 
     def cache(self, tables: Sequence[Sequence[int]], computed: int) -> Cache:
-        """Return a request's pages as the cache of one forward pass.
+        """Return a view of a request's blocks as the transformers `Cache` of one forward pass.
 
         Args:
-            tables: block ids by position, for each group. They must cover all tokens of the pass.
+            tables: block ids by position, for each KV cache group. The blocks must have room for all tokens
+                of the pass.
             computed: number of tokens whose K and V are in the blocks.
         """
         table_of = {n: ids for numbers, ids in zip(self.groups, tables, strict=True) for n in numbers}
@@ -77,13 +80,13 @@ class Pages:
 
 
 class PagedLayer(CacheLayerMixin):
-    """K and V of one request in one layer, for one forward pass."""
+    """View of one request's K and V in one layer, which transformers uses as the cache of a forward pass."""
 
     def __init__(self, pages: torch.Tensor, table: torch.Tensor, computed: int) -> None:
-        """Create a view of a request's pages.
+        """Create a view of a request's blocks in one layer.
 
         Args:
-            pages: tensor of the layer, as in `Pages.layers`.
+            pages: tensor of the layer, of shape (blocks, 2, heads, tokens per block, head_dim).
             table: block ids of the request by position, int64.
             computed: number of tokens whose K and V are in the blocks.
         """
@@ -91,9 +94,15 @@ class PagedLayer(CacheLayerMixin):
         self._pages, self._table, self._computed = pages, table, computed
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Write K and V of the pass, each (1, heads, tokens, head_dim), and return K and V of all tokens.
+        """Write K and V of the pass's tokens to the blocks, and return K and V of all tokens.
 
-        K and V of tokens that have left the window are zero. The attention mask hides these tokens.
+        K and V of tokens that have left a sliding window may be zero. The attention mask hides these tokens.
+
+        Args:
+            key_states, value_states: K and V of the pass, each of shape (1, heads, tokens, head_dim).
+
+        Returns:
+            K and V of all tokens of the request, each of shape (1, heads, tokens, head_dim).
         """
         size, total = self._pages.shape[3], self._computed + key_states.shape[2]
         at = torch.arange(self._computed, total)
@@ -104,23 +113,30 @@ class PagedLayer(CacheLayerMixin):
         return found[:1], found[1:]
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens before the pass."""
+        """Return the number of the request's tokens before the forward pass."""
         return self._computed
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of tokens that `update` returns, and the position of the first one."""
+        """Return the number of tokens that the attention mask covers, and the position of the first one."""
         return self._computed + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: only the request's blocks limit the length."""
+        """Return -1, which means no limit: only the request's blocks limit the length."""
         return -1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the pages are allocated already."""
+        """Do nothing, because the tensor of the layer is already allocated."""
 
 
 def _layer(number: int, pages: torch.Tensor) -> Layer:
-    """Describe the pages of a layer, under the layer's name in vLLM, because peers match layers by name."""
+    """Describe a layer's tensor to kvferry, under the name that the layer has in vLLM.
+
+    Peers match layers by name.
+
+    Args:
+        number: index of the layer.
+        pages: tensor of the layer, of shape (blocks, 2, heads, tokens per block, head_dim).
+    """
     _, _, heads, tokens, width = pages.shape
     item = pages.element_size()
     axes = (

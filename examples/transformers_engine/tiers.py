@@ -25,10 +25,13 @@ CHUNK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 300, 16
 
 
 class SpoiledEngine(Engine):
-    """Engine that overwrites loaded KV with zeros after all checks. It is the negative control."""
+    """Engine that overwrites loaded KV with zeros after all checks: a negative control.
+
+    Its answers must differ, which shows that the demonstration really uses loaded KV.
+    """
 
     def load(self, request: Request) -> Counter[str]:
-        """Load as `Engine.load` does, then overwrite the request's blocks with zeros."""
+        """Load a prompt's KV as the base class does, then overwrite the request's blocks with zeros."""
         places = super().load(request)
         for numbers, blocks in zip(self.pages.groups, request.tables.blocks, strict=True):
             for number in numbers:
@@ -37,9 +40,9 @@ class SpoiledEngine(Engine):
 
 
 def answer(checkpoint: Path, directory: Path, kind: type[Engine] = Engine, times: int = 1) -> list[Answer]:
-    """Answer the same prompt several times, with a host memory tier and a file tier.
+    """Answer the same prompt several times, with an engine that has a host memory tier and a file tier.
 
-    The stores of an answer finish before the next one begins.
+    The stores of an answer finish before the next answer begins.
 
     Args:
         checkpoint: folder of the model.
@@ -65,14 +68,18 @@ def answer(checkpoint: Path, directory: Path, kind: type[Engine] = Engine, times
 
 
 def prompt(checkpoint: Path) -> list[int]:
-    """Return the token ids of a prompt of English text."""
+    """Return the token ids of a prompt of English text.
+
+    Args:
+        checkpoint: folder of the model, for its tokenizer.
+    """
     text = next(passages(8 * PROMPT_TOKENS))
     tokens: list[int] = AutoTokenizer.from_pretrained(checkpoint)(text)["input_ids"]
     return tokens[:PROMPT_TOKENS]
 
 
 def damage(directory: Path) -> int:
-    """Change one byte of every chunk file; return the number of files."""
+    """Change one byte of every chunk file in a folder, and return the number of files."""
     files = list(directory.rglob("*.kv"))
     for file in files:
         content = bytearray(file.read_bytes())
@@ -83,13 +90,13 @@ def damage(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One answer of the demonstration, and whether it is as expected.
+    """Answer of one step of the demonstration, and whether it is as expected.
 
     Attributes:
         what: description of the step.
         answer: answer of the engine.
         same: True if the answer's tokens equal those of the first answer.
-        expected: True if `same` and the places that the KV came from are as expected.
+        expected: True if `same` and the sources of the prompt's KV are as expected.
     """
 
     what: str
@@ -98,7 +105,7 @@ class Outcome:
     expected: bool
 
     def __str__(self) -> str:
-        """Return three lines of text for people."""
+        """Return a description of three lines: the step, the sources of the prompt's KV, and the answer."""
         places = [f"{tokens} from {place}" for place, tokens in self.answer.loaded.items()]
         tokens = ", ".join([*places, f"{self.answer.computed} computed"])
         verdict = "as expected" if self.expected else "NOT as expected"
@@ -111,7 +118,9 @@ class Outcome:
 
 
 def demonstrate(checkpoint: Path, directory: Path, say: Callable[[str], None] = print) -> bool:
-    """Run the demonstration; return True if every answer is as expected.
+    """Store a prompt's KV and continue the prompt in other processes; return True if all is as expected.
+
+    Prints each answer, and includes two controls: overwritten KV and damaged files.
 
     Args:
         checkpoint: folder of the model.
@@ -142,6 +151,6 @@ def demonstrate(checkpoint: Path, directory: Path, say: Callable[[str], None] = 
 
 
 def _elsewhere(call: Callable[[], list[Answer]]) -> list[Answer]:
-    """Run a call in a new process, which ends with the call; return its result."""
+    """Call a function in a new process, and return its result. The process ends after the call."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(call).result()

@@ -14,7 +14,7 @@ CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors with vLLM's factory, which imports their modules when it first needs them."""
+    """Register kvferry's connectors with vLLM by name. vLLM imports a connector's module when needed."""
     # This runs in every vLLM where kvferry is installed, so it must not import `compat`, which loads much.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 

@@ -22,7 +22,7 @@ from kvferry.engines.vllm.compat.requests import (
 
 @dataclass(frozen=True, slots=True)
 class VLLMItem:
-    """An image, video or audio clip in a prompt; satisfies `PromptItem`.
+    """Image, video or audio clip in a prompt, with the interface that kvferry expects (`PromptItem`).
 
     Attributes:
         feature: vLLM's MultiModalFeatureSpec of the item.
@@ -32,32 +32,37 @@ class VLLMItem:
 
     @property
     def offset(self) -> int:
-        """Index, in the prompt, of the first token that the item stands for."""
+        """Position in the prompt of the item's first placeholder token."""
         return int(self.feature.mm_position.offset)
 
     @property
     def length(self) -> int:
-        """Number of prompt tokens that the item stands for."""
+        """Number of prompt tokens that are placeholders for the item."""
         return int(self.feature.mm_position.length)
 
     @property
     def is_ambiguous(self) -> bool:
-        """True if the item's identifier has, or may have, stood for other content too."""
+        """True if items with the same identifier have, or may have, had other content."""
         return items.is_uncertain(self.feature)
 
     def name(self) -> str:
-        """Return a digest of the item's content, as `items.name_of` does."""
+        """Return the name of the item: a digest of its content, 32 hex digits.
+
+        Raises:
+            Unnameable: no reliable digest can be computed.
+        """
         return items.name_of(self.feature)
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMRequest:
-    """A request in vLLM's scheduler; satisfies `Request`.
+    """Request in vLLM's scheduler, with the interface that kvferry expects (`Request`).
 
     Attributes:
         raw: vLLM's request.
         hash_block_tokens: number of tokens per block that vLLM hashes; None or 0 without prefix caching.
-        sampled_below: number of token ids that the engine can sample, for `compat.requests.trim_prompt`.
+        sampled_below: number of token ids that the engine can sample; 0 without a draft model. Used by
+            `trim_prompt`.
     """
 
     raw: Any
@@ -66,22 +71,22 @@ class VLLMRequest:
 
     @property
     def request_id(self) -> str:
-        """Id of the request in the scheduler."""
+        """Id of the request in vLLM's scheduler."""
         return str(self.raw.request_id)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the request: its prompt and its answer so far."""
+        """Number of tokens in the request's prompt and in its answer so far."""
         return int(self.raw.num_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
+        """Number of tokens in the request's prompt."""
         return int(self.raw.num_prompt_tokens)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens whose KV is in the request's blocks when the steps scheduled so far are done."""
+        """Number of tokens whose KV is in the request's blocks when all scheduled steps are done."""
         return int(self.raw.num_computed_tokens)
 
     @property
@@ -93,37 +98,38 @@ class VLLMRequest:
     def prompt_token_ids(self) -> Sequence[int] | None:
         """Token ids of the prompt; None if the prompt is not made of token ids.
 
-        A prompt of embeddings may have token ids too. But these are placeholders, so the result is None.
+        The result is also None for a prompt of embeddings that has token ids, because these are only
+        placeholders.
         """
         ids: Sequence[int] | None = self.raw.prompt_token_ids
         return ids if getattr(self.raw, "prompt_embeds", None) is None else None
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Token ids of the prompt and of the answer so far."""
+        """Token ids of the request's prompt and of its answer so far."""
         ids: Sequence[int] = self.raw.all_token_ids
         return ids
 
     @property
     def adapter(self) -> LoraAdapter | None:
-        """LoRA adapter of the request; None without one."""
+        """LoRA adapter that the request uses; None without an adapter."""
         adapter: LoraAdapter | None = self.raw.lora_request
         return adapter
 
     @property
     def items(self) -> Sequence[VLLMItem]:
-        """Images and other multimodal items of the prompt."""
+        """Images, videos and audio clips in the request's prompt."""
         return [VLLMItem(feature) for feature in self.raw.mm_features or ()]
 
     @property
     def cache_salt(self) -> str | None:
-        """Salt that separates the request's KV from that of equal prompts; None without one."""
+        """Text that separates the request's KV from that of equal prompts; None without one."""
         salt: str | None = self.raw.cache_salt
         return salt
 
     @property
     def arrives_in_parts(self) -> bool:
-        """True if the client may send more of the prompt later."""
+        """True if the client may send more of the request's prompt later."""
         return bool(getattr(self.raw, "resumable", False))
 
     @property
@@ -133,54 +139,64 @@ class VLLMRequest:
 
     @property
     def trace_headers(self) -> Mapping[str, str]:
-        """Trace context headers of the request; not validated."""
+        """Headers of the request with its trace context, not validated; empty without a trace."""
         return self.raw.trace_headers or {}
 
     @property
     def own_hit(self) -> int | None:
-        """Number of tokens that vLLM's prefix cache had at the first admission; None after a preemption."""
+        """Number of tokens that vLLM's own prefix cache had at the request's first admission.
+
+        None if the request was preempted, because vLLM then does not report the number.
+        """
         return own_hit(self.raw)
 
     @property
     def is_complete(self) -> bool:
-        """True if the request has ended by itself, so all its tokens are computed."""
+        """True if the request stopped or reached its maximum length, and was not aborted.
+
+        All its tokens are then computed.
+        """
         return finished_whole(self.raw)
 
     @property
     def needs_blocks(self) -> bool:
-        """True if the request is queued and holds no blocks."""
+        """True if the request is queued and holds no blocks, because it is new or was preempted."""
         return waits_for_blocks(self.raw)
 
     @property
     def was_rejected(self) -> bool:
-        """True if the API server refused the request, or its client left before the engine received it."""
+        """True if the API server refused the request, or the client left before the engine got it."""
         return was_rejected(self.raw)
 
     @property
     def why_no_cache(self) -> str | None:
-        """Reason why the request may read no cache; None if it may."""
+        """Reason why the request may use no cached KV; None if the request may use it."""
         return reads_no_cache(self.raw)
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token as `compat.requests.trim_prompt` does; return True if it was dropped."""
+        """Drop the last prompt token, because another engine continues the request and computes this token.
+
+        Returns:
+            True if the token was dropped. False if the request cannot be shortened and is unchanged.
+        """
         return trim_prompt(self.raw, self.hash_block_tokens, self.sampled_below)
 
 
 class VLLMRequests:
-    """Factory of `VLLMRequest` objects for the requests of one engine."""
+    """Factory that wraps vLLM's requests of one engine for kvferry's connector."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._hash_block_tokens: int | None = kv_cache_config.hash_block_size
         self._sampled_below = vocabulary_size(vllm_config) if reads_ahead(vllm_config) else 0
 
     def wrap(self, raw: Any) -> VLLMRequest:
-        """Wrap a request of vLLM for the connector."""
+        """Return one of vLLM's requests with the interface that kvferry's connector expects."""
         return VLLMRequest(raw, self._hash_block_tokens, self._sampled_below)
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMStep:
-    """A step that vLLM has scheduled; satisfies `Step`.
+    """Step that vLLM has scheduled, with the interface that kvferry expects (`Step`).
 
     Attributes:
         output: vLLM's SchedulerOutput of the step.
@@ -196,7 +212,7 @@ class VLLMStep:
 
     @property
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
-        """Snapshots of recurrent state that the step leaves in blocks, by request id.
+        """Snapshots (recurrent state at one position) that the step leaves in blocks, by request id.
 
         Each snapshot is (index of the KV cache group, block id, number of tokens that the state has seen).
         """
@@ -204,6 +220,6 @@ class VLLMStep:
         return state.boundary_state_offloads if state else {}
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return the block ids of a request, per KV cache group, including blocks that the step writes."""
+        """Return a request's block ids for each KV cache group, including blocks that the step writes."""
         ids: BlockIds = self.output.kv_connector_block_state.resolve_block_ids(request_id)
         return ids

@@ -30,10 +30,13 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
 class VLLMScheduler:
-    """Forwards vLLM's hooks in the scheduler to a `SchedulerHalf`, and listens to its events."""
+    """Part of the connector in vLLM's scheduler: forwards vLLM's hooks to kvferry's scheduler half.
+
+    Also collects metrics, traces and logs from the scheduler half's events.
+    """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-        """Create the scheduler half and the listeners to its events.
+        """Create the scheduler half, and the listeners that turn its events into metrics, traces and logs.
 
         Args:
             vllm_config, kv_cache_config: vLLM's configurations.
@@ -66,7 +69,7 @@ class VLLMScheduler:
         self._pool: Any = None
 
     def bind_pool(self, pool: Any) -> None:
-        """Remember the engine's block pool, which `start` hands to the scheduler half."""
+        """Store the engine's block pool. `start` passes the pool to the scheduler half."""
         self._pool = pool
 
     def start(self, cards: tuple[WorkerCard, ...]) -> None:
@@ -76,8 +79,8 @@ class VLLMScheduler:
             cards: handshakes of all workers, sorted by (pp_rank, tp_rank).
 
         Raises:
-            ConfigError: the workers belong to another connector, the transfer log cannot be opened, or
-                `SchedulerHalf.start` refuses the workers.
+            ConfigError: the workers belong to another connector, the transfer log cannot be opened, or the
+                scheduler half refuses the workers.
         """
         if any(card.info.settings != self._config.anywhere for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
@@ -97,7 +100,11 @@ class VLLMScheduler:
         self._explaining.start()
 
     def on_new_request(self, request: Any) -> None:
-        """Handle a new request in the scheduler, and record the identifiers of its images and other items."""
+        """Handle a request that vLLM's scheduler has received.
+
+        Also records the identifiers of the request's images and other items, to detect identifiers that stand
+        for several contents.
+        """
         self._identifiers.note(request)
         self.half.on_new_request(self._requests.wrap(request))
 
@@ -106,8 +113,8 @@ class VLLMScheduler:
 
         Args:
             request: vLLM's request.
-            local_tokens: number of prompt tokens that the engine's own prefix cache has. The tokens to load
-                come after them.
+            local_tokens: number of prompt tokens that the engine's own prefix cache has. The loaded tokens
+                follow these tokens.
         """
         return self.half.admission.matched(self._requests.wrap(request), local_tokens)
 
@@ -122,24 +129,32 @@ class VLLMScheduler:
         self.half.admission.allocated(self._requests.wrap(request), blocks, external)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request.
+        """Handle the end of a request, and decide whether vLLM may free its blocks.
 
         Returns:
             True if vLLM must keep the request's blocks until kvferry releases them, and the
-            ``kv_transfer_params`` of the response; None if the response has none.
+                ``kv_transfer_params`` of the response (None if the response has none).
 
         Args:
             request: vLLM's request.
-            block_ids: block ids of the request, per KV cache group.
+            block_ids: block ids of the request, for each KV cache group.
         """
         return self.half.finished(self._requests.wrap(request), block_ids)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
-        """Return the loads, stores and other work that the workers must do in the coming step."""
+        """Return the message with the loads, stores and other work of the workers in the coming step.
+
+        Args:
+            scheduler_output: vLLM's SchedulerOutput of the step.
+        """
         return SchedulerMeta(self._engine_id, self.half.orders(VLLMStep(scheduler_output)))
 
     def take_output(self, output: Any) -> None:
-        """Pass the workers' reports on a step to the scheduler half."""
+        """Pass the workers' reports about a step to the scheduler half.
+
+        Args:
+            output: vLLM's KVConnectorOutput of the step.
+        """
         if isinstance(output.kv_connector_worker_meta, WorkerMeta):
             self.half.take_reports(output.kv_connector_worker_meta.reports)
         if output.finished_sending:
@@ -148,15 +163,15 @@ class VLLMScheduler:
     def take_stats(self) -> FerryStats | None:
         """Return the metric counts since the last call, and clear them; None if there are none.
 
-        This also tells the scheduler half that a step is done, because vLLM calls it once at the end of each
-        step.
+        vLLM calls this once at the end of each step. So the call also tells the scheduler half that the step
+        is done.
         """
         self.half.step_done()
         counted = self._fold.take()
         return FerryStats.of(counted) if counted else None
 
     def shutdown(self) -> None:
-        """Stop all threads and close the logs."""
+        """Stop the scheduler half and its threads, and close the logs."""
         self._explaining.close()
         self.half.shutdown()
         if self._log is not None:

@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The tensor-parallel rank that holds a page.
+    """Tensor-parallel rank that holds a page of recurrent state, and the memory order of its convolutions.
 
     Attributes:
         rank, ranks: index of the rank, and number of ranks.
-        channels_first: True if the engine keeps convolutions in vLLM's ``DS`` order, False for ``SD``.
+        channels_first: True if the engine stores convolution states in vLLM's ``DS`` order (channels,
+            window), False for ``SD`` (window, channels).
     """
 
     rank: int
@@ -47,10 +48,10 @@ class Rank:
 
 
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
-    """Describe a page of recurrent state: as fields if their positions are proved, else as opaque bytes.
+    """Describe a page of recurrent state: by its fields if they can be proved, else as opaque bytes.
 
     Args:
-        layer: the engine's state layer, for its dimensions and weight loaders.
+        layer: the engine's recurrent layer, for its dimensions and weight loaders.
         name: name of the layer, for messages.
         spec: the layer's `MambaSpec`.
         device: type of the device that holds the state, such as ``cuda``.
@@ -76,7 +77,13 @@ def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> 
 
 
 def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, ...], str]:
-    """Find the fields in a page of recurrent state, and check them against the layer's weight loaders.
+    """Find the fields of a page of recurrent state, and check them against the layer's weight loaders.
+
+    Args:
+        layer: the engine's recurrent layer.
+        kind: name of the layer's Mamba type, such as ``MAMBA2``.
+        spec: the layer's `MambaSpec`.
+        rank: rank that holds the page.
 
     Returns:
         Fields and an empty string. If the fields are not proved, the second element is the reason.
@@ -98,10 +105,17 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
-    """Return the number of columns of the convolution's window in memory.
+    """Return the number of columns that a convolution's window (its last inputs) has in memory.
 
-    The number includes scratch columns for speculative decoding. Return None if the shapes that vLLM declares
-    are not those of the state's format.
+    The number includes scratch columns for speculative decoding.
+
+    Args:
+        state: format of the layer's state over all ranks.
+        spec: the layer's `MambaSpec`.
+        rank: rank that holds the state.
+
+    Returns:
+        Number of columns; None if the shapes in `spec` do not fit the format.
     """
     declared = tuple(tuple(shape) for shape in spec.shapes)
     for columns in (state.window, state.window + int(spec.num_speculative_blocks)):
@@ -111,11 +125,11 @@ def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
 
 
 def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Rank) -> tuple[Field, ...]:
-    """Return the fields of one rank's page.
+    """Return the fields of one rank's page of recurrent state.
 
     Args:
         state: format of the layer's state over all ranks.
-        columns: number of columns of the convolution's window in memory.
+        columns: number of columns that the convolution's window has in memory.
         item_bytes: bytes per element of each state that exists: first the convolution, then the recurrent
             state.
         rank: rank that holds the page.
@@ -128,9 +142,15 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
 
 def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tuple[Field, ...]:
-    """Return a field for each segment of the convolution (the channels of one projection).
+    """Return the fields of a convolution's state: one field for the channels of each projection.
 
-    The segments share one array, (channels, columns) or (columns, channels).
+    All fields are parts of one array, of shape (channels, columns) or (columns, channels).
+
+    Args:
+        state: format of the layer's state over all ranks.
+        columns: number of columns that the convolution's window has in memory.
+        item: bytes per element.
+        rank: rank that holds the state.
     """
     channels = sum(segment.held(rank.ranks) for segment in state.segments)
     channel, column = (columns * item, item) if rank.channels_first else (item, channels * item)
@@ -149,7 +169,14 @@ def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tup
 
 
 def _recurrent(axes: tuple[tuple[str, int], ...], offset: int, item: int, rank: Rank) -> Field:
-    """Return the field of the recurrent state, a dense array whose first axis is sharded over the ranks."""
+    """Return the field of a recurrent state: a dense array whose first axis is sharded over the ranks.
+
+    Args:
+        axes: (name, number of elements over all ranks) of each axis.
+        offset: byte offset of the array in the page.
+        item: bytes per element.
+        rank: rank that holds the page.
+    """
     (name, total), *inner = axes
     held = total // rank.ranks
     counts = [count for _, count in inner]

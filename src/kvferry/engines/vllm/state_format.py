@@ -16,14 +16,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Channels of a convolution that come from one projection.
+    """Channels of a convolution that come from the same projection.
 
     >>> Segment("conv.b", units=1, width=32).held(4), Segment("conv.b", units=8, width=32).held(4)
     (32, 64)
 
     Attributes:
-        name: name of the segment's field.
-        units: number of heads, groups or channels over all ranks. Units are never split between ranks. A
+        name: name of the field that describes these channels.
+        units: number of heads, groups or channels over all ranks. A unit is never split between ranks. A
             single unit is copied to every rank.
         width: number of channels per unit.
     """
@@ -34,29 +34,30 @@ class Segment:
 
     @property
     def channels(self) -> int:
-        """Number of channels over all ranks, without copies."""
+        """Number of the segment's channels over all ranks. Copies on several ranks count once."""
         return self.units * self.width
 
     @property
     def copied(self) -> bool:
-        """True if every rank has all channels of the segment, because it has only one unit."""
+        """True if every rank has all channels of the segment: it has a single unit."""
         return self.units == 1
 
     def held(self, ranks: int) -> int:
-        """Return the number of channels that each rank has if there are `ranks` ranks."""
+        """Return the number of the segment's channels on each rank, if there are `ranks` ranks."""
         return self.channels if self.copied else self.units // ranks * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """State that one layer keeps for a sequence, over all ranks.
+    """Format of the recurrent state that one layer keeps for a sequence, over all ranks.
 
     Attributes:
-        window: number of inputs that the convolution remembers per channel, its kernel size less one; 0
-            without a convolution.
-        segments: segments of the convolution's channels, in the order of vLLM and of checkpoints.
+        window: number of inputs that the convolution remembers per channel, which is its kernel size less
+            one; 0 without a convolution.
+        segments: groups of the convolution's channels, one per projection, in the order of vLLM and of
+            checkpoints.
         recurrent: (name, count) of each axis of the recurrent state. The first axis is sharded, and the last
-            one varies fastest. Empty without a recurrent state.
+            axis varies fastest. Empty without a recurrent state.
     """
 
     window: int
@@ -64,12 +65,13 @@ class StateFormat:
     recurrent: tuple[tuple[str, int], ...]
 
     def shapes(self, ranks: int, columns: int, channels_first: bool) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes that vLLM declares for the states of one rank: convolution, then recurrent state.
+        """Return the shapes that vLLM declares for one rank's states: convolution, then recurrent state.
 
         Args:
             ranks: number of tensor-parallel ranks.
-            columns: number of columns of the window in memory.
-            channels_first: True for vLLM's ``DS`` order of a convolution, False for ``SD``.
+            columns: number of columns that the convolution's window has in memory.
+            channels_first: True if a convolution's state is in vLLM's ``DS`` order (channels, window), False
+                for ``SD`` (window, channels).
         """
         shapes: list[tuple[int, ...]] = []
         if self.segments:
@@ -81,24 +83,27 @@ class StateFormat:
         return tuple(shapes)
 
     def uneven(self, ranks: int) -> list[str]:
-        """Return the names of the segments and states that cannot be divided evenly among `ranks` ranks."""
+        """Return the names of the fields that cannot be divided evenly among `ranks` ranks."""
         shared = [(s.name, s.units) for s in self.segments if not s.copied]
         shared += [("ssm", count) for _, count in self.recurrent[:1]]
         return [name for name, count in shared if count % ranks]
 
 
 def mamba1(layer: Any) -> StateFormat:
-    """Return the format of `MambaMixer`: one convolution channel and one row of state per inner channel."""
+    """Return the state format of a Mamba 1 layer (`MambaMixer`).
+
+    There are one convolution channel and one row of recurrent state per inner channel.
+    """
     channels = layer.intermediate_size
     recurrent = (("channel", channels), ("state", layer.ssm_state_size))
     return StateFormat(layer.conv_kernel_size - 1, (Segment("conv.x", channels),), recurrent)
 
 
 def mamba2(layer: Any) -> StateFormat:
-    """Return the format of `MambaMixer2`: x is sharded by heads, B and C by groups.
+    """Return the state format of a Mamba 2 layer (`MambaMixer2`). x is sharded by heads, B and C by groups.
 
-    A single group is on every rank. vLLM counts it once per rank (`extra_groups_for_head_shards`), so
-    `layer.n_groups` is then the number of ranks. The norm still has the model's number of groups.
+    A single group is copied to every rank. `layer.n_groups` is then the number of ranks, because vLLM counts
+    each copy (`extra_groups_for_head_shards`). So the number of groups is read from the layer's norm.
     """
     segments = (
         Segment("conv.x", layer.num_heads, layer.head_dim),
@@ -110,7 +115,7 @@ def mamba2(layer: Any) -> StateFormat:
 
 
 def gated_delta(layer: Any) -> StateFormat:
-    """Return the format of a gated delta net, or of Kimi delta attention.
+    """Return the state format of a gated delta net or of Kimi delta attention.
 
     A gated delta net shards q and k by key heads, and v by value heads. In Kimi delta attention, q, k and v
     have the same heads.
@@ -129,13 +134,13 @@ def gated_delta(layer: Any) -> StateFormat:
 
 
 def linear(layer: Any) -> StateFormat:
-    """Return the format of lightning attention: one matrix per head, and no convolution."""
+    """Return the state format of lightning attention: one matrix per head, and no convolution."""
     recurrent = (("head", layer.num_heads), ("key", layer.head_dim), ("value", layer.head_dim))
     return StateFormat(0, (), recurrent)
 
 
 def short_conv(layer: Any) -> StateFormat:
-    """Return the format of LFM2's gated short convolution, which has a convolution but no recurrent state."""
+    """Return the state format of LFM2's gated short convolution, which has no recurrent state."""
     return StateFormat(layer.L_cache - 1, (Segment("conv", layer.conv_dim),), ())
 
 

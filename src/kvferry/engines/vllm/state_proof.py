@@ -20,10 +20,12 @@ from kvferry.geometry import Field
 
 
 def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Return the reason why the fields are wrong for this rank; empty if the weight loaders confirm them.
+    """Return the reason why the fields of a rank's recurrent state are wrong; empty if they are right.
+
+    The layer's weight loaders show which channels and heads the rank has.
 
     Args:
-        layer: the engine's state layer.
+        layer: the engine's recurrent layer.
         state: format of the layer's state over all ranks.
         fields: fields of this rank's page.
     """
@@ -38,11 +40,17 @@ def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
 
 
 def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check which channels this rank has with the weight loader of the convolution.
+    """Check which convolution channels this rank has, by what the convolution's weight loader keeps.
 
-    Return the reason why the fields are wrong; an empty string if they are right.
+    The loader gets a weight in which every element is the index of its channel.
 
-    The weight has the shape (channels of this rank, 1, kernel).
+    Args:
+        layer: the engine's recurrent layer.
+        state: format of the layer's state over all ranks.
+        fields: fields of this rank's page.
+
+    Returns:
+        Reason why the fields are wrong; empty if they are right.
     """
     module = getattr(layer, "conv1d", None)
     weight = (layer.conv if module is None else module).weight
@@ -68,12 +76,18 @@ def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field])
 
 
 def _heads_disproved(layer: Any, field: Field) -> str:
-    """Check which heads this rank has with a weight loader.
+    """Check which heads this rank has, by what a weight loader of the layer keeps.
 
-    Return the reason why the field is wrong; an empty string if it is right.
+    The loader gets a weight in which every element is the index of its row. Each head has one element or a
+    fixed number of rows of this weight. Lightning attention has no such weight, so its slopes are compared
+    instead.
 
-    The weight has one element, or a fixed number of rows, per head. Lightning attention has no such weight,
-    so its slopes are compared instead.
+    Args:
+        layer: the engine's recurrent layer.
+        field: field of the recurrent state.
+
+    Returns:
+        Reason why the field is wrong; empty if it is right.
     """
     axis = field.axes[0]
     if hasattr(layer, "tp_slope"):
@@ -92,10 +106,15 @@ def _heads_disproved(layer: Any, field: Field) -> str:
 
 
 def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new parameter with the class and attributes of `weight`: float32 of `shape`, filled with -1.
+    """Return a new parameter with the class and attributes of another one, filled with -1.
 
-    float32 holds every index below 16,777,216 exactly. The shape is an argument because on some CPUs vLLM
-    packs weights after it has loaded them, which changes their shape.
+    Args:
+        weight: parameter of the layer; not changed.
+        shape: shape of the new parameter. It may differ from the shape of `weight`, because vLLM packs
+            weights on some CPUs.
+
+    Returns:
+        Parameter of dtype float32, which holds every index below 16,777,216 exactly.
     """
     data = torch.full(shape, -1.0, dtype=torch.float32)
     scratch = torch.Tensor._make_subclass(type(weight), data, False)  # noqa: FBT003 - positional in torch
@@ -108,7 +127,7 @@ def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
 
     Args:
         indices: index of each channel.
-        like: weight that has the same kernel size.
+        like: convolution weight whose kernel size the result has.
 
     Returns:
         float32 of shape (channels, 1, kernel).
@@ -117,6 +136,6 @@ def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _loads_in_parts(loader: Any) -> bool:
-    """Return True if a weight loader loads one segment per call, and so requires the index of the segment."""
+    """Return True if a weight loader loads the channels of one projection per call, and needs its index."""
     part = inspect.signature(loader).parameters.get("loaded_shard_id")
     return part is not None and part.default is inspect.Parameter.empty

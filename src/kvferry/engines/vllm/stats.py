@@ -19,10 +19,10 @@ from kvferry.observe.metrics_delta import MetricsDelta
 
 
 class FerryStats(KVConnectorStats):
-    """Metric counts since the last report, in a subclass of the stats that vLLM sends to its API server.
+    """Metric counts since the last report, in the form in which vLLM sends them to its API server.
 
     Attributes:
-        data: counts in the form of `MetricsDelta.plain`, which can be sent to another process.
+        data: counts as plain values, as `MetricsDelta.plain` returns them.
     """
 
     data: dict[str, Any]
@@ -32,7 +32,7 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counted: MetricsDelta) -> FerryStats:
-        """Create stats from metric counts."""
+        """Create stats that vLLM can send from the counts that the connector has collected."""
         return cls(counted.plain())
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class FerryStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary of the counts for the engine's log: value by label."""
+        """Return a summary of the counts for the engine's log: numbers by description."""
         counted = MetricsDelta.read(self.data)
         said: dict[str, int | float] = {}
         for (name, labels), n in counted.counters.items():
@@ -71,7 +71,7 @@ class FerryStats(KVConnectorStats):
 
 
 class FerryMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of the connector, in the API server's process."""
+    """Prometheus metrics of the connector, which exist in the API server's process."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class FerryMetrics(KVConnectorPromMetrics):
         self._metrics = {name: made(metric, metric_types, labelnames) for name, metric in METRICS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add counts to the metrics.
+        """Add the counts that an engine has sent to the Prometheus metrics.
 
         Args:
-            transfer_stats_data: counts that an engine has sent, in the form of `MetricsDelta.plain`.
+            transfer_stats_data: counts as plain values, as `MetricsDelta.plain` returns them.
             engine_idx: index of the engine.
         """
         counted, engine = MetricsDelta.read(transfer_stats_data), self.per_engine_labelvalues[engine_idx]
@@ -103,12 +103,12 @@ class FerryMetrics(KVConnectorPromMetrics):
 
 
 def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
-    """Create a Prometheus metric.
+    """Create a Prometheus metric from its definition.
 
     Args:
         metric: definition of the metric.
         types: class to use in place of each Prometheus class.
-        labels: names of the engine's labels, which precede the metric's own labels.
+        labels: names of the engine's labels. They precede the metric's own labels.
     """
     of: dict[str, Any] = {
         "name": f"{PREFIX}{metric.name}",
@@ -124,7 +124,10 @@ def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> An
 
 
 def unregister(names: Collection[str]) -> None:
-    """Remove the metrics of an earlier engine in this process, as vLLM does with its own metrics."""
+    """Remove metrics with these names from the Prometheus registry.
+
+    An earlier engine in this process may have left them. vLLM does the same with its own metrics.
+    """
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "") in names:
             REGISTRY.unregister(collector)

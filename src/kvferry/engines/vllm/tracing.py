@@ -13,7 +13,7 @@ from kvferry.observe.spans import SpanListener, TraceSpan
 
 
 def tracing() -> Listener:
-    """Return an event listener that exports spans of requests. Use it only if the engine has tracing on."""
+    """Return an event listener that exports trace spans of requests. The engine must have tracing on."""
     return SpanListener(_exported())
 
 

