@@ -20,11 +20,11 @@ _CALIBRATE = "kvferry bench calibrate, while nothing else runs"
 
 
 def check(path: str | None, found: ReadTimings | None, now: datetime | None = None) -> Finding:
-    """Compare the planner's costs with measurements on this machine.
+    """Check the transfer planner's costs against READ times that were measured on this machine.
 
     Args:
-        path: path of the configuration's costs file; None for the user's default file.
-        found: timed READs on this machine; None if there are none.
+        path: path of the costs file that the configuration names; None for the user's default file.
+        found: measured times of READs on this machine; None if there are none.
         now: current time, from which the age of the file is computed; None for the clock's time.
     """
     subject = "costs"
@@ -56,7 +56,14 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
 
 
 def _off(used: Costs, found: ReadTimings) -> float:
-    """Return measured divided by expected READ time, for the READ size where it differs most from 1."""
+    """Return the measured time of a READ divided by the expected time.
+
+    If READs of several sizes were timed, this is the ratio that is farthest from 1, in either direction.
+
+    Args:
+        used: costs that the transfer planner assumes.
+        found: measured times of READs on this machine.
+    """
     times = [
         seconds / (count * used.read_descriptor_seconds + moved * used.read_byte_seconds)
         for count, moved, seconds in found.timed

@@ -100,7 +100,7 @@ def examine_engines(
 
     Args:
         targets: engines and routers to examine.
-        keys: CURVE keys of the control channels; None if this machine has none.
+        keys: CURVE keys, which encrypt control channels; None if this machine has none.
 
     Returns:
         A section of the report per target, and the examined engines.
@@ -149,7 +149,15 @@ def _section(one: Target, findings: Sequence[Finding]) -> ReportSection:
 
 
 def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[str, Role], ...]]:
-    """Examine a target. Return the result and, if it is a router, the URLs and roles of its engines."""
+    """Examine one engine or router.
+
+    Args:
+        one: engine or router to examine.
+        keys: CURVE keys, which encrypt control channels; None if this machine has none.
+
+    Returns:
+        The findings on the target. If it is a router, also the URL and role of each of its engines.
+    """
     seen = ExaminedEngine(one.name, one.role)
     control, offered = one.control, None
     other_ranks: tuple[OfferedKv | None, ...] = ()
@@ -173,12 +181,12 @@ def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[s
 
 
 def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
-    """Ask an engine's control channel for a description of the engine, and release the offered blocks.
+    """Ask an engine over its control channel to describe itself, and free the blocks of a test prompt.
 
     Args:
         control: host and port of the control channel.
-        keys: CURVE keys of the control channel; None if this machine has none.
-        offered: KV that the engine offered; None if it offered none.
+        keys: CURVE keys, which encrypt the control channel; None if this machine has none.
+        offered: KV of the test prompt, as the engine offered it over HTTP; None if it offered none.
 
     Raises:
         IdentifyError: no engine, or a different engine, answers at the address.
@@ -202,13 +210,13 @@ def _ranks(
     identity: EngineIdentity | None,
     keys: Keys | None,
 ) -> list[Finding]:
-    """Compare the other data-parallel ranks of an engine with the first one.
+    """Check that the other data-parallel ranks of an engine answer, with the same settings as the first rank.
 
     Args:
-        first: KV that the first rank offered.
+        first: KV of a test prompt that the first rank offered.
         other_ranks: KV that each other rank offered; None for a rank that offered none.
         identity: description of the first rank; None if its control channel could not be reached.
-        keys: CURVE keys of the control channels; None if this machine has none.
+        keys: CURVE keys, which encrypt control channels; None if this machine has none.
     """
     found, known = list[Finding](), {first.engine_id}
     for number, offered in enumerate(other_ranks, 1):
@@ -253,7 +261,12 @@ def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
 
 
 def _told(url: str, control: Address) -> list[Finding]:
-    """Return a note if the engine advertises a control channel that only its own machine can reach."""
+    """Return a note if an engine tells peers a control address that only the engine's own machine can reach.
+
+    Args:
+        url: URL of the engine's HTTP endpoint.
+        control: host and port of the control channel, as the engine tells them to peers.
+    """
     host = urlsplit(url).hostname or ""
     if not is_loopback(control[0]) or is_loopback(host):
         return []
@@ -267,7 +280,7 @@ def _told(url: str, control: Address) -> list[Finding]:
 
 
 def _who(identity: EngineIdentity) -> list[Finding]:
-    """Return findings that describe an engine: control channel, software, ranks and model."""
+    """Return findings that describe an engine: its control channel, software, ranks and model."""
     first = identity.ranks[0].geometry
     alike = Counter(f"{group.label} in blocks of {group.block_tokens}" for group in first.groups)
     groups = ", ".join(f"{count} x {label}" for label, count in alike.items())
@@ -286,7 +299,10 @@ def _who(identity: EngineIdentity) -> list[Finding]:
 
 
 def _ports(identity: EngineIdentity) -> list[Finding]:
-    """Check the listening ports of an engine, if it runs on this machine as this user."""
+    """Check who can reach the listening ports of an engine.
+
+    Only engines of this machine and user are checked.
+    """
     host, port = identity.address
     if not is_local_address(host):
         return []

@@ -45,7 +45,7 @@ class Examination:
 def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSection]:
     """Run all checks, and return the sections of the report.
 
-    The groups of checks run one after the other, because other work would disturb the timed checks.
+    The checks run one after the other, because other work would disturb the timed checks.
 
     Args:
         job: scope of the run.
@@ -78,11 +78,14 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
 def _this_machine(
     configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None]
 ) -> tuple[list[Finding], ReadTimings | None]:
-    """Check this machine. Return the findings, and the times of READs; None if no READ was timed.
+    """Check this machine, and time READs between two of its processes.
 
     Args:
         configs: settings of the checked configuration; empty if no configuration is checked.
         progress: function that is called with a short text before each slow step.
+
+    Returns:
+        The findings, and the times of READs; None if no READ was timed.
     """
     found = run_check("limits", _QUICK_SECONDS, machine.check)
     if not any(config.secret_file or not config.transfers for config in configs):
@@ -103,7 +106,7 @@ def _this_machine(
 
 
 def _timed(timed: list[ReadTimings]) -> list[Finding]:
-    """Return the findings about READs, and append the measured times to `timed`."""
+    """Check READs between two processes. Return the findings, and append the measured times to `timed`."""
     findings = []
     for one in reads.check():
         if isinstance(one, Finding):

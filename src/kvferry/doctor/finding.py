@@ -38,7 +38,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """The findings under one heading of the report, in the order of the output."""
+    """The findings under one heading of the report.
+
+    Attributes:
+        title: text of the heading.
+        findings: results of the checks, in the order of the output.
+    """
 
     title: str
     findings: tuple[Finding, ...]
@@ -81,11 +86,16 @@ def from_error(subject: str, error: Exception, advice: str = "correct it") -> Fi
 
     >>> from_error("port", ValueError("port is 70000; it must be 0 to 65535")).advice
     'it must be 0 to 65535'
+
+    Args:
+        subject: name of the checked thing, in a few words.
+        error: error whose message describes the problem.
+        advice: advice to the user if the message has no semicolon.
     """
     found, semicolon, said = str(error).rpartition("; ")
     return bad(subject, found, said) if semicolon else bad(subject, said, advice)
 
 
 def is_well(sections: Iterable[ReportSection]) -> bool:
-    """Return whether no finding is BAD."""
+    """Return True if no finding in the report is BAD."""
     return not any(finding.state is State.BAD for section in sections for finding in section.findings)

@@ -52,12 +52,12 @@ _METRICS = {"kvferry_": "KVFerryConnector", "vllm:nixl_": "NixlConnector"}
 
 @dataclass(frozen=True, slots=True)
 class OfferedKv:
-    """The KV of the test prompt, as the engine that computed it offers it to other engines.
+    """The KV of a test prompt, as the engine that computed it offers it to other engines.
 
     Attributes:
         address: host and port of the engine's control channel.
         engine_id: id of the engine.
-        ticket: random id of 16 bytes that claims the lease on the blocks.
+        ticket: random id of 16 bytes that claims the lease on the blocks with this KV.
     """
 
     address: Address
@@ -83,7 +83,7 @@ class UrlFindings:
 
 
 def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> UrlFindings:
-    """Examine the server at `url`. If it is an engine, it computes a prompt of four tokens and offers the KV.
+    """Examine the server at `url`. An engine computes a prompt of four tokens and offers its KV.
 
     Args:
         url: base URL without a trailing slash.
@@ -95,7 +95,13 @@ def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.en
 
 
 async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFindings:
-    """Examine the server at `url`, and return the result. Send `headers` with every request."""
+    """Examine the server at a URL, and return the result.
+
+    Args:
+        url: base URL without a trailing slash.
+        seconds: longest time for each answer.
+        headers: HTTP headers to send with every request.
+    """
     seen = UrlFindings()
     async with client(headers) as http:
 
@@ -122,13 +128,21 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFind
 
 
 def _router(health: HttpReply) -> dict[str, Any] | None:
-    """Return the JSON object of a router's `/health`; None if the answer is not from a router."""
+    """Return the JSON object of a router's ``/health``; None if the server is not a router.
+
+    Args:
+        health: answer of the server to ``/health``.
+    """
     said = health.json
     return said if isinstance(said, dict) and {"prefill", "decode"} <= said.keys() else None
 
 
 def _behind(said: dict[str, Any]) -> UrlFindings:
-    """Return the engines of a router and findings about them, from the JSON object of its `/health`."""
+    """Return the engines of a router, and findings on those that are down.
+
+    Args:
+        said: JSON object of the router's ``/health``.
+    """
     seen = UrlFindings()
     try:
         health = msgspec.convert(said, Health)
@@ -155,7 +169,12 @@ def _behind(said: dict[str, Any]) -> UrlFindings:
 
 
 def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
-    """Return whether `answer` is vLLM's answer to `/version`. Add a finding about the version to `seen`."""
+    """Return True if the server is a vLLM engine, and add a finding on its version to `seen`.
+
+    Args:
+        answer: answer of the server to ``/version``.
+        seen: result of the examination. Mutated.
+    """
     said = answer.json
     version = said.get("version") if isinstance(said, dict) else None
     if not isinstance(version, str):
@@ -174,9 +193,14 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
 
 
 def _connector(answer: HttpReply, seen: UrlFindings) -> int:
-    """Add a finding to `seen` that tells whether the answer to `/metrics` has kvferry's metrics.
+    """Check that an engine exports kvferry's metrics, and add the finding to `seen`.
 
-    A counter that was never incremented is missing on `/metrics` if the engine has several API servers.
+    If they are missing, the finding is only a note. An engine with several API servers does not export a
+    counter that was never incremented.
+
+    Args:
+        answer: answer of the engine to ``/metrics``.
+        seen: result of the examination. Mutated.
 
     Returns:
         Number of data-parallel ranks with metrics; 1 if it is unknown.
@@ -195,11 +219,11 @@ def _connector(answer: HttpReply, seen: UrlFindings) -> int:
 
 
 async def _ask_for_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
-    """Have every data-parallel rank compute a short prompt, and add the KV that they offer to `seen`.
+    """Have every data-parallel rank compute a test prompt, and add the KV that the ranks offer to `seen`.
 
     Args:
-        ask: function that sends a request to the engine.
-        seen: result to add to. Mutated.
+        ask: function that sends an HTTP request to the engine.
+        seen: result of the examination. Mutated.
         engines: number of data-parallel ranks.
     """
     listed = await ask("/v1/models")

@@ -75,7 +75,7 @@ class EngineIdentity:
         address: host and port of the engine's control channel.
         facts: id, software and settings of the engine.
         ranks: descriptions of the engine's workers.
-        round_trip_seconds: median round-trip time of a message.
+        round_trip_seconds: median round-trip time of a message on the control channel.
     """
 
     address: Address
@@ -89,7 +89,7 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
 
     Args:
         address: host and port of the engine's control channel.
-        keys: CURVE keys; None if this machine has none.
+        keys: CURVE keys, which encrypt the control channel; None if this machine has none.
         seconds: longest time for all answers.
 
     Raises:
@@ -117,11 +117,14 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
 
 
 def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
-    """Claim the lease on offered blocks with a ticket and release it, so that the engine frees the blocks.
+    """Release blocks that an engine keeps for another engine, without reading them.
+
+    The ticket is a random id. This function presents it to claim the lease on the blocks, and then releases
+    the lease, so that the engine frees the blocks.
 
     Args:
         address: host and port of the engine's control channel.
-        keys: CURVE keys.
+        keys: CURVE keys, which encrypt the control channel.
         ticket: random id that claims the lease.
         tokens: token ids whose KV the blocks hold, from a prompt without images, LoRA adapter and cache salt.
     """
@@ -135,11 +138,11 @@ def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens:
 def _connected(
     address: Address, keys: security.Keys, linger_milliseconds: int = 0
 ) -> Iterator[ControlSocket]:
-    """Yield a connection to the control channel at `address`, and close it when the ``with`` block ends.
+    """Yield a connection to the control channel at `address`. Close it at the end of the ``with`` statement.
 
     Args:
         address: host and port of the control channel.
-        keys: CURVE keys.
+        keys: CURVE keys, which encrypt the control channel.
         linger_milliseconds: longest time to wait at the end until all messages are sent.
 
     Raises:
@@ -192,10 +195,14 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
 
 
 def _mechanism(address: Address, seconds: float) -> str:
-    """Return the security mechanism in the greeting of a ZeroMQ socket, such as ``NULL`` or ``CURVE``.
+    """Return the name of a ZeroMQ server's security mechanism, such as ``NULL`` or ``CURVE``.
+
+    Args:
+        address: host and port of the server.
+        seconds: longest time for the connection and the answer.
 
     Raises:
-        IdentifyError: no process listens at the address, or the socket is not a ZeroMQ socket.
+        IdentifyError: no process listens at the address, or the server does not speak ZeroMQ.
     """
     until = time.monotonic() + seconds
     heard = b""

@@ -33,11 +33,15 @@ class CheckTimeout(KVFerryError):
 
 
 def run_within(seconds: float, call: Callable[[], T]) -> T:
-    """Run `call` in a thread, and return its result.
+    """Run a function in a thread, and return its result. At the deadline, the thread is left alone.
+
+    Args:
+        seconds: longest time for the function.
+        call: function to run.
 
     Raises:
-        CheckTimeout: the call did not end in time.
-        Exception: the call raised this exception.
+        CheckTimeout: the function did not end in time.
+        Exception: any exception that the function raised.
     """
     (answer,) = run_all_within(seconds, [call])
     if isinstance(answer, BaseException):
@@ -46,10 +50,14 @@ def run_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """Run all calls concurrently in threads, and return their results in the order of the calls.
+    """Run functions concurrently in threads, and return their results in the order of `calls`.
 
-    The result of a call that raises is the exception. The result of a call that does not end in time is a
-    CheckTimeout.
+    If a function raises, its result is the exception. If it does not end in time, its result is a
+    CheckTimeout and its thread is left alone.
+
+    Args:
+        seconds: longest time for all functions together.
+        calls: functions to run.
     """
     answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
 
@@ -95,7 +103,8 @@ class ProcessResult:
 
     Attributes:
         code: exit code, or -n if signal n ended the process; None if it was killed at its deadline.
-        out, err: standard output and standard error.
+        out: standard output.
+        err: standard error.
     """
 
     code: int | None
@@ -104,14 +113,17 @@ class ProcessResult:
 
     @property
     def how(self) -> str:
-        """Return a sentence that describes how the process ended."""
+        """Text that describes how the process ended."""
         if self.code is None:
             return "it did not finish in time"
         return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"
 
     @property
     def last_words(self) -> str:
-        """Return the last line of standard error, or `how` if it is empty or the process was killed."""
+        """Last line of standard error, cut to 300 characters.
+
+        If standard error is empty, or the process was killed at its deadline, this is the text of `how`.
+        """
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         return lines[-1][:_MOST_SAID] if lines and self.code is not None else self.how
 
@@ -119,12 +131,12 @@ class ProcessResult:
 def run_python(
     arguments: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> ProcessResult:
-    """Run this Python interpreter in a process, and kill the process and its children at the deadline.
+    """Run another Python interpreter, and kill it and its children at the deadline.
 
     Args:
         arguments: arguments of the interpreter, such as ``["-m", module]``.
         seconds: longest time for the process.
-        environment: environment variables, added to those of this process.
+        environment: environment variables, added to those of this process; None to add none.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -150,7 +162,10 @@ def run_python(
 
 
 def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Kill a process and its process group, and return its output. Wait at most two seconds for its end."""
+    """Kill a process and its process group, and return (standard output, standard error).
+
+    The function waits at most two seconds for the process to end.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:

@@ -18,7 +18,14 @@ _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
 
 
 def node_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address for the setting ``host: node``: ``VLLM_HOST_IP``, or the default route's address."""
+    """Return the address for the setting ``host: node``.
+
+    This is the value of ``VLLM_HOST_IP`` if it is set, otherwise the address of the network interface with
+    the default route. Without such a route it is 127.0.0.1.
+
+    Args:
+        environment: environment variables.
+    """
     if given := environment.get("VLLM_HOST_IP"):
         return given
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -30,7 +37,7 @@ def node_address(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def check(config: ConnectorConfig) -> list[Finding]:
-    """Check key, access, advertised address and port of an engine with these settings."""
+    """Check the network settings of an engine: key, allowed peers, advertised address and port."""
     if not config.transfers:
         return [ok("listening", "no KV is exchanged, so nothing listens")]
     host = node_address() if config.host == NODE else config.host
@@ -43,7 +50,7 @@ def check(config: ConnectorConfig) -> list[Finding]:
 
 
 def key(secret_file: str | None) -> Finding:
-    """Check the key that an engine of this user would use.
+    """Check the key file that an engine of this user would use to authenticate peers.
 
     Args:
         secret_file: path of the key file in the settings; None for this machine's default key.
@@ -63,7 +70,12 @@ def key(secret_file: str | None) -> Finding:
 
 
 def access(config: ConnectorConfig, host: str) -> Finding:
-    """Report which engines could exchange KV with an engine that listens on `host`."""
+    """Report which other engines could exchange KV with an engine with these settings.
+
+    Args:
+        config: settings of the engine.
+        host: address on which the engine would listen.
+    """
     subject = "host"
     advertised_host = config.advertise_host or host
     if is_loopback(host):
@@ -79,7 +91,9 @@ def access(config: ConnectorConfig, host: str) -> Finding:
 
 
 def advertised(advertised_host: str | None) -> list[Finding]:
-    """Return a note if the advertised address is a host name: peers only resolve names in their settings.
+    """Return a note if the advertised address is a host name.
+
+    A peer resolves only the host names that its own setting ``peers`` lists.
 
     Args:
         advertised_host: value of the setting ``advertise_host``; None if it is not set.
@@ -96,7 +110,12 @@ def advertised(advertised_host: str | None) -> list[Finding]:
 
 
 def address(host: str, port: int) -> list[Finding]:
-    """Check whether the control channel could listen on this host and port now."""
+    """Check whether a control channel could listen at an address now.
+
+    Args:
+        host: host name or IP address.
+        port: port number; 0 for any free port.
+    """
     subject = "port"
     try:
         family, kind, number, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

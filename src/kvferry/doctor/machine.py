@@ -149,7 +149,7 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
 
 
 def file_size(limit: int | None = None) -> Finding:
-    """Check whether the size of files is unlimited. The limit also applies to host memory and UCX's queues.
+    """Check that the size of files is unlimited. A limit would also apply to host memory and UCX's queues.
 
     Args:
         limit: maximum number of bytes per file, negative for unlimited; None for this process's limit.
@@ -167,7 +167,10 @@ def file_size(limit: int | None = None) -> Finding:
 
 
 def memory_files() -> Finding:
-    """Check whether memory files, through which ranks share the host tier, can be created and sealed."""
+    """Check that memory files can be created and sealed.
+
+    Ranks share the memory of the host tier through them.
+    """
     subject = "memory files"
     try:
         os.close(sealed_file("kvferry-doctor", 4096))
@@ -177,7 +180,7 @@ def memory_files() -> Finding:
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
-    """Check whether transferred memory can use huge pages of 2 MiB (`memory.huge_pages`).
+    """Check whether this machine can put transferred memory into huge pages of 2 MiB.
 
     Args:
         read: function that returns the content of a file; None if it cannot be read.
@@ -210,7 +213,7 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
 
 
 def check() -> list[Finding]:
-    """Run all checks of the operating system."""
+    """Check the limits of the operating system, and return a finding for each."""
     return [
         locked_memory(),
         open_files(),

@@ -41,17 +41,17 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """Return whether the files are in memory. They are then lost when the machine restarts."""
+        """True if the file system keeps its files in memory. They are then lost when the machine restarts."""
         return self.kind in _MEMORY
 
     @property
     def is_layer(self) -> bool:
-        """Return whether this is a container's own layer, which is deleted with the container."""
+        """True if the file system is a container's own layer, which is deleted with the container."""
         return self.kind in _LAYERS
 
     @property
     def is_network(self) -> bool:
-        """Return whether the files are on another machine or served by a user-space process (FUSE)."""
+        """True if another machine or a user-space process (FUSE) serves the files."""
         return self.kind in _NETWORK or self.kind.startswith("fuse")
 
 

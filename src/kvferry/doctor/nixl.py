@@ -17,7 +17,7 @@ def _start_plugins() -> ProcessResult:
 
 
 def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugins) -> list[Finding]:
-    """Check NIXL and its plugins.
+    """Check NIXL: its installation, the start of its plugins, and the clean end of a process that used it.
 
     Args:
         version: installed version of NIXL; None if it is not installed.
@@ -48,11 +48,11 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
 
 
 def _end(ended: ProcessResult, libraries: bool) -> Finding:
-    """Check how the process that used NIXL ended. Some RDMA libraries crash it (`transport.rdma_libraries`).
+    """Check how a process that used NIXL ended. Some RDMA libraries crash such a process at its exit.
 
     Args:
         ended: result of the process.
-        libraries: True if the system's libefa was loaded first.
+        libraries: True if the process loaded the system's libefa first, which prevents such crashes.
     """
     beside = "the system's libefa is loaded first" if libraries else "no libefa here"
     if ended.code:

@@ -41,7 +41,12 @@ _OTHERWISE = "start both with the same model, dtypes, attention backend and cach
 
 
 def differences(there: EngineIdentity, here: EngineIdentity) -> list[str]:
-    """Return the reasons why engine `here` cannot read from engine `there`; empty if it can."""
+    """Return the reasons why engine `here` cannot read KV from engine `there`; empty if it can.
+
+    Args:
+        there: description of the engine that has the KV.
+        here: description of the engine that would read.
+    """
     found = dict.fromkeys(compare_facts(there.facts.must_agree, here.facts.must_agree))
     peer = [card.geometry for card in there.ranks]
     for card in here.ranks:
@@ -56,7 +61,7 @@ def differences(there: EngineIdentity, here: EngineIdentity) -> list[str]:
 def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> list[ReportSection]:
     """Check every pair of engines that could exchange KV, and return a section of the report per pair.
 
-    If a pair could exchange KV in both directions with the same findings, it has one section.
+    If the findings are the same in both directions, a pair has one section for both.
 
     Args:
         engines: all examined engines. An engine whose role is unknown may do prefill and decode.
@@ -92,11 +97,11 @@ def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
 
 
 def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> list[Finding]:
-    """Return the findings about engine `here` reading from engine `there`.
+    """Return findings on whether and how engine `here` can read KV from engine `there`.
 
     Args:
-        there: engine that has the KV.
-        here: engine that reads the KV.
+        there: description of the engine that has the KV.
+        here: description of the engine that would read.
         costs: costs that the transfer planner assumes.
         local: description of the speed of READs between two processes of this machine; empty if unknown.
     """
@@ -133,16 +138,25 @@ def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str)
 
 
 def _fact_of(difference: str) -> str:
-    """Return the name of the fact in the description of a difference.
+    """Return the name of the fact (property on which two engines must agree) that a message is about.
 
     >>> _fact_of("built model, RotaryEmbedding.base: 10000 there, 500 here")
     'built model'
+
+    Args:
+        difference: message that describes how two engines differ.
     """
     return difference.partition(":")[0].partition(",")[0]
 
 
 def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
-    """Report how `here` would read bytes from `there`, with measured speeds if there are any."""
+    """Report whether two engines are on one machine, and the measured speed and latency between them.
+
+    Args:
+        there: description of the engine that has the KV.
+        here: description of the engine that would read.
+        local: description of the speed of READs between two processes of this machine; empty if unknown.
+    """
     took = " and ".join(
         map(format_seconds, sorted(identity.round_trip_seconds for identity in (there, here)))
     )
@@ -155,7 +169,15 @@ def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
 
 
 def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
-    """Describe transfers from `there` to `here` as text: ranks, strategies and sizes of contiguous runs."""
+    """Describe transfers of KV from `there` to `here` in a text for the report.
+
+    The text gives the number of ranks, the transfer strategies and the sizes of contiguous runs.
+
+    Args:
+        there: description of the engine that has the KV.
+        here: description of the engine that would read.
+        costs: costs that the transfer planner assumes.
+    """
     ranks = f"{len(there.ranks)} rank(s) there, {len(here.ranks)} here"
     peer = [card.geometry for card in there.ranks]
     templates = [t for card in here.ranks for t in build_templates(peer, card.geometry)]
@@ -168,13 +190,22 @@ def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
 
 
 def _between(runs: Sequence[int]) -> str:
-    """Return the sizes of the smallest and the largest contiguous run as text."""
+    """Return a text with the smallest and the largest of the sizes, e.g. ``4 KiB to 2 MiB``.
+
+    Args:
+        runs: sizes in bytes of contiguous runs.
+    """
     ends = dict.fromkeys((format_bytes(min(runs)), format_bytes(max(runs))))
     return " to ".join(ends)
 
 
 def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
-    """Return the names of the strategies that the planner would choose for a typical request."""
+    """Return the names of the strategies that the planner would choose for a request of typical length.
+
+    Args:
+        templates: planned copies from the ranks of one engine to a rank of another.
+        costs: costs that the transfer planner assumes.
+    """
     found = set()
     for template in templates:
         for route in template.routes:
@@ -184,7 +215,10 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 
 
 def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Return a note if `there` lacks layers of `here`'s draft model. A load then clears these layers."""
+    """Return a note if engine `there` lacks layers of the draft model of engine `here`.
+
+    A load sets the KV of such layers to zero, so fewer drafts are accepted.
+    """
     peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
     if not (names := absent_layer_names(peer, ours)):
         return []
@@ -199,9 +233,10 @@ def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
 
 
 def _windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
-    """Return a note if a load may fill only part of a sliding window's first block.
+    """Return a note if loads may fill only part of the block in which a sliding window begins.
 
-    `engines.vllm.part_blocks` describes such blocks.
+    This happens if the blocks of engine `there` are smaller than those of engine `here`. A partly filled
+    block cannot be shared by other requests.
     """
     kinds = (GroupKind.SLIDING, GroupKind.CHUNKED)
     theirs, ours = (

@@ -23,11 +23,11 @@ _SHUT = "close it to all but peers: docs/network.md has a firewall rule and a Ne
 
 @dataclass(frozen=True, slots=True, order=True)
 class Port:
-    """A listening socket.
+    """A listening TCP socket.
 
     Attributes:
         process: id of a process that has the socket open.
-        address: bound address; ``0.0.0.0`` or ``::`` for all addresses.
+        address: IP address that the socket is bound to; ``0.0.0.0`` or ``::`` for all addresses.
         number: port number.
     """
 
@@ -37,7 +37,7 @@ class Port:
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether only this machine can reach the port."""
+        """True if only this machine can reach the port."""
         address = ipaddress.ip_address(self.address)
         mapped = getattr(address, "ipv4_mapped", None)
         return (mapped or address).is_loopback
@@ -58,9 +58,9 @@ def listening_ports(process: int) -> list[Port]:
 
 
 def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
-    """Yield (address, port, inode) of every listening socket in a process's network namespace.
+    """Yield (IP address, port, inode) of every listening TCP socket in a process's network namespace.
 
-    proc(5) describes the format of the tables.
+    proc(5) describes the tables in ``/proc`` that are read.
     """
     # psutil reads only this process's network namespace, so it finds no ports of engines in containers.
     for table, family in _TABLES:
@@ -74,7 +74,13 @@ def _sockets(process: int) -> Iterator[tuple[str, int, str]]:
 
 
 def engine_of(port: int) -> dict[int, str]:
-    """Return the command lines of the engine that listens on a port, by process id; empty without one."""
+    """Return the command lines of the processes of the engine that listens on a port, by process id.
+
+    The result is empty if no process that this user can inspect listens there.
+
+    Args:
+        port: port number.
+    """
     having = (
         process
         for process in psutil.process_iter()
@@ -98,7 +104,7 @@ def _command(process: psutil.Process) -> str:
 
 
 def findings(processes: Mapping[int, str], known: Mapping[int, str]) -> list[Finding]:
-    """Return a finding per listening port: its purpose, and who can use it.
+    """Return a finding per listening port of an engine: its purpose, and who can use it.
 
     Args:
         processes: command lines of the engine's processes, by process id.

@@ -32,7 +32,13 @@ _ROUNDS = 7
 
 
 def parse_output(out: str) -> list[dict[str, Any]]:
-    """Return the JSON objects that a check printed. Other output, such as that of libraries, is ignored."""
+    """Return the JSON objects that a check in another process printed.
+
+    Other output is ignored, such as that of libraries.
+
+    Args:
+        out: standard output of the process.
+    """
     found = []
     for line in out.splitlines():
         _, mark, told = line.partition(_MARK)  # libraries leave unfinished lines before it
@@ -47,7 +53,10 @@ def _say(**what: Any) -> None:
 
 
 def nixl() -> None:
-    """Print NIXL's version and its plugins, each with the reason if it does not start."""
+    """Start NIXL's plugins one by one, and print for each the reason if it does not start.
+
+    NIXL's version is printed first.
+    """
     from importlib.metadata import version  # noqa: PLC0415
 
     from kvferry.transport.nixl_agent import make_nixl_agent  # noqa: PLC0415 - loads NIXL
@@ -66,7 +75,7 @@ def nixl() -> None:
 
 
 def reads() -> None:
-    """Time READs with small and with large descriptors, and print the times."""
+    """Time READs between two processes, with small and with large descriptors, and print the times."""
     import numpy as np  # noqa: PLC0415
 
     from kvferry.measuring.machine import machine_facts  # noqa: PLC0415
@@ -89,7 +98,11 @@ def reads() -> None:
 
 
 def connector() -> None:
-    """Import the connector in the way that an engine does, and print whether vLLM supports it here."""
+    """Import the connector in the way that an engine does.
+
+    Print vLLM's version, its device type, and whether connector and platform support the hybrid KV cache
+    manager.
+    """
     import vllm  # noqa: PLC0415 - slow, and its import is checked here
 
     _say(version=vllm.__version__)
@@ -106,7 +119,11 @@ def connector() -> None:
 
 
 def path(where: str) -> None:
-    """Print a directory's owner and free space, and whether a file there can be written and locked."""
+    """Print a directory's owner and free space, and whether a file there can be written and locked.
+
+    Args:
+        where: path of the directory.
+    """
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
     from kvferry.tiers.files.opening import check_directory  # noqa: PLC0415
 
@@ -128,7 +145,7 @@ def path(where: str) -> None:
 
 
 def twins(*paths: str) -> None:
-    """Print for each path the earlier path that is the same directory, or null if there is none."""
+    """Print for each path the earlier path that leads to the same directory; null if there is none."""
     from kvferry.tiers.paths import find_same_directory  # noqa: PLC0415
 
     for number, path in enumerate(paths):
@@ -136,7 +153,11 @@ def twins(*paths: str) -> None:
 
 
 def _write(name: str) -> None:
-    """Create, lock, write and remove a file of one page. Print the failure, or whether direct I/O worked."""
+    """Create, lock, write and remove a file of 4096 bytes. Print the error, or whether direct I/O worked.
+
+    Args:
+        name: path of the file. It must not exist.
+    """
     from kvferry.tiers.files.direct_io import set_direct, whole_pages  # noqa: PLC0415
 
     page = whole_pages(4096)

@@ -23,13 +23,13 @@ _TABLE = "remote memory read by ucp_get"
 
 @dataclass(frozen=True, slots=True)
 class ReadTimings:
-    """Measured times of READs.
+    """Measured times of READs between two processes.
 
     Attributes:
         transports: UCX's names of the transports, for example ``cma/memory``.
-        timed: (number of descriptors, number of bytes, median seconds) of the READs with each size of
-            descriptor, smallest size first.
-        machine: description of the machine, as in `kvferry bench`.
+        timed: (number of descriptors, total bytes, median seconds) of the READs with each size of descriptor,
+            smallest size first.
+        machine: description of the machine (CPU and so on), by property.
     """
 
     transports: tuple[str, ...]
@@ -38,13 +38,13 @@ class ReadTimings:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Return the rate of READs with the largest descriptors, in GB/s."""
+        """Rate of READs with the largest descriptors, in GB/s."""
         _, moved, seconds = self.timed[-1]
         return moved / seconds / 1e9
 
     @property
     def words(self) -> str:
-        """Return the transports and the rates as text."""
+        """Text with the transports, and the rate for each size of descriptor."""
         parts = [
             f"{moved / seconds / 1e9:.2g} GB/s in pieces of {format_bytes(moved / count)}"
             for count, moved, seconds in self.timed
@@ -53,7 +53,11 @@ class ReadTimings:
 
 
 def transport_of(out: Iterable[str]) -> tuple[str, ...]:
-    """Return the transports of READs, found in the lines that UCX prints if ``UCX_PROTO_INFO`` is set."""
+    """Return UCX's names of the transports that READs used, e.g. ``cma/memory``.
+
+    Args:
+        out: lines that UCX prints if ``UCX_PROTO_INFO`` is set.
+    """
     found: dict[str, None] = {}
     inside = False
     for line in out:
@@ -67,7 +71,7 @@ def transport_of(out: Iterable[str]) -> tuple[str, ...]:
 
 
 def start_reads(transports: str | None) -> ProcessResult:
-    """Run the check that times READs between two processes.
+    """Time READs between two processes in a Python interpreter of its own, and return its result.
 
     Args:
         transports: value of ``UCX_TLS``; None to leave the variable as it is.
@@ -81,7 +85,7 @@ def start_reads(transports: str | None) -> ProcessResult:
 
 
 def time_reads(ended: ProcessResult) -> ReadTimings | str:
-    """Return the times that a check has printed, or the reason why there are none.
+    """Return the times of READs that a check printed, or the reason why there are none.
 
     Args:
         ended: result of the process that ran the check.
@@ -97,7 +101,9 @@ def time_reads(ended: ProcessResult) -> ReadTimings | str:
 def check(
     environment: Mapping[str, str] = os.environ, start: Callable[[str | None], ProcessResult] = start_reads
 ) -> Iterator[Finding | ReadTimings]:
-    """Check READs between two processes, first with all transports, then without shared memory.
+    """Check that READs between two processes work, and yield findings with their speed.
+
+    READs are timed with all transports, and then without shared memory.
 
     Args:
         environment: environment variables. If ``UCX_TLS`` is set, only the first check runs.

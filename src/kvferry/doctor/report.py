@@ -20,7 +20,7 @@ _ARROW = "-> "
 
 
 def print_report(sections: Sequence[ReportSection], console: Console) -> None:
-    """Print all sections and a summary line."""
+    """Print all sections of the report and a summary line to `console`."""
     for section in sections:
         console.print(Text(printable(section.title), "bold"), soft_wrap=True)
         for finding in section.findings:
@@ -37,7 +37,7 @@ def print_report(sections: Sequence[ReportSection], console: Console) -> None:
 
 
 def summary(sections: Sequence[ReportSection]) -> str:
-    """Return the summary line, with the number of findings to fix."""
+    """Return the summary line of the report, with the number of findings to fix."""
     counts = Counter(finding.state for section in sections for finding in section.findings)
     noted = f"; {counts[State.NOTE]} worth a look" if counts[State.NOTE] else ""
     if not counts[State.BAD]:
@@ -46,7 +46,11 @@ def summary(sections: Sequence[ReportSection]) -> str:
 
 
 def as_json(sections: Sequence[ReportSection]) -> dict[str, Any]:
-    """Return the findings as values that can be written as JSON."""
+    """Return the report as a dict that can be written as JSON.
+
+    The key ``well`` is True if nothing must be fixed. The key ``sections`` has the findings under their
+    headings.
+    """
     return {
         "well": is_well(sections),
         "sections": [

@@ -26,7 +26,7 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The content of a configuration file.
+    """The settings of kvferry's connectors in a configuration file.
 
     Attributes:
         configs: settings of each `KVFerryConnector` in the file whose settings are valid.
@@ -38,7 +38,12 @@ class ConfigFile:
 
 
 def read_file(path: str) -> ConfigFile:
-    """Read and check a file with the value of ``--kv-transfer-config`` or ``kv_connector_extra_config``.
+    """Read and check a configuration file.
+
+    The file has the value of ``--kv-transfer-config``, or the value of its key ``kv_connector_extra_config``.
+
+    Args:
+        path: path of the file.
 
     Raises:
         ConfigError: the file cannot be read, or is not a JSON object.
@@ -85,7 +90,8 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
 
     Args:
         given: value to check, with the key ``kv_connector``.
-        alone: False if the value is an entry of a `FerryMultiConnector`; then its role is not checked.
+        alone: False if the value is an entry of a `FerryMultiConnector`. An entry's settings are then not
+            compared with ``kv_role``.
     """
     name = given["kv_connector"]
     if not isinstance(name, str):
@@ -125,7 +131,7 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
 
 
 def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Finding]:
-    """Check a `FerryMultiConnector`'s own settings. Its connectors are not checked.
+    """Check the settings of a `FerryMultiConnector`, but not those of the connectors inside it.
 
     Args:
         given: value of ``--kv-transfer-config``.
@@ -140,7 +146,11 @@ def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Findin
 
 
 def _around(given: Mapping[str, Any]) -> list[Finding]:
-    """Check the keys next to ``kv_connector_extra_config``: module path, failure policy and role."""
+    """Check the keys beside ``kv_connector_extra_config``: module path, load failure policy and role.
+
+    Args:
+        given: value of ``--kv-transfer-config``, whose connector is one of kvferry's.
+    """
     found = []
     name = given["kv_connector"]
     expected, module = CONNECTORS[name], given.get("kv_connector_module_path")
@@ -166,7 +176,7 @@ def _around(given: Mapping[str, Any]) -> list[Finding]:
 
 
 def _known_by_name() -> bool:
-    """Return whether vLLM loads kvferry's plugin, so that it finds the connectors by name."""
+    """Return True if vLLM loads kvferry's plugin, which lets vLLM find the connectors by name."""
     allowed = os.environ.get("VLLM_PLUGINS")
     ours = [one.name for one in entry_points(group=_PLUGINS) if one.module == plugin.__name__]
     return any(allowed is None or name in allowed.split(",") for name in ours)
@@ -185,7 +195,7 @@ def _extra(
 
 
 def summary(config: ConnectorConfig) -> str:
-    """Return a short text about what an engine with these settings does."""
+    """Return a short text about what an engine with these settings does: exchange KV, keep it in tiers."""
     does = ["exchanges KV with other engines"] if config.transfers else []
     if config.tiers:
         kinds = "host, file" if config.tiers == "default" else ", ".join(one["type"] for one in config.tiers)

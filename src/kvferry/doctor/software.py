@@ -45,10 +45,10 @@ def _import_connector() -> ProcessResult:
 
 
 def connector(probe: Probe = _import_connector) -> list[Finding]:
-    """Check whether vLLM loads the connector and keeps the hybrid KV cache manager enabled.
+    """Check that vLLM loads the connector, and that it would keep the hybrid KV cache manager enabled.
 
     Args:
-        probe: function that loads the connector in another process.
+        probe: function that loads the connector in another process, and returns its result.
     """
     subject = "connector"
     ended = probe()
@@ -72,7 +72,11 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Report how keys of chunks are computed, and that ``PYTHONHASHSEED`` does not affect them."""
+    """Report how keys of chunks are computed. The setting ``PYTHONHASHSEED`` does not affect them.
+
+    Args:
+        environment: environment variables.
+    """
     seed = environment.get("PYTHONHASHSEED")
     return ok(
         "keys",
@@ -108,7 +112,7 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
 
 
 def check() -> list[Finding]:
-    """Run all checks of the software. If vLLM is installed, another process loads it."""
+    """Check the installed versions of kvferry and vLLM, the connector, and the stored digests of weights."""
     version = vllm_version()
     found = [python(), vllm(version)]
     if version is not None:

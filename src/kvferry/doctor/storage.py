@@ -41,7 +41,7 @@ Probe = Callable[[str], ProcessResult]
 
 
 def check(tiers: Tiers) -> Iterator[Finding]:
-    """Check all tiers, host memory first, then the slower tiers in their order."""
+    """Check that all tiers work on this machine: host memory first, then the slower tiers in their order."""
     yield host(tiers.host)
     for number, one in enumerate(tiers.slow):
         subject = f"tier {number + 1}, {one.kind}"
@@ -52,7 +52,7 @@ def check(tiers: Tiers) -> Iterator[Finding]:
 
 
 def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = available_memory) -> Finding:
-    """Check whether enough memory is available for the host tier.
+    """Check that enough memory is available for the host tier.
 
     Args:
         settings: settings of the host tier.
@@ -91,7 +91,7 @@ def file(
     Args:
         subject: subject of the findings.
         settings: settings of the file tier.
-        probe: function that tests a directory in another process.
+        probe: function that tests a directory in another process, and returns its result.
         among: function that returns all mounted file systems.
     """
     try:
@@ -170,7 +170,7 @@ def _made(default: str) -> str:
 
 
 def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Iterator[Finding]:
-    """Check whether the disk has room for the capacity of a file tier.
+    """Check that the disk has room for the capacity of a file tier.
 
     Args:
         subject: subject of the finding.
@@ -197,7 +197,13 @@ def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Ite
 
 
 def _mount(subject: str, path: str, mount: Mount) -> Finding:
-    """Report the kind of file system on which a file tier's directory is."""
+    """Report the kind of file system that holds a file tier's directory, with its drawbacks.
+
+    Args:
+        subject: subject of the finding.
+        path: path of the directory.
+        mount: file system of the directory.
+    """
     where = f"{path} is on {mount.kind} ({mount.source}, mounted on {mount.point})"
     if mount.in_memory:
         return note(
@@ -221,7 +227,7 @@ def _remedy(number: int) -> str:
 
 
 def trial(subject: str, settings: StorageSettings) -> list[Finding]:
-    """Check whether data can be written to the storage and removed again.
+    """Check that a test value can be written to the storage of a tier and removed again.
 
     Args:
         subject: subject of the findings.
