@@ -35,10 +35,13 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome
 class ChunkCache:
     """The chunks of one engine in host memory and storage. Not thread-safe.
 
+    A chunk is the KV of a fixed number of tokens in one KV cache group.
+
     Attributes:
         counts: numbers of stored, failed, fetched and missed chunks since the start.
         writing: queued and running writes of each slow tier, the fastest tier first.
-        reading: reads from the slow tiers, and the loads that wait for them. Loads call its `fetch`.
+        reading: reads from the slow tiers, and the loads that wait for them. A load calls the method `fetch`
+            of this object.
     """
 
     def __init__(
@@ -51,10 +54,11 @@ class ChunkCache:
         """Create a cache. Chunks that the slow tiers already have can be loaded at once.
 
         Args:
-            host: empty host tier, from now on used only through the cache.
-            body: function that maps an offset and a size, in bytes, to writable host memory of the arena.
-            groups: canonical KV cache groups of the model; a chunk's group is an index into them.
-            slow_tiers: slow tiers, the fastest first, from now on used only through the cache.
+            host: empty host tier. From now on, only the cache may change it.
+            body: function that maps an offset and a size, in bytes, to writable host memory of the arena
+                (host memory that holds chunks).
+            groups: canonical KV cache groups of the model; a chunk's group is an index into this sequence.
+            slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
 
         Raises:
             ValueError: the tiers do not share one key table.
@@ -72,14 +76,14 @@ class ChunkCache:
 
     @property
     def events(self) -> int:
-        """The number of operations so far. While it stays the same, the values in `counts` do too."""
+        """Number of operations so far. The values in `counts` change only when this number changes."""
         return self._events + self.reading.events
 
     @property
     def busy(self) -> bool:
-        """Return whether a load waits for chunks, or chunks are due to be written or being written.
+        """True if a load waits for chunks, or chunks are due to be written or being written.
 
-        A read whose load was cancelled does not count. A later `poll` collects its result.
+        Reads of a cancelled load do not count. A later `poll` collects their results.
         """
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
@@ -89,10 +93,13 @@ class ChunkCache:
         return self._host
 
     def why_missed(self, key: bytes) -> HostMissReason:
-        """Return why a chunk is missing.
+        """Return the reason why a chunk is missing.
 
         FILLING means that the chunk is being copied to host memory. EVICTED means that host memory or a slow
         tier had the chunk recently. ABSENT means that no tier had the chunk recently.
+
+        Args:
+            key: key of the chunk.
         """
         why = self._host.miss_reason(key)
         if why is HostMissReason.ABSENT and any(
@@ -103,10 +110,11 @@ class ChunkCache:
 
     @property
     def same_name_namespace(self) -> str:
-        """Digest, in hex, of another namespace whose model has the same name; empty if none is known.
+        """Digest, in hex, of another namespace of chunks that belongs to a model of the same name.
 
-        A tier reports it while it has no chunk of this engine's namespace. It hints that the configurations
-        differ. A *namespace* is the scope of keys: model, weights and format.
+        A namespace is the scope of keys: model, weights and format. A slow tier reports another namespace if
+        it has no chunks in this engine's namespace. This suggests that the configurations of the engines
+        differ. The value is empty if no tier reports one.
         """
         return next(
             (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
@@ -118,7 +126,7 @@ class ChunkCache:
 
         Args:
             keys: keys of the chunks.
-            without: names of tiers to ignore.
+            without: names of tiers whose chunks do not count.
         """
         return self.reading.tier_numbers(tags_of(keys), without) < NO_TIER
 
@@ -140,14 +148,14 @@ class ChunkCache:
         return self._host.reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None) -> None:
-        """Make a chunk readable after the ranks have filled its slot; if they failed, free the slot.
+        """Make a chunk readable after the ranks have filled its slot. If the ranks failed, free the slot.
 
         A readable chunk can be loaded, and is queued for writing to every slow tier. Call this method only
         when no rank uses the slot any more.
 
         Args:
-            slot: slot that `reserve` returned.
-            tokens: number of tokens in the chunk; 0 for a snapshot.
+            slot: slot (memory of one chunk) that `reserve` returned.
+            tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
             failure: reason why the ranks failed; None if they filled the slot.
         """
         self._events += 1
@@ -160,21 +168,27 @@ class ChunkCache:
                 writing.owe(slot.key, self._file(slot.group, tokens))
 
     def close(self, slot: Slot) -> None:
-        """Release a slot of host memory that a load no longer needs, so that its chunk can be evicted."""
+        """Release a slot (memory of one chunk in host memory) after a load. Its chunk can then be evicted."""
         self._host.close(slot)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Mark all chunks of a prompt as used, in an order that evicts its last chunks first.
+        """Mark all chunks of a prompt as used, so that other chunks are evicted before them.
+
+        Within the prompt, the last chunks are evicted first.
 
         Args:
-            keys: keys of all chunks of the prompt, the first chunk first. Tiers need not have them all.
+            keys: keys of all chunks of the prompt, the first chunk first. Keys of chunks that no tier has are
+                allowed.
         """
         self._host.mark_used(keys)
         for queue in self._queues:
             queue.used(keys)
 
     def poll(self) -> None:
-        """Collect finished reads and writes, and start more. The engine calls it once per step."""
+        """Collect the results of finished reads and writes, and start more.
+
+        The engine calls this once per step.
+        """
         for queue, writing in zip(self._queues, self.writing, strict=True):
             for done in queue.done():
                 self._events += 1
@@ -191,24 +205,26 @@ class ChunkCache:
             self._events += writing.pump()
 
     def take_times(self) -> TransferTimes:
-        """Return the transfer times recorded since the last call, and clear them.
+        """Return the durations of chunk transfers since the last call, and clear them.
 
-        The engine calls it once per step.
+        The engine calls this once per step.
         """
         times, self._times = self._times, TransferTimes()
         return times
 
     def clear(self) -> None:
-        """Drop all chunks in host memory and all queued writes; slow tiers keep their chunks."""
+        """Drop all chunks in host memory and all queued writes. Slow tiers keep their chunks."""
         self._events += 1
         self._host.clear()
         for writing in self.writing:
             writing.forget()
 
     def shutdown(self, patience_seconds: float) -> None:
-        """Write all queued chunks, then end all threads. Blocks for at most about `patience_seconds`.
+        """Write all queued chunks to the slow tiers, and end all threads.
 
-        Operations that have not ended by then are abandoned, with a warning.
+        Args:
+            patience_seconds: approximate longest time to block. Operations that have not ended by then are
+                abandoned, with a warning.
         """
         for writing in self.writing:
             writing.flush()
@@ -217,15 +233,15 @@ class ChunkCache:
             queue.close(max(ends - time.monotonic(), 0))
 
     def _body(self, slot: Slot) -> memoryview:
-        """Return the memory of a slot (space of one chunk in host memory), writable."""
+        """Return the writable memory of a slot (space of one chunk in host memory)."""
         return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
 
     def _file(self, group: int, tokens: int) -> ChunkGroup:
-        """Return the description of a chunk's content for storage: group, number of tokens and layout.
+        """Return the description that a slow tier stores with a chunk: group, number of tokens and layout.
 
         Args:
             group: index of the KV cache group.
-            tokens: number of tokens in the chunk; 0 for a snapshot.
+            tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
         """
         if (group, tokens) not in self._files:
             self._files[group, tokens] = chunk_group(self._groups[group], tokens)

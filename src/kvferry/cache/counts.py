@@ -16,7 +16,8 @@ class CacheCounts:
         stored: number of chunks that ranks have copied to host memory.
         failed: number of chunks that ranks failed to copy to host memory.
         fetched: number of chunks made ready for a load, by name of the tier that they came from.
-        missed: number of failed reads of chunks that a tier should have had, by name of the tier and outcome.
+        missed: number of reads that failed, by name of the tier and outcome. Only reads of chunks that the
+            tier should have had are started.
     """
 
     stored: int = 0

@@ -17,7 +17,7 @@ class WantedChunk:
         group: index of the KV cache group.
         number: index of the chunk in the prompt, counted in whole chunks.
         key: key of the chunk in this group.
-        tokens: number of tokens in the chunk; 0 for a snapshot of recurrent state.
+        tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
     """
 
     group: int
@@ -28,18 +28,19 @@ class WantedChunk:
 
 @dataclass(slots=True)
 class Fetch:
-    """The chunks of one load on their way to host memory.
+    """The chunks of one load on their way from the tiers to host memory.
 
-    `reading.Reading` moves each chunk from `remaining` to `ready`, and the load takes it from there.
+    `reading.Reading` moves each chunk from `remaining` to `reading` if a slow tier must be read, and then to
+    `ready`. The load takes ready chunks with `take`.
 
     Attributes:
-        remaining: chunks that are neither held in host memory nor being read.
+        remaining: chunks that are neither held (kept in host memory for this load) nor being read.
         without: names of tiers that the load must not read from.
         reading: chunks that are being read, by key.
-        ready: chunks in host memory, each with the slot that is held for this load until the load closes it.
+        ready: chunks in host memory, each with its slot. The slot is not evicted until the load closes it.
         tiers: names of the tiers that chunks have come from.
-        failed: names of tiers with an I/O error in a read of this load. A tier that lacked a chunk is not
-            among them, because it does not offer that chunk again.
+        failed: names of tiers with an I/O error in a read of this load. Tiers that turned out not to have a
+            chunk are not included, because they no longer offer that chunk.
         failure: reason why the fetch cannot continue; None if it can. Ready chunks stay ready.
         miss: outcome of the read that caused the failure; None if there is no failure or no such read.
     """
@@ -55,11 +56,11 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """Return whether the fetch has ended: all chunks have become ready, it failed, or was cancelled."""
+        """True if the fetch has ended: all chunks became ready, the fetch failed, or it was cancelled."""
         return self.failure is not None or not (self.remaining or self.reading)
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:
-        """Remove all ready chunks and return them with their slots. The caller must close the slots."""
+        """Remove all ready chunks, and return them with their slots. The caller must close the slots."""
         found = list(self.ready)
         self.ready.clear()
         return found

@@ -21,7 +21,7 @@ from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
 
 
 class PromptChunks:
-    """The keys of one request's chunks in each group, and their look-up in the tiers. Not thread-safe.
+    """The chunk keys of one request in each KV cache group, and their look-up in the tiers. Not thread-safe.
 
     Args:
         groups: canonical KV cache groups of the model.
@@ -40,9 +40,9 @@ class PromptChunks:
 
     @property
     def has_tail(self) -> bool:
-        """Return whether a cached prefix may end with a tail (an incomplete chunk).
+        """True if a cached prefix may end with a tail (an incomplete chunk).
 
-        It may not if a group of the model keeps recurrent state.
+        It is False if a group of the model keeps recurrent state.
         """
         return all(group.kind is not GroupKind.STATE for group in self._groups)
 
@@ -56,17 +56,20 @@ class PromptChunks:
         return _of_group(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
-        """Return the key, in a group, of the chunk that ends the request's first `tokens` tokens.
+        """Return the key of the chunk that ends the request's first `tokens` tokens.
 
         This chunk is incomplete (a tail) unless `tokens` is a multiple of the tokens of a chunk.
+
+        Args:
+            group: index of the KV cache group.
+            tokens: number of tokens of the prefix.
         """
         return _of_group(self.keys.at(tokens), group)
 
     def all_keys(self, prompt: int) -> list[bytes]:
-        """Return the keys of all chunks of the request in all groups, the first chunk first.
+        """Return the keys of all chunks of the request in all KV cache groups, the first chunk first.
 
-        They include the key of the incomplete chunk (tail) at the end of the prompt, if a prefix may end with
-        a tail.
+        If a prefix may end with a tail (an incomplete chunk), the keys of the prompt's tail are included.
 
         Args:
             prompt: number of tokens in the prompt.
@@ -101,10 +104,10 @@ class PromptChunks:
         Args:
             tokens: number of tokens of the request to look up; `keys` must have at least as many.
             local_tokens: number of tokens of the prefix that the engine has already computed.
-            tier_numbers: function that maps key tags to the number of the tier of each chunk, as
-                `Reading.tier_numbers` does.
-            in_full: whether the last token may be loaded too. If False, only whole chunks that end before
-                the last token are looked up.
+            tier_numbers: function that maps the tags (last 8 bytes of keys) of chunks to the numbers of their
+                tiers, as `Reading.tier_numbers` does.
+            in_full: True if the last token may be loaded too. If False, only whole chunks that end before the
+                last token are looked up.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
         ends_inside = in_full and rest > 0 and self.has_tail
@@ -118,7 +121,7 @@ class PromptChunks:
         return coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
-        """Yield the chunks to load for a prefix or a part of it, the first chunk of the prompt first.
+        """Yield the chunks that a load of a prefix, or of a part of a prefix, needs, the first chunk first.
 
         Args:
             found: result of `look_up`.
@@ -146,7 +149,10 @@ class PromptChunks:
         return tags | self._numbers
 
     def _more(self) -> Tags:
-        """Return the tags of the chunks added since the last call, with 0 in place of the group's byte."""
+        """Return the tags (last 8 bytes) of the keys of chunks that were added since the last call.
+
+        The byte for the KV cache group is 0. The result is uint64 of shape (added chunks,).
+        """
         return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
 
 
@@ -155,5 +161,10 @@ _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
 def _of_group(key: bytes, group: int) -> bytes:
-    """Return a chunk's key in a group."""
+    """Return the key of a chunk in a KV cache group, made from the chunk's key for all groups.
+
+    Args:
+        key: key of the chunk for all groups.
+        group: index of the group, which replaces the last byte of the key.
+    """
     return key[:-1] + bytes((group,))

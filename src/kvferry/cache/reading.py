@@ -29,11 +29,11 @@ class _Incoming:
     """A chunk that is being read into host memory.
 
     Attributes:
-        slot: slot of host memory that the read fills.
+        slot: slot (memory of one chunk) in host memory that the read fills.
         group: description of the content: KV cache group, number of tokens and layout.
         source: index of the slow tier that the chunk is read from.
         others: indices of the slow tiers to try after a miss, the fastest first.
-        waiting: fetches that need the chunk.
+        waiting: fetches (sets of chunks that one load needs) that wait for the chunk.
     """
 
     slot: Slot
@@ -44,13 +44,13 @@ class _Incoming:
 
 
 class Reading:
-    """Reads of chunks from storage to host memory. Only the engine's thread may use it.
+    """Reads chunks from storage into host memory. Only the engine's thread may use it.
 
     Attributes:
         incoming: chunks that are being read, by key.
-        fetches: fetches in progress. A *fetch* is the set of chunks that one load needs.
-        events: number of calls so far that may have changed the cache's counts, except calls of
-            `on_read_ended`, which change the counts too.
+        fetches: fetches in progress. A fetch is the set of chunks that one load needs.
+        events: number of calls so far that may have changed the cache's counts. Calls of `on_read_ended`
+            change the counts too, but the caller counts them.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Reading:
         file: Callable[[int, int], ChunkGroup],
         counts: CacheCounts,
     ) -> None:
-        """Prepare to read from the slow tiers, with no read in flight.
+        """Create the reader of a cache, with no read in flight.
 
         Args:
             host: host tier that chunks are read into.
             writing: write queues of the slow tiers, the fastest tier first. A chunk that was read from one
                 tier is queued for all faster ones.
-            body: function that returns the memory of a slot (space of one chunk in host memory), writable.
+            body: function that returns the writable memory of a slot (space of one chunk in host memory).
             file: function that takes the index of a KV cache group and the number of tokens in a chunk, and
                 returns the description of the chunk's content for storage.
             counts: counts of the cache; reads update them.
@@ -84,7 +84,8 @@ class Reading:
         """Return the number of the tier that each chunk would come from now: int64 of shape (len(tags),).
 
         0 stands for host memory, n for the n-th slow tier, `NO_TIER` for none. If another load is already
-        reading a chunk, the chunk comes from the same tier, or from none if that tier hangs or is excluded.
+        reading a chunk, the number is that of the tier being read. It is `NO_TIER` if this tier hangs or is
+        excluded.
 
         Args:
             tags: tags (last 8 bytes) of the chunks' keys, uint64, as `tags_of` returns them.
@@ -101,8 +102,8 @@ class Reading:
     def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
         """Start to read chunks into host memory for a load. `advance` continues the returned fetch.
 
-        Every chunk is held there (not evicted) until the load closes its slot. Chunks that are in host memory
-        already are held first, so that they are not evicted to make room for others.
+        A chunk that has arrived is held (not evicted) until the load closes its slot. Chunks that are already
+        in host memory are held first, so that they are not evicted to make room for others.
 
         Args:
             wanted_chunks: chunks that the load needs, in the order in which to read them.
@@ -121,29 +122,42 @@ class Reading:
         return fetch
 
     def cancel(self, fetch: Fetch) -> None:
-        """Cancel a fetch and release its slots. Reads in flight still bring their chunks to host memory."""
+        """Cancel a fetch and release its slots (memory of chunks) in host memory.
+
+        Reads in flight continue, and their chunks stay in host memory until they are evicted.
+
+        Args:
+            fetch: set of chunks that one load needs.
+        """
         for _, slot in fetch.take():
             self._host.close(slot)
         fetch.remaining.clear()
         fetch.reading.clear()
 
     def awaited_tiers(self, fetch: Fetch) -> set[str]:
-        """Return the names of the slow tiers from which chunks of a fetch are still being read."""
+        """Return the names of the slow tiers from which chunks of a fetch are still being read.
+
+        Args:
+            fetch: set of chunks that one load needs.
+        """
         return {self._queues[self.incoming[key].source].name for key in fetch.reading}
 
     def origin(self, fetch: Fetch) -> str:
         """Return the name of the slowest tier that chunks of a fetch come from; the host tier if none does.
 
         Reads in flight count too.
+
+        Args:
+            fetch: set of chunks that one load needs.
         """
         asked = self.awaited_tiers(fetch) | fetch.tiers
         return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
 
     def on_read_ended(self, key: bytes, what: GetOutcome) -> None:
-        """Process the end of a read.
+        """Process the end of a read from a slow tier.
 
-        After a hit, the chunk becomes ready for the fetches that wait for it. After a miss, it is read from
-        the next slow tier that should have it. If there is none, these fetches fail.
+        After a hit, the chunk becomes ready for the loads that wait for it. After a miss, the chunk is read
+        from the next slow tier that should have it. If there is no such tier, the loads fail.
 
         Args:
             key: key of the chunk.
@@ -168,20 +182,23 @@ class Reading:
         self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
 
     def advance(self) -> None:
-        """Continue all fetches as far as host memory has room, and remove finished ones from `fetches`."""
+        """Continue all fetches as far as host memory has room, and remove finished ones from `fetches`.
+
+        A fetch is the set of chunks that one load needs.
+        """
         self.events += bool(self.fetches)
         for fetch in self.fetches:
             self._advance(fetch)
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
 
     def _first_of(self, asked: tuple[bool, ...]) -> TierNumbers:
-        """Return a table with the number of the fastest allowed tier for each set of tiers that have a chunk.
+        """Return a table that maps a set of tiers to the number of the fastest allowed tier in the set.
 
-        The table is int64 of shape (1 << MAX_TIERS,). Its index is the bits of the tiers that have the chunk.
-        It contains `NO_TIER` where none of these tiers is allowed.
+        The index is the bitwise OR of the bits of the tiers. The table is int64 of shape (1 << MAX_TIERS,).
+        It contains `NO_TIER` where no tier of the set is allowed.
 
         Args:
-            asked: whether each tier is allowed, by tier number.
+            asked: True for each allowed tier, by tier number.
         """
         if asked not in self._firsts:
             marks = np.arange(1 << MAX_TIERS)
@@ -202,7 +219,7 @@ class Reading:
             without: names of tiers to exclude.
 
         Returns:
-            The numbers, int64 of shape (len(tags),).
+            Tier numbers, int64 of shape (len(tags),).
         """
         reads = [
             NO_TIER if queue.name in without or queue.stuck_for_reading else number
@@ -215,7 +232,13 @@ class Reading:
         return np.where(coming[at] == tags, tier_numbers[at], 0)
 
     def _advance(self, fetch: Fetch) -> None:
-        """Hold the remaining chunks of a fetch, or start their reads, as far as host memory has room."""
+        """Continue a fetch as far as host memory has room, one remaining chunk after the other.
+
+        A chunk in host memory is held (not evicted). For other chunks, a read is started.
+
+        Args:
+            fetch: set of chunks that one load needs.
+        """
         while fetch.remaining and fetch.failure is None and self._bring(fetch, fetch.remaining[0]):
             fetch.remaining.popleft()
 
@@ -225,8 +248,8 @@ class Reading:
         If no tier has the chunk any more, the fetch fails.
 
         Args:
-            fetch: fetch that needs the chunk.
-            want: chunk to bring to host memory.
+            fetch: set of chunks that one load needs.
+            want: chunk of this set to bring to host memory.
 
         Returns:
             False if host memory has no room for the chunk yet, else True.
@@ -250,7 +273,12 @@ class Reading:
         return True
 
     def _sources(self, fetch: Fetch, key: bytes) -> list[int]:
-        """Return the indices of the slow tiers that should have a chunk, the fastest first."""
+        """Return the indices of the slow tiers from which a chunk can be read, the fastest first.
+
+        Args:
+            fetch: set of chunks that one load needs, with the names of tiers to exclude.
+            key: key of the chunk.
+        """
         return [
             number
             for number, queue in enumerate(self._queues)
@@ -258,14 +286,15 @@ class Reading:
         ]
 
     def _read(self, incoming: _Incoming) -> None:
-        """Start the read of a chunk from its source."""
+        """Start to read a chunk from its source tier into its slot (memory of one chunk in host memory)."""
         slot = incoming.slot
         self._queues[incoming.source].read(slot.key, incoming.group, self._body(slot))
 
     def _keep(self, incoming: _Incoming, name: str) -> None:
-        """Make a chunk that was read readable, queue it for faster tiers, and give it to the waiting fetches.
+        """Make a chunk readable after its read, and hand it to the loads that wait for it.
 
-        If the cache was reset during the read, the fetches fail instead.
+        The chunk is also queued for writing to all faster tiers. If the cache was reset during the read, the
+        loads fail instead.
 
         Args:
             incoming: chunk whose read has ended with a hit.
@@ -283,13 +312,22 @@ class Reading:
                 self._give(fetch, want, slot, name)
 
     def _give(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
-        """Add a held chunk to the ready chunks of a fetch. `name` is the tier that the chunk came from."""
+        """Add a chunk in host memory to the ready chunks of a fetch.
+
+        Args:
+            fetch: set of chunks that one load needs.
+            want: the chunk.
+            slot: slot (memory of one chunk) of the chunk, which is held (not evicted) for this fetch.
+            name: name of the tier that the chunk came from.
+        """
         fetch.ready.append((want, slot))
         fetch.tiers.add(name)
         self._counts.fetched[name] += 1
 
     def _fail(self, incoming: _Incoming, why: str, what: GetOutcome | None = None) -> None:
-        """Record why the fetches that wait for a chunk cannot continue.
+        """Let all fetches (sets of chunks that one load needs) fail that wait for a chunk.
+
+        A fetch that has failed already keeps its first reason.
 
         Args:
             incoming: chunk that could not be read.

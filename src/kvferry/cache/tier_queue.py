@@ -37,7 +37,7 @@ REFRESH_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """The result of a write that has ended. The memory that held the chunk for it may be reused.
+    """The result of a write that has ended. The memory that the write read from may be changed again.
 
     Attributes:
         key: key of the chunk.
@@ -52,7 +52,7 @@ class WriteEnded:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """The result of a read that has ended. The memory that the read fills does not change any more.
+    """The result of a read that has ended. The memory that the read filled does not change any more.
 
     Attributes:
         key: key of the chunk.
@@ -74,7 +74,7 @@ class TierQueue:
     Attributes:
         name: name of the tier, unique within an engine.
         tier: the storage tier.
-        usage: usage of the tier's storage, as last read by a background thread.
+        usage: usage of the tier's storage, as a background thread last read it.
     """
 
     def __init__(
@@ -88,9 +88,10 @@ class TierQueue:
         """Start the threads that read, write and refresh the tier.
 
         Args:
-            tier: storage tier to read from and write to. `close` closes it.
+            tier: storage tier to read from and write to. The method `close` of this queue closes the tier.
             name: name of the tier, unique within an engine.
-            readers, writers: number of threads for reads and for writes.
+            readers: number of threads for reads.
+            writers: number of threads for writes.
             clock: function that returns monotonic seconds.
         """
         self.name = name
@@ -110,49 +111,52 @@ class TierQueue:
         self._refresher.start()
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the keys that can be read now: bool of shape (len(keys),).
+        """Return a mask of the chunks that can be read from the tier now: bool of shape (len(keys),).
 
-        The mask is all False while reads hang (the tier is stuck) or the tier pauses after failures.
+        The mask is all False while the tier's reads hang, or while the tier pauses after failures.
+
+        Args:
+            keys: keys of the chunks.
         """
         return np.zeros(len(keys), np.bool_) if self._reading.stuck else self.tier.contains(keys)
 
     @property
     def refuses_reads(self) -> bool:
-        """Return whether to start no reads now: earlier reads hang, or the tier pauses after failures."""
+        """True if no reads should start now, because earlier reads hang or the tier pauses after failures."""
         return self._reading.stuck or self.tier.paused
 
     @property
     def reading(self) -> int:
-        """The number of reads that have started and that `done` has not returned yet."""
+        """Number of reads that have started and that `done` has not returned yet."""
         return self._reading.count
 
     @property
     def writing(self) -> int:
-        """The number of writes that have started and that `done` has not returned yet."""
+        """Number of writes that have started and that `done` has not returned yet."""
         return self._writing.count
 
     @property
     def stuck(self) -> bool:
-        """Return whether the tier hangs: its reads, or its writes, have had no result for `STUCK_SECONDS`."""
+        """True if the tier hangs: its reads, or its writes, have had no result for `STUCK_SECONDS`."""
         return self._reading.stuck or self._writing.stuck
 
     @property
     def stuck_for_reading(self) -> bool:
-        """Return whether reads are in flight and none ended in the last `STUCK_SECONDS`."""
+        """True if reads are in flight and none ended in the last `STUCK_SECONDS`."""
         return self._reading.stuck
 
     @property
     def stuck_for_writing(self) -> bool:
-        """Return whether writes are in flight and none ended in the last `STUCK_SECONDS`."""
+        """True if writes are in flight and none ended in the last `STUCK_SECONDS`."""
         return self._writing.stuck
 
     @property
     def can_write(self) -> bool:
-        """Return whether another write may start now: few writes are in flight, and they do not hang."""
+        """True if another write may start now, because few writes are in flight and they do not hang."""
         return self.writing < self._most_writes and not self._writing.stuck
 
     def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
-        """Queue a read of a chunk into `into`. Keep that memory reserved until `done` returns the read.
+        """Queue a read of a chunk. The memory `into` must stay reserved until `done` returns the read.
 
         Args:
             key: key of the chunk.
@@ -163,7 +167,7 @@ class TierQueue:
         self._reads.put(partial(self._read, key, group, into))
 
     def write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
-        """Queue a write of a chunk from `body`. Do not change that memory until `done` returns the write.
+        """Queue a write of a chunk. The memory `body` must not change until `done` returns the write.
 
         Args:
             key: key of the chunk.
@@ -175,7 +179,7 @@ class TierQueue:
         self._writes.put(partial(self._write, key, group, body))
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Mark a prompt's chunks as used. The refresh thread records the use in the tier later.
+        """Mark the chunks of a prompt as used. The refresh thread records the use in the tier later.
 
         Args:
             keys: keys of the chunks, the first chunk first.
@@ -183,13 +187,15 @@ class TierQueue:
         self._uses.append(keys)
 
     def done(self) -> list[Done]:
-        """Return the results of the reads and writes that ended since the last call."""
+        """Return the results of the reads and writes that ended since the last call, and clear them."""
         return [*self._reading.done(), *self._writing.done()]
 
     def close(self, patience_seconds: float) -> None:
         """Finish all queued reads and writes, end the threads, and close the tier.
 
-        If a read or write has not ended after `patience_seconds`, log a warning and leave the tier open.
+        Args:
+            patience_seconds: longest time to wait. If a read or write has not ended by then, a warning is
+                logged and the tier stays open.
         """
         self._closing.set()
         ends = time.monotonic() + patience_seconds
@@ -205,7 +211,13 @@ class TierQueue:
             )  # fmt: skip
 
     def _read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
-        """Fetch a chunk from the tier and record the result. Runs on a reader thread."""
+        """Read a chunk from the tier, and record the result. This runs on a reader thread.
+
+        Args:
+            key: key of the chunk.
+            group: description of the expected content: KV cache group, number of tokens and layout.
+            into: memory to read into.
+        """
         began = self._clock()
         try:
             what = self.tier.get(key, group, into)
@@ -215,7 +227,13 @@ class TierQueue:
         self._reading.end(ReadEnded(key, what, self._clock() - began))
 
     def _write(self, key: bytes, group: ChunkGroup, body: memoryview) -> None:
-        """Store a chunk in the tier and record the result. Runs on a writer thread."""
+        """Write a chunk to the tier, and record the result. This runs on a writer thread.
+
+        Args:
+            key: key of the chunk.
+            group: description of the content: KV cache group, number of tokens and layout.
+            body: memory with the chunk.
+        """
         began = self._clock()
         try:
             what = self.tier.put(key, group, body)
@@ -227,7 +245,7 @@ class TierQueue:
         self._writing.end(WriteEnded(key, what, seconds))
 
     def _look_around(self) -> None:
-        """Read the usage of the storage, and keep the result in `usage`."""
+        """Read the usage (capacity and fill) of the tier's storage, and keep the result in `usage`."""
         try:
             with self._looking:  # so that an older result does not replace a newer one
                 self.usage = self.tier.usage()
@@ -235,7 +253,11 @@ class TierQueue:
             logger.exception("%s tier: what lies around", self.name)
 
     def _refresh(self) -> None:
-        """Update usage, record uses and refresh the tier, again and again until the queue is closed."""
+        """Refresh the tier every `REFRESH_SECONDS` until the queue is closed. This runs on its own thread.
+
+        A refresh reads the usage of the storage, records which chunks were used, and lets the tier look for
+        chunks of other processes.
+        """
         while True:
             self._look_around()
             closing = self._closing.wait(REFRESH_SECONDS)
@@ -248,10 +270,10 @@ class TierQueue:
                 logger.exception("%s tier: refresh", self.name)
 
     def _note_uses(self) -> None:
-        """Record in the tier which chunks the queued prompts have used, and clear the queue.
+        """Record in the tier which chunks the queued prompts have used, and clear the queue of prompts.
 
         The tier evicts chunks in the order of this record. So the later chunks of a prompt come before its
-        earlier ones. Each chunk is recorded once, by its last use.
+        earlier ones. A chunk that several prompts used is recorded once, at its last use.
         """
         order: dict[bytes, None] = {}
         while self._uses:
@@ -266,7 +288,7 @@ class TierQueue:
 
 
 class _Operations:
-    """The reads, or the writes, whose results the engine's thread has not collected.
+    """The reads (or the writes) of a tier whose results the engine's thread has not collected yet.
 
     Worker threads call `end`. The engine's thread calls the other methods.
 
@@ -284,18 +306,18 @@ class _Operations:
         self._ended: deque[Done] = deque()
 
     def begin(self) -> None:
-        """Record the start of an operation."""
+        """Record the start of a read or write."""
         if not self._at_work:
             self._moved_at = self._clock()
         self.count += 1
 
     def end(self, what: Done) -> None:
-        """Record the result of an operation that has ended."""
+        """Record the result of a read or write that has ended."""
         self._ended.append(what)
         self._moved_at = self._clock()
 
     def done(self) -> list[Done]:
-        """Return the results of the operations that ended since the last call."""
+        """Return the results of the reads or writes that ended since the last call, and clear them."""
         found: list[Done] = []
         while self._ended:
             found.append(self._ended.popleft())
@@ -304,12 +326,12 @@ class _Operations:
 
     @property
     def stuck(self) -> bool:
-        """Return whether operations are in flight and none ended in the last `STUCK_SECONDS`."""
+        """True if reads or writes are in flight and none ended in the last `STUCK_SECONDS`."""
         return self._at_work > 0 and self._clock() - self._moved_at > STUCK_SECONDS
 
     @property
     def _at_work(self) -> int:
-        """The number of operations that have begun and not ended."""
+        """Number of reads or writes that have begun and not ended."""
         return self.count - len(self._ended)
 
 
@@ -335,7 +357,7 @@ class _Threads:
         self._jobs.put(job)
 
     def close(self, ends: float) -> bool:
-        """Run all queued jobs, then end the threads; wait for the threads until a deadline.
+        """Run all queued jobs, then end the threads. Wait for the threads until a deadline.
 
         Args:
             ends: deadline, in seconds of `time.monotonic`.

@@ -60,7 +60,8 @@ def digest_of_files(
 
     Args:
         files: paths of the files.
-        memory: path of the memory file, which caches digests; None for the one in the user's cache directory.
+        memory: path of the memory file (JSON file that caches digests); None for the one in the user's cache
+            directory.
         now: function that returns the time of the file system's clock, in seconds since 1970.
 
     Raises:
@@ -93,21 +94,25 @@ def digest_of_files(
 
 
 def _key(stat: os.stat_result) -> str:
-    """Return the key of a file's digest in the memory file, made from the file's inode, size and times."""
+    """Return the key under which a file's digest is cached: its device, inode, size and times.
+
+    If the file changes, its key changes.
+    """
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
 def remembered() -> tuple[Path | None, int]:
-    """Return the path of this user's memory file (cache of weight digests), and the number of its digests.
+    """Return (path of this user's memory file, number of digests in the file).
 
-    The path is None if the user has no cache directory. The file need not exist.
+    The memory file is a JSON file that caches digests of weights. The path is None if the user has no cache
+    directory. The file need not exist.
     """
     memory = _default_memory()
     return memory, len(_read_memory(memory))
 
 
 class _Progress:
-    """A counter of bytes read that logs a message after every `_TOLD_BYTES`.
+    """Logs a message each time `_TOLD_BYTES` more bytes of weight files have been read.
 
     Args:
         files: files to read; the messages contain their number.
@@ -125,9 +130,14 @@ class _Progress:
 
 
 def _digest(file: FileIO, progress: _Progress) -> str:
-    """Return the digest of an open file, in hex.
+    """Return the BLAKE3 digest of an open file, in hex.
 
-    The file is read by system calls. With a memory map, a truncated file would kill the process (SIGBUS).
+    The file is read with system calls. With a memory map, truncation of the file would kill the process
+    (SIGBUS).
+
+    Args:
+        file: unbuffered binary file.
+        progress: counter of the bytes read. Mutated.
     """
     hasher = blake3(max_threads=blake3.AUTO)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -138,7 +148,10 @@ def _digest(file: FileIO, progress: _Progress) -> str:
 
 
 def _default_memory() -> Path | None:
-    """Return the path of the default memory file; None if the user has no cache directory."""
+    """Return the path of the memory file (JSON file that caches digests) in the user's cache directory.
+
+    Return None if the user has no cache directory.
+    """
     try:
         return user_cache() / "weights.json"
     except ConfigError:
@@ -146,7 +159,13 @@ def _default_memory() -> Path | None:
 
 
 def _read_memory(memory: Path | None) -> dict[str, str]:
-    """Return the digests in the memory file, by key; empty if the file is missing or damaged."""
+    """Return the digests in the memory file (JSON file that caches digests of weights), by file key.
+
+    The result is empty if the file is missing or damaged.
+
+    Args:
+        memory: path of the memory file; None for a user without a cache directory.
+    """
     if memory is None:
         return {}
     try:
@@ -158,12 +177,23 @@ def _read_memory(memory: Path | None) -> dict[str, str]:
 
 
 def _check(files: dict[str, str]) -> str:
-    """Return the checksum of the digests, which the memory file contains."""
+    """Return the checksum of cached digests. The memory file contains it, so that damage is detected.
+
+    Args:
+        files: digests by file key.
+    """
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _remember(memory: Path | None, news: dict[str, str]) -> None:
-    """Add new digests to the memory file, and drop the oldest ones beyond `_MOST_FILES`."""
+    """Add new digests to the memory file (JSON file that caches digests of weights).
+
+    The oldest digests beyond `_MOST_FILES` are dropped. If the file cannot be written, it stays as it is.
+
+    Args:
+        memory: path of the memory file; None for a user without a cache directory.
+        news: new digests by file key.
+    """
     if memory is None:
         return
     kept = {key: digest for key, digest in _read_memory(memory).items() if key not in news} | news

@@ -22,12 +22,12 @@ WRITE_BACK_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SlowTier:
-    """A slow tier behind host memory, and its write mode.
+    """A storage tier that is slower than host memory, and its write mode.
 
     Attributes:
         queue: queue of the tier's reads and writes, with its threads.
-        write_back: True to write chunks only when host memory fills up or at shutdown; False for
-            write-through.
+        write_back: True to write chunks only when host memory fills up or at shutdown (write-back); False to
+            write each chunk soon after it is stored in host memory (write-through).
     """
 
     queue: TierQueue
@@ -43,7 +43,7 @@ class Writing:
     Attributes:
         slow_tier: slow tier to write to.
         host: host tier that holds the chunks.
-        body: function that returns the memory of a slot.
+        body: function that returns the memory of a slot (space of one chunk in host memory).
         lost: number of queued chunks that host memory evicted before their write started.
     """
 
@@ -70,19 +70,19 @@ class Writing:
 
     @property
     def due(self) -> bool:
-        """Return whether queued chunks can be written as soon as the tier accepts a write.
+        """True if queued chunks can be written as soon as the tier accepts a write.
 
-        They cannot in write-back mode while host memory has room, nor while the tier's writes hang.
+        It is False in write-back mode while host memory has room, and while the tier's writes hang.
         """
         return bool(self._owed) and self._wanted and not self.slow_tier.queue.stuck_for_writing
 
     @property
     def under_way(self) -> bool:
-        """Return whether chunks are being written; False while the tier's writes hang."""
+        """True if chunks are being written. It is False while the tier's writes hang."""
         return bool(self._held) and not self.slow_tier.queue.stuck_for_writing
 
     def pump(self) -> int:
-        """Start as many writes as the tier accepts; return the number of chunks that left the queue.
+        """Start as many writes as the tier accepts, and return the number of chunks that left the queue.
 
         A queued chunk that host memory has evicted leaves the queue too, and counts as lost.
         """
@@ -93,11 +93,11 @@ class Writing:
         return before - len(self._owed)
 
     def on_write_ended(self, key: bytes) -> None:
-        """Release the slot of a chunk whose write has ended, whatever the outcome."""
+        """Release the slot (memory of one chunk) of a chunk whose write has ended, whatever the outcome."""
         self.host.close(self._held.pop(key))
 
     def flush(self) -> None:
-        """Start the writes of all queued chunks, even if the tier would accept fewer writes now."""
+        """Start the writes of all queued chunks, even if the tier accepts fewer writes now."""
         while self._owed:
             self._write_next()
 
@@ -107,7 +107,11 @@ class Writing:
 
     @property
     def _wanted(self) -> bool:
-        """Return whether the write mode permits a write now."""
+        """True if the write mode permits a write now.
+
+        Write-through always permits it. Write-back permits it when host memory is fuller than
+        `WRITE_BACK_SHARE`.
+        """
         full = self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
         return full or not self.slow_tier.write_back
 

@@ -23,7 +23,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class _CudaBytes:
-    """GPU memory in the form that ``torch.as_tensor`` accepts (the CUDA array interface)."""
+    """GPU memory in a form that ``torch.as_tensor`` accepts (the CUDA array interface)."""
 
     def __init__(self, region: Region) -> None:
         self.__cuda_array_interface__ = {
@@ -40,7 +40,10 @@ def tensor_over(region: Region) -> torch.Tensor:
 
 
 class AddressSpace:
-    """Tensor views of regions of memory, looked up by address. The caller must keep the memory allocated."""
+    """Tensor views of registered regions of memory, looked up by address.
+
+    The caller must keep the memory allocated.
+    """
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = sorted(regions, key=lambda region: region.address)
@@ -48,17 +51,21 @@ class AddressSpace:
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
     def view(self, nest: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
-        """Return a view of the bytes that a strided copy reads or writes, in `count` blocks or packed cells.
+        """Return a view of the bytes that a strided copy reads or writes, in several blocks or packed cells.
+
+        A packed cell is the KV of a few tokens in contiguous memory. The strided copy is repeated for each
+        block or packed cell, at equal distances.
 
         Args:
-            nest: strided copy. On `side` it has the absolute addresses of the first block or packed cell.
+            nest: strided copy (nested loops over contiguous runs of bytes). On `side` it has the absolute
+                addresses of the first block or packed cell.
             side: "src" to view the bytes that the copy reads, "dst" to view the bytes that it writes.
             stride: bytes from one block or packed cell to the next.
             count: number of blocks or packed cells.
             word: size in bytes of an element of the view: 1, 2, 4 or 8 (see `largest_word`).
 
         Returns:
-            Tensor of shape (count, count of every loop, words of a run) that shares the memory.
+            Tensor of shape (count, count of every loop, elements of a run) that shares the memory.
 
         Raises:
             TransferError: the view exceeds the registered memory, or spans the memory of several devices.
@@ -87,7 +94,7 @@ class AddressSpace:
         return flat.as_strided(shape, strides, (first - low) // word)
 
     def _region_of(self, low: int, high: int) -> int | None:
-        """Return the index of the region that contains bytes ``[low, high)``; None if no region does."""
+        """Return the index of the region that contains all bytes ``[low, high)``; None if no region does."""
         at = bisect.bisect_right(self._starts, low) - 1
         holds = at >= 0 and high <= self._starts[at] + self._regions[at].length
         return at if holds else None
@@ -95,8 +102,10 @@ class AddressSpace:
     def _regions_of(self, low: int, axes: Sequence[tuple[int, int]], run: int) -> set[Region] | None:
         """Return the regions that contain the runs of a view; None if a run is outside all regions.
 
+        A run is a piece of contiguous bytes.
+
         Args:
-            low: lowest address of all runs (pieces of contiguous bytes).
+            low: lowest address of all runs.
             axes: (distance in bytes from one run to the next, number of runs) along each axis, shortest
                 distance first.
             run: length of a run in bytes.
@@ -130,9 +139,13 @@ class AddressSpace:
 
 
 def largest_word(nest: StridedCopy, *offsets: Any) -> int:
-    """Return the largest word size (8, 4, 2 or 1 bytes) with which a strided copy can be done.
+    """Return the largest number of bytes (8, 4, 2 or 1) that a strided copy can copy at a time.
 
-    It divides the copy's run length and strides, and all `offsets` (in bytes).
+    The number divides the length of the copy's runs, the copy's strides, and all `offsets`.
+
+    Args:
+        nest: strided copy (nested loops over contiguous runs of bytes).
+        offsets: further distances in bytes that must be multiples of the result.
     """
     numbers = [nest.run, *offsets]
     numbers += [n for loop in nest.loops for n in (loop.src, loop.dst)]

@@ -40,7 +40,7 @@ def read(path: str) -> str | None:
 
 
 def available_memory(read: Read = read) -> tuple[int, str] | None:
-    """Return the bytes that can still be allocated, and a text that names the limit; None if unknown.
+    """Return (bytes that this process can still allocate, text that names the limit); None if unknown.
 
     Args:
         read: function that returns the text of a file, or None if it cannot be read.
@@ -52,7 +52,11 @@ def available_memory(read: Read = read) -> tuple[int, str] | None:
 
 
 def _left_to_groups(read: Read) -> Iterator[int]:
-    """Yield the free bytes of each control group with a limit, from this process's group up to the root."""
+    """Yield the free bytes of each control group with a limit, from this process's group up to the root.
+
+    Args:
+        read: function that returns the text of a file, or None if it cannot be read.
+    """
     told = read("/proc/self/cgroup") or ""
     for line, root, limit, used, prefix in _VERSIONS:
         path = found[1] if (found := re.search(line, told, re.MULTILINE)) else "/"
@@ -66,5 +70,10 @@ def _left_to_groups(read: Read) -> Iterator[int]:
 
 
 def _cached(stat: str, prefix: str) -> int:
-    """Return the bytes of cached file pages in a group's ``memory.stat``; the kernel reclaims them first."""
+    """Return the bytes of cached file pages in a control group. The kernel reclaims such pages first.
+
+    Args:
+        stat: text of the group's ``memory.stat``.
+        prefix: prefix of the names of the fields to read.
+    """
     return sum(int(size) for size in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE))

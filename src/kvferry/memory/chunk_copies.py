@@ -32,8 +32,9 @@ _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 class ChunkCopies:
     """Copies cells between one rank's KV blocks and chunks in host memory, for the layers of one route.
 
-    Every method returns when its copies are complete, also on a GPU. Until then, the caller must not reuse
-    the blocks and chunks.
+    A cell is the run of tokens that is copied as one unit. Blocks and chunks consist of whole cells. A route
+    is a set of layers with the same strided copies. Every method returns when its copies are complete, also
+    on a GPU. Until then, the caller must not reuse the blocks and chunks.
     """
 
     def __init__(self, route: Route, side: str, engine: AddressSpace, memory: npt.NDArray[np.uint8]) -> None:
@@ -46,7 +47,7 @@ class ChunkCopies:
             memory: host memory that holds the chunks (the arena), uint8 of shape (bytes,).
 
         Raises:
-            TransferError: the route exceeds the rank's memory.
+            TransferError: the strided copies exceed the rank's memory.
         """
         self._storing, self._memory = side == "src", memory
         stride = route.src_stride if self._storing else route.dst_stride
@@ -60,7 +61,7 @@ class ChunkCopies:
         self._pool = PoolCells(parts, engine, side=side, stride=stride, blocks=blocks, alignments=alignments)
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from KV blocks to chunks.
+        """Copy cells (runs of tokens that divide both blocks and chunks) from KV blocks to chunks.
 
         Args:
             cells: cells to copy. Their `dst_block` holds the index of each cell's chunk in `offsets`.
@@ -69,7 +70,7 @@ class ChunkCopies:
         self._copy(cells, cells.src_block, offsets[cells.dst_block])
 
     def load(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from chunks to KV blocks.
+        """Copy cells (runs of tokens that divide both blocks and chunks) from chunks to KV blocks.
 
         Args:
             cells: cells to copy. Their `src_block` holds the index of each cell's chunk in `offsets`.
@@ -78,7 +79,7 @@ class ChunkCopies:
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:
-        """Zero cells of one chunk in host memory.
+        """Set cells (runs of tokens that divide both blocks and chunks) of one chunk in host memory to zero.
 
         Args:
             cells: cells to zero. Their block ids are ignored.
@@ -90,7 +91,11 @@ class ChunkCopies:
                     self._packed(view, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero those bytes of these KV blocks that belong to the layers of the route."""
+        """Set the bytes of these KV blocks to zero that belong to the layers of the route.
+
+        Args:
+            blocks: block ids, int64 of shape (n,).
+        """
         self._pool.clear(blocks)
 
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
@@ -102,7 +107,7 @@ class ChunkCopies:
         self._pool.wait()
 
     def _move(self, view: CopyView, place: int, offset: int) -> None:
-        """Run one strided copy for one cell, from KV block to chunk or from chunk to KV block.
+        """Run one strided copy for one cell (run of tokens), from KV block to chunk or in reverse.
 
         Args:
             view: strided copy with its view of the block pool.
@@ -119,7 +124,9 @@ class ChunkCopies:
             np.copyto(pages, packed)
 
     def _packed(self, view: CopyView, offset: int) -> npt.NDArray[Any]:
-        """Return a view of the bytes of a chunk that a strided copy reads or writes for one cell.
+        """Return a view of the bytes in a chunk that a strided copy reads or writes for one cell.
+
+        A cell is a run of tokens that is copied as one unit.
 
         Args:
             view: strided copy, which determines shape and strides.
@@ -130,18 +137,27 @@ class ChunkCopies:
         )
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return equivalent strided copies without negative strides, which tensor views do not allow."""
+        """Return the strided copies of a cell (run of tokens) as they apply to the rank's block pool.
+
+        Copies with negative strides are replaced by equivalent ones without, because tensor views do not
+        allow negative strides.
+
+        Args:
+            part: strided copies of a cell, and the offsets of the cells of a block.
+        """
         at = part.src_at if self._storing else part.dst_at
         return PoolCopies(at, tuple(copy for one in part.nests for copy in one.ascending()))
 
 
 def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[int]:
-    """Return the byte offset of each cell in the host memory that holds the chunks (the arena).
+    """Return the byte offset of each cell in the arena (host memory that holds chunks).
+
+    A cell is a run of tokens that is copied as one unit.
 
     Args:
         chunk_cells: byte offset of every cell of a chunk, from the start of the chunk.
         chunks: byte offset in the arena of each cell's chunk, or of the one chunk that holds all cells.
-        number: index of each cell in its sequence, int64 of shape (n,).
+        number: index of each cell in the sequence of tokens, int64 of shape (n,).
     """
     found: list[int] = (chunks + chunk_cells[number % len(chunk_cells)]).tolist()
     return found
@@ -150,6 +166,7 @@ def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[
 def offsets_of(offsets: Sequence[int]) -> Int64s:
     """Return the byte offsets of chunks as the array that `ChunkCopies.store` and `load` take.
 
-    The first chunk has index 1 in the array. Index 0 is reserved, because block id 0 means "no block".
+    The array is int64 of shape (len(offsets) + 1,). The first chunk has index 1, and index 0 is unused,
+    because block id 0 means "no block".
     """
     return np.array((0, *offsets), np.int64)

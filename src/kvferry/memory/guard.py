@@ -29,7 +29,7 @@ _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"
 
 
 class _GuardedView(torch.Tensor):
-    """A view of a cache that raises `SilentCopy` instead of copying. Created by `guard`."""
+    """A view of a KV cache that raises `SilentCopy` where torch would silently copy. Created by `guard`."""
 
     @classmethod
     def __torch_function__(
@@ -50,12 +50,23 @@ class _GuardedView(torch.Tensor):
 
 
 def guard(view: torch.Tensor) -> torch.Tensor:
-    """Return a guarded view of the same memory. Views of the guarded view are guarded too."""
+    """Return a view of the same memory that raises `SilentCopy` where torch would silently copy.
+
+    Views of the returned view are guarded in the same way.
+    """
     return view.as_subclass(_GuardedView)
 
 
 def _refuse_copy(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that an operation does not copy, by running it on a meta tensor with the same strides.
+    """Check that an operation on a guarded view does not copy the memory.
+
+    The operation is tried on a meta tensor (tensor without memory) of the same shape and strides.
+
+    Args:
+        func: torch operation.
+        name: name of the operation.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
 
     Raises:
         SilentCopy: the operation would copy.
@@ -81,6 +92,8 @@ def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
     """Return the result of an operation, with guards around tensors that share memory with a guarded view.
 
+    A guarded view is a tensor that raises `SilentCopy` where torch would silently copy.
+
     Args:
         result: result of the operation: a tensor, a list or tuple of results, or anything else.
         views: guarded views among the arguments of the operation.
@@ -93,7 +106,7 @@ def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
 
 
 def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the guarded views among these arguments, including those in nested lists and tuples."""
+    """Yield the guarded views among the arguments of an operation, also from nested lists and tuples."""
     for value in values:
         if isinstance(value, _GuardedView):
             yield value
@@ -102,5 +115,5 @@ def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share storage. It works for meta tensors, which have no addresses."""
+    """Return True if two tensors share storage. This also works for meta tensors, which have no addresses."""
     return bool(torch._C._is_alias_of(one, other))  # noqa: SLF001 - torch has no public way to ask

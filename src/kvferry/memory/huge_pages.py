@@ -37,10 +37,10 @@ A larger region would delay an engine's start for minutes.
 
 
 def request_huge_pages(region: Region, *, touched: bool) -> None:
-    """Ask the kernel to back this memory with huge pages. If it refuses, the memory stays as it is.
+    """Ask the kernel to back a region of memory with huge pages. If it refuses, the memory stays as it is.
 
     Args:
-        region: memory to back with huge pages. If it is GPU memory, nothing is done.
+        region: memory to back with huge pages. Nothing is done for GPU memory.
         touched: True if the memory is already in use. Then a region of at most `COLLAPSE_BYTES` is moved to
             huge pages at once, which takes about as long as writing to all of it.
     """
@@ -60,8 +60,8 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
         size: size of the file in bytes.
 
     Returns:
-        Mapping, and the byte offset at which the file begins in the mapping. Closing the mapping unmaps the
-        file.
+        The mapping, and the byte offset in the mapping at which the file begins. The file is unmapped when
+            the mapping is closed.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -104,7 +104,7 @@ class HugePageCollapser:
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the thread has moved all the memory that the kernel can move."""
+        """Wait until the thread has moved the memory. Parts that the kernel cannot move stay as they are."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -115,7 +115,13 @@ class HugePageCollapser:
 
 
 def _advise(address: int, length: int, advice: int) -> int:
-    """Call ``madvise`` for `length` bytes at `address`; return 0, or the errno if it fails."""
+    """Call ``madvise`` for a range of memory; return 0, or the errno if the call fails.
+
+    Args:
+        address: address of the first byte.
+        length: number of bytes.
+        advice: number of the advice, e.g. that of MADV_COLLAPSE.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
         return 0

@@ -26,12 +26,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedCache:
-    """The KV cache of one rank.
+    """The KV cache of one rank, allocated by kvferry.
 
     Attributes:
         buffer: memory of the cache, uint8 of shape (bytes,), initially zero. Views keep it allocated.
         geometry: addresses and layout of the cache, for planning; its only region is the buffer.
-        maps: sizes and strides of the cache, one map per group in the order of `geometry.groups`.
+        maps: addresses and strides of the cache, one map per KV cache group in the order of
+            `geometry.groups`.
     """
 
     buffer: torch.Tensor
@@ -99,7 +100,17 @@ class OwnedCache:
                 yield where, group, slot, layer
 
     def _elements(self, layer: Layer, field: Field, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return a view of one field of a recurrent layer, with axes ``(blocks, heads, *inner)``."""
+        """Return a view of one field of a recurrent layer, with axes ``(blocks, heads, *inner)``.
+
+        Args:
+            layer: layer of the cache.
+            field: field of the layer's page.
+            dtype: dtype of the elements; None for integers of the size of the elements.
+
+        Raises:
+            GeometryError: the elements of the field have another size than `dtype`, or a size without a
+                dtype.
+        """
         dtype = dtype or _BITS.get(field.item_bytes)
         if dtype is None or dtype.itemsize != field.item_bytes:
             raise GeometryError(
@@ -121,7 +132,7 @@ def allocate(model: ModelCache, engine: EngineShape, rank: int, device: torch.de
     Args:
         model: description of the KV cache of each of the model's layers.
         engine: parallel sizes and layout settings of the engine.
-        rank: index of the worker, pipeline-major.
+        rank: index of the worker: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
         device: torch device, such as ``cpu`` or ``cuda:0``.
 
     Raises:

@@ -25,18 +25,19 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyView:
-    """The view that one strided copy has of the block pool, for every place at which a cell may start.
+    """The view that one strided copy has of a block pool, for every place at which a cell may start.
 
-    One side of the copy is a cell in the pool. The other side is the same cell in contiguous memory, or in a
-    chunk in host memory.
+    A cell is a run of tokens that is copied as one unit. A strided copy consists of nested loops over
+    contiguous runs of bytes. One side of the copy is a cell in the pool. The other side is the same cell in
+    contiguous memory, or in a chunk in host memory.
 
     Attributes:
         copy: strided copy to run.
         word: size in bytes of an element of `elements`.
-        elements: view of the pool, of shape (places, count of every loop, words of a run). It is a numpy
+        elements: view of the pool, of shape (places, count of every loop, elements of a run). It is a numpy
             array for host memory, and a tensor for GPU memory.
         offset: byte offset of the first run within the other side.
-        shape: shape of the view of the other side: (count of every loop, words of a run).
+        shape: shape of the view of the other side: (count of every loop, elements of a run).
         strides: strides of the view of the other side, in bytes.
     """
 
@@ -55,9 +56,10 @@ class CopyView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellViews:
-    """Views of the cells that have the same strided copies.
+    """Views of a block pool for the cells (runs of tokens that are copied as one unit) of one part of a copy.
 
-    A place is a position in the block pool at which a cell may start. Places have equal distances.
+    All cells of the part have the same strided copies. A place is a position in the pool at which a cell may
+    start. Places have equal distances.
 
     Attributes:
         block_places: number of places from one block to the next.
@@ -70,7 +72,10 @@ class CellViews:
     copies: tuple[CopyView, ...]
 
     def places(self, blocks: Int64s, numbers: Int64s) -> Int64s:
-        """Return the place of each cell: the index of the cell on the first axis of `CopyView.elements`.
+        """Return the index of each cell on the first axis of `CopyView.elements`.
+
+        A cell is a run of tokens that is copied as one unit. The axis has an index for every place in the
+        block pool at which a cell may start.
 
         Args:
             blocks: block id of each cell, int64.
@@ -83,7 +88,7 @@ class CellViews:
 
 
 class PoolCells:
-    """Views of all cells of a block pool, created once.
+    """Views of all cells (runs of tokens that are copied as one unit) of a block pool, created once.
 
     Attributes:
         parts: views of the cells, one entry for each entry of the argument `parts`, in the same order.
@@ -99,17 +104,18 @@ class PoolCells:
         blocks: int,
         alignments: Sequence[int] = (),
     ) -> None:
-        """Create the views of the pool.
+        """Create the views of the block pool.
 
         Args:
-            parts: strided copies that together copy a cell. On the pool's side they have the absolute
-                addresses of block 0. On the other side they have offsets in a packed cell or a chunk.
+            parts: strided copies that together copy a cell (run of tokens that is copied as one unit). On the
+                pool's side they have the absolute addresses of block 0. On the other side they have offsets
+                in a packed cell (cell in contiguous memory) or a chunk.
             pool: registered memory that holds the blocks.
             side: side of the copies that is the pool, "src" or "dst".
             stride: bytes from one block to the next.
             blocks: number of blocks.
             alignments: number of bytes, for each part, that divides all distances between cells on the other
-                side. If empty, the other side does not limit the size of the words that are copied.
+                side. If empty, the other side does not limit the size of the elements that are copied.
 
         Raises:
             TransferError: the copies exceed the pool's memory.
@@ -118,7 +124,11 @@ class PoolCells:
         self.parts = tuple(map(self._part, parts, alignments or [0] * len(parts)))
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes of these blocks that the strided copies cover, and wait until this is done."""
+        """Set the bytes of these blocks to zero that the strided copies cover, and wait until this is done.
+
+        Args:
+            blocks: block ids, int64 of shape (n,).
+        """
         for part in self.parts:
             places = part.places(blocks[:, None], np.arange(len(part.cell_places))).reshape(-1).tolist()
             for view in part.copies:
@@ -143,7 +153,7 @@ class PoolCells:
         """Return the view of the pool for a strided copy.
 
         Args:
-            copy: strided copy of the cell at the first place.
+            copy: strided copy of the cell (run of tokens that is copied as one unit) at the first place.
             places: (bytes from one place to the next, number of places). A cell may start at any place.
             alignment: number of bytes that divides the distances between cells on both sides of the copy.
         """

@@ -10,7 +10,9 @@ from kvferry.units import format_bytes
 
 
 def sealed_file(name: str, size: int) -> int:
-    """Create a memory file whose size is sealed, and return its file descriptor.
+    """Create a memory file whose size can no longer change, and return its file descriptor.
+
+    Processes that map the file can rely on its size.
 
     Args:
         name: name of the file, as ``/proc`` shows it.

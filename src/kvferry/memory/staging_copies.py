@@ -20,9 +20,9 @@ from kvferry.planning.descriptors import Int64s
 
 @dataclass(frozen=True, slots=True)
 class StagedImages:
-    """Images (packed cells) in staging memory, one after the other.
+    """Images (cells packed into contiguous memory) in staging memory, at equal distances.
 
-    Image ``i`` starts at ``address + i * stride``.
+    A cell is a run of tokens that is copied as one unit. Image ``i`` starts at ``address + i * stride``.
 
     Attributes:
         space: staging memory that holds the images.
@@ -36,19 +36,21 @@ class StagedImages:
 
 
 class StagingCopies:
-    """Copies cells between KV blocks and packed images (cells in contiguous memory) on the same device.
+    """Copies cells between KV blocks and staging memory on the same device.
 
-    Every method returns when its copies are complete, also on a GPU.
+    A cell is a run of tokens that is copied as one unit. In staging memory, each cell is an image (packed, in
+    contiguous memory). Every method returns when its copies are complete, also on a GPU.
     """
 
     def __init__(
         self, parts: Sequence[PoolCopies], pool: AddressSpace, side: str, stride: int, blocks: int
     ) -> None:
-        """Create the views of the pool.
+        """Create the views of the block pool.
 
         Args:
-            parts: strided copies of a cell. On the pool's side they have the absolute addresses of block 0.
-                On the other side they have offsets in an image.
+            parts: strided copies of a cell (run of tokens that is copied as one unit). On the pool's side
+                they have the absolute addresses of block 0. On the other side they have offsets in an image
+                (cell packed into contiguous memory).
             pool: registered memory that holds the blocks.
             side: side of the copies that is the pool: "src" to gather, "dst" to scatter.
             stride: bytes from one block to the next.
@@ -61,7 +63,7 @@ class StagingCopies:
         self._pool = PoolCells(parts, pool, side=side, stride=stride, blocks=blocks)
 
     def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
-        """Pack cells: copy them from KV blocks to images in staging memory.
+        """Copy cells (runs of tokens) from KV blocks into images (packed cells) in staging memory.
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
@@ -86,7 +88,7 @@ class StagingCopies:
         self._pool.wait()
 
     def scatter(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
-        """Unpack cells: copy them from images in staging memory to KV blocks.
+        """Copy cells (runs of tokens) from images (packed cells) in staging memory into KV blocks.
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
@@ -108,7 +110,11 @@ class StagingCopies:
         self._pool.wait()
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero those bytes of these KV blocks that the strided copies read or write."""
+        """Set the bytes of these KV blocks to zero that the strided copies read or write.
+
+        Args:
+            blocks: block ids, int64 of shape (n,).
+        """
         self._pool.clear(blocks)
 
     def _pairs(
@@ -116,14 +122,16 @@ class StagingCopies:
     ) -> Iterator[tuple[CellViews, CopyView, torch.Tensor]]:
         """Yield, for each strided copy, its view of the block pool and its view of some images.
 
+        An image is a cell (run of tokens) packed into contiguous memory.
+
         Args:
-            staged: images (packed cells) in staging memory.
+            staged: images in staging memory.
             first: index of the first image.
             count: number of images.
 
         Yields:
             (views of the copy's part, view of the pool, view of the images). The view of the images has the
-            shape (`count`, count of every loop, words of a run).
+                shape (`count`, count of every loop, elements of a run).
         """
         address = staged.address + first * staged.stride
         for part in self._pool.parts:
