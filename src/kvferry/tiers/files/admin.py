@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 class DirectoryAdmin(CacheAdmin):
-    """A directory of the file tier, as operator commands see it.
+    """The operations of operator commands on a directory of the file tier.
 
     Args:
         path: path of the directory.
@@ -46,13 +46,19 @@ class DirectoryAdmin(CacheAdmin):
             )
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield all kvferry files in the directory. Raises ConfigError if they cannot be listed."""
+        """Yield an entry for each kvferry file in the directory.
+
+        Raises ConfigError if they cannot be listed.
+        """
         with _told(self.where):
             yield from walk(self.where)
 
     @contextmanager
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
-        """Open a file for reading, as a context manager. Raises FileNotFoundError or another OSError."""
+        """Return a context manager that opens a file of the directory for reading.
+
+        Entering it raises FileNotFoundError if the file is gone, or another OSError.
+        """
         fd = open_regular(entry.path, os.O_RDONLY)
         try:
             yield _OpenFile(self.where, entry.path, fd, os.fstat(fd).st_size)
@@ -94,7 +100,7 @@ class DirectoryAdmin(CacheAdmin):
             return CollectResult(done.swept, done.evicted, done.evicted_bytes, account.used, goal)
 
     def clear(self) -> tuple[int, int]:
-        """Remove all kvferry files; return their number and their bytes.
+        """Remove all kvferry files of the directory. Return their number and the sum of their bytes.
 
         Other files stay, and so do folders that contain them.
 
@@ -149,7 +155,13 @@ class _OpenFile(StoredFile):
 
 @contextmanager
 def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
-    """Return a context manager that holds the ledger. Raises ConfigError if the ledger cannot be used."""
+    """Return a context manager that locks the ledger of a directory and gives its content.
+
+    The ledger is a file with the capacity and the bytes in use.
+
+    Raises:
+        ConfigError: the ledger cannot be used.
+    """
     try:
         with _told(root), ledger.held() as account:
             yield account

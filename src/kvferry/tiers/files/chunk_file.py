@@ -25,7 +25,7 @@ MEMORY_BYTES_PER_SECOND = 4e9
 
 
 def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Write a chunk to an empty file.
+    """Write the header and the body of a chunk to an empty file.
 
     Args:
         fd: descriptor of the file, open for writing.
@@ -44,7 +44,7 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
 
 
 def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
-    """Read a chunk from its file, and return whether the file begins with exactly the expected chunk.
+    """Read a chunk from its file into memory. Return whether the file begins with exactly the expected chunk.
 
     Args:
         fd: descriptor of the file.
@@ -60,9 +60,10 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
 
 
 def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Find out why `read_chunk` returned False.
+    """Find out why `read_chunk` refused a file.
 
-    Return without an exception only if the file is a chunk of the expected key, but of other groups.
+    The function returns without an exception only if the file is a chunk of the expected key, but of other
+    groups.
 
     Args:
         fd: descriptor of the file.
@@ -84,7 +85,10 @@ def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
 
 
 def read_header(fd: int) -> ChunkHeader:
-    """Read the header of a file, and check that the file has the length in the header.
+    """Read and decode the header of a chunk file, and check that the file has the length in the header.
+
+    Args:
+        fd: descriptor of the file.
 
     Raises:
         ChunkError: the file is not a complete chunk file.
@@ -124,7 +128,7 @@ class _ProgressiveRead:
         self._piece_bytes = PIECE_BYTES
 
     def read_up_to(self, size: int) -> None:
-        """Read until `size` bytes of the body are in memory, or the file ends."""
+        """Read the file until the first `size` bytes of the body are in memory, or until the file ends."""
         while self.done < len(self.header) + size and not self._ended:
             if self.done:
                 at = self.done - len(self.header)
@@ -136,9 +140,12 @@ class _ProgressiveRead:
             self._ended = read < wanted
 
     def _begin(self) -> tuple[int, int]:
-        """Read the header and a first piece; return the numbers of bytes read and requested.
+        """Read the header and the first piece of the body.
 
-        If they arrive slower than from memory, the following pieces are larger.
+        If the bytes arrive slower than from memory, the following pieces will be larger.
+
+        Returns:
+            The numbers of bytes read and requested.
         """
         began, piece = time.perf_counter(), self._into[:PIECE_BYTES]
         read = read_all(self._fd, (self.header, piece))

@@ -60,9 +60,9 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
 
 
 def read_more(fd: int, piece: memoryview, begin: int) -> int:
-    """Fill a buffer from a file from which `read_all` has read before; return the number of bytes read.
+    """Continue to read a file after `read_all`: fill a buffer, and return the number of bytes read.
 
-    It avoids the system call with which `read_all` turns direct I/O on, unless its first read is incomplete.
+    A full read takes one system call fewer than with `read_all`, because direct I/O is already on.
 
     Args:
         fd: descriptor of the file.
@@ -82,7 +82,7 @@ def read_more(fd: int, piece: memoryview, begin: int) -> int:
 
 
 def set_direct(fd: int, *, on: bool) -> bool:
-    """Turn direct I/O on or off for a file; return whether it is on now.
+    """Turn direct I/O (without the page cache) on or off for a file. Return whether direct I/O is on now.
 
     The call clears other flags of the descriptor, such as O_APPEND and O_NONBLOCK.
     """
@@ -94,13 +94,16 @@ def set_direct(fd: int, *, on: bool) -> bool:
 
 
 def _transfer(fd: int, pieces: Sequence[Buffer], move: Callable[[Sequence[memoryview], int], int]) -> int:
-    """Call `move` until all buffers are done or it returns 0; return the number of bytes moved.
+    """Read or write buffers with direct I/O, or through the page cache if the file system refuses direct I/O.
 
     Args:
         fd: descriptor of the file.
         pieces: buffers to read or write, in order.
         move: function that takes the remaining buffers and the number of bytes moved so far, moves some bytes
-            and returns their number.
+            and returns their number. If it returns 0, the transfer ends.
+
+    Returns:
+        The number of bytes moved.
     """
     left, done = [memoryview(piece).cast("B") for piece in pieces], 0
     direct = set_direct(fd, on=True)

@@ -27,11 +27,11 @@ _PAUSE_SECONDS = 0.001
 class DirectoryIndex:
     """Keeps the known chunk keys of one namespace up to date with a directory that other processes change.
 
-    Any thread may use it.
+    Any thread may use the object.
 
     Args:
         root: directory of the tier.
-        namespace: digest of the namespace, 32 bytes.
+        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
         listed: known keys, which `refresh` updates.
         clock: function that returns seconds since 1970, by the file system's clock.
         pause: function that waits a number of seconds, so that other threads can run.
@@ -69,10 +69,11 @@ class DirectoryIndex:
             return len(changed)
 
     def _changed(self) -> dict[int, int]:
-        """Find the folders that changed since they were last read, and forget the keys of missing folders.
+        """Find the chunk folders that changed since they were last read. Forget the keys of missing folders.
 
         Returns:
-            The modification time of each changed folder, in nanoseconds, by the first byte of its keys.
+            The modification time of each changed folder, in nanoseconds, by the first byte of the keys in the
+            folder.
         """
         try:
             check_folders(self._root, f"{self._folder}/")
@@ -92,7 +93,11 @@ class DirectoryIndex:
         return {part: time_ns for part, time_ns in found.items() if self._read_at.get(part) != time_ns}
 
     def _read(self, part: int) -> None:
-        """Update the known keys of one folder from the names of its files. `part` is the keys' first byte."""
+        """Update the known keys of one folder from the names of its chunk files.
+
+        Args:
+            part: first byte of the keys in the folder.
+        """
         with self._listed.listing((part,)):
             names = self._list(part)
             for at in range(0, len(names), _PAGE_NAMES):
@@ -102,7 +107,7 @@ class DirectoryIndex:
                 self._pause(_PAUSE_SECONDS)
 
     def _list(self, part: int) -> list[str]:
-        """Return the names of all files in one folder; none if the folder cannot be read.
+        """Return the names of all files in one chunk folder; an empty list if the folder cannot be read.
 
         Args:
             part: first byte of the keys in the folder.

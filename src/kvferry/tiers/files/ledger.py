@@ -30,9 +30,10 @@ _PAUSE_SECONDS = 0.001
 
 
 class HeldLedger:
-    """The account of a directory's space, while this process holds the lock of the ledger file.
+    """The content of a directory's ledger, while this process holds the lock of the ledger file.
 
-    Every change is written to the file immediately.
+    The ledger records the capacity of the directory and the bytes in use. Every change is written to the file
+    immediately.
 
     Args:
         fd: descriptor of the locked ledger file. `close` closes it.
@@ -55,31 +56,34 @@ class HeldLedger:
             self.count()
 
     def close(self) -> None:
-        """Release the lock by closing the file."""
+        """Release the lock of the ledger by closing its file."""
         # A mount may report an error of earlier writes here. The file is closed in any case.
         with suppress(OSError):
             os.close(self._fd)
 
     def charge(self, size: int) -> None:
-        """Add `size` bytes to the bytes in use. Call it before a file uses them."""
+        """Add `size` bytes to the bytes in use. Call this before a file is created."""
         self._set(self.capacity, self.used + size)
 
     def release(self, size: int) -> None:
-        """Subtract `size` bytes from the bytes in use. Call it after the file was removed."""
+        """Subtract `size` bytes from the bytes in use. Call this after a file was removed."""
         self._set(self.capacity, max(0, self.used - size))
 
     def limit(self, capacity: int) -> None:
-        """Set the capacity of the directory, in bytes, for all processes."""
+        """Set the capacity of the directory in bytes.
+
+        All processes that use the directory share this capacity.
+        """
         self._set(capacity, self.used)
 
     def count(self) -> None:
-        """Set the bytes in use to the sum of all kvferry files, found by a walk of the directory."""
+        """Walk the directory, and set the bytes in use to the sum of all kvferry files."""
         # Count the ledger with its full size, because its first write may be this one.
         others = sum(entry.charged for entry in walk(self._root) if entry.kind is not EntryKind.LEDGER)
         self._set(self.capacity, LEDGER_BYTES + others)
 
     def _set(self, capacity: int, used: int) -> None:
-        """Write capacity and bytes in use to the file."""
+        """Write the capacity and the bytes in use to the ledger file."""
         # The name of a temporary file may claim any number of reserved bytes.
         used = min(used, _MOST)
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)
@@ -88,9 +92,9 @@ class HeldLedger:
 
 
 class Ledger:
-    """The ledger of one directory: a file with its capacity and bytes in use, and a lock.
+    """The ledger of one directory: a file with the directory's capacity and bytes in use, and a lock.
 
-    Any thread may use it.
+    Any thread may use the object.
 
     Args:
         root: path of the directory. It must stay on the device where it was when the ledger was first held.
@@ -100,7 +104,8 @@ class Ledger:
 
     Attributes:
         capacity: capacity in bytes, written to a new ledger if the old one was lost; 0 if unknown.
-        after_loss: callback that runs after a lost ledger was created anew, while it is held.
+        after_loss: callback that runs after a lost ledger file was created anew. Its argument is the new
+            ledger, whose lock is held.
         after_swap: callback that runs when another directory has replaced the previous one at `root`. It
             raises OSError to refuse the new directory.
     """
@@ -125,26 +130,30 @@ class Ledger:
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
-        """Return a context manager that holds the ledger's lock and gives the ledger's content.
+        """Return a context manager that locks the ledger and gives its content: capacity and bytes in use.
 
-        Meanwhile no other thread or process creates, commits or evicts a file.
+        While the ledger is locked, no other thread or process creates, commits or evicts a file.
 
         Args:
             seconds: maximum time to wait for the lock; None for `lock_seconds`.
 
         Raises:
             LockTimeout: other threads or processes held the ledger for that long.
-            OSError: the ledger cannot be opened or written, or its version is unknown; ESTALE if another
-                disk is mounted at the directory than before.
+            OSError: the ledger cannot be opened or written, or its version is unknown; ESTALE if another disk
+                is mounted at the directory than before.
         """
         with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as account:
             yield account
 
     def _get(self, deadline: float) -> HeldLedger:
-        """Lock and read the ledger; create a new one if the file was lost. Raises LockTimeout or OSError.
+        """Lock and read the ledger file. If the file was lost, create a new one and call `after_loss`.
 
         Args:
             deadline: time at which to give up, in seconds of the clock.
+
+        Raises:
+            LockTimeout: other processes held the lock until the deadline.
+            OSError: the file cannot be opened or written.
         """
         fd = self._lock(deadline)
         try:
@@ -162,10 +171,14 @@ class Ledger:
         return account
 
     def _lock(self, deadline: float) -> int:
-        """Open and lock the ledger's file, and return its descriptor. Raises LockTimeout or OSError.
+        """Open and lock the ledger file, and return its descriptor.
 
         Args:
             deadline: time at which to give up, in seconds of the clock.
+
+        Raises:
+            LockTimeout: other processes held the lock until the deadline.
+            OSError: the file cannot be opened.
         """
         start = self._clock()
         while True:
@@ -186,7 +199,11 @@ class Ledger:
             self._sleep(_PAUSE_SECONDS)
 
     def _open(self) -> int:
-        """Check the directory, open the ledger's file and return its descriptor. Raises OSError."""
+        """Check that the directory is still on the same disk, open the ledger file and return its descriptor.
+
+        Raises:
+            OSError: the directory has changed and cannot be used, or the file cannot be opened.
+        """
         # An unmounted disk leaves an empty folder on another disk, which must not be filled.
         found, known = os.stat(self._root), self._known
         if known is not None and found.st_dev != known.st_dev:
@@ -217,7 +234,10 @@ def _digest(fields: bytes) -> bytes:
 
 
 def _parse(data: bytes) -> tuple[int, int] | None:
-    """Return the capacity and the bytes in use from the content of a ledger; None if it is damaged.
+    """Decode the content of a ledger file.
+
+    Returns:
+        The capacity and the bytes in use of the directory; None if the content is damaged.
 
     Raises:
         OSError: the ledger has another version.

@@ -28,7 +28,7 @@ class LockTimeout(Exception):
 
 @dataclass
 class _WaitingThreads(Generic[T]):
-    """The threads of one process that hold or want the lock.
+    """The state of a lock in one process, whose threads hand the lock to one another.
 
     Attributes:
         pid: id of the process.
@@ -80,7 +80,9 @@ class LockHandoff(Generic[T]):
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[T]:
-        """Return a context manager that holds the resource. Entering it waits for at most `seconds`.
+        """Return a context manager that locks the resource and gives it to this thread.
+
+        Entering it waits at most `seconds` for other threads and processes.
 
         Raises:
             LockTimeout: other threads or processes held the resource for that long.
@@ -101,9 +103,9 @@ class LockHandoff(Generic[T]):
             self._leave(queue, sound=sound)
 
     def _queue(self) -> _WaitingThreads[T]:
-        """Return the state of this process. After a fork, create a new state.
+        """Return the state of the lock in this process. In a forked process, create a new state first.
 
-        The resource that was inherited from the parent process is closed in this process.
+        A resource that was inherited from the parent process is closed in this process.
         """
         if self._own.pid != os.getpid():
             inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
@@ -114,7 +116,12 @@ class LockHandoff(Generic[T]):
     def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
         """Wait until no other thread of this process uses the resource, and mark it as used by this thread.
 
-        Raises LockTimeout if that takes longer than `seconds`.
+        Args:
+            queue: state of the lock in this process.
+            seconds: maximum time to wait.
+
+        Raises:
+            LockTimeout: other threads used the resource for that long.
         """
         with queue.changed:
             queue.waiting += 1
@@ -126,10 +133,10 @@ class LockHandoff(Generic[T]):
                 queue.waiting -= 1
 
     def _leave(self, queue: _WaitingThreads[T], *, sound: bool) -> None:
-        """Hand the resource to the next waiting thread, or release it.
+        """Hand the resource to the next waiting thread, or release it so that other processes can lock it.
 
         Args:
-            queue: state of this process.
+            queue: state of the lock in this process.
             sound: whether the use of the resource ended without an exception; if False, release the resource.
         """
         with queue.changed:

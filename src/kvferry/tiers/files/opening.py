@@ -35,10 +35,12 @@ _log = logging.getLogger(__name__)
 
 
 def check_directory(root: str) -> None:
-    """Check that a directory exists, and that its layout, if kvferry has used it, has this release's version.
+    """Check that a directory exists, and that this release can use it.
+
+    A directory that kvferry has used contains a marker (file with the version of the directory's layout).
 
     Raises:
-        ConfigError: the directory is missing, has another version, or has an invalid marker.
+        ConfigError: the directory is missing, its layout has another version, or its marker is invalid.
     """
     if not os.path.isdir(root):
         found = "is no directory" if os.path.exists(root) else "does not exist"
@@ -83,11 +85,12 @@ def open_directory(
 
     Args:
         root: path of the directory, which `check_directory` has checked.
-        ledger: ledger of the directory. The function sets its capacity and its callbacks.
-        room: space of the directory.
-        namespace: namespace that the caller will use.
-        capacity: maximum bytes of all kvferry files of all processes; None for the current capacity, or for
-            a tenth of the free space in a new directory.
+        ledger: ledger (capacity and bytes in use) of the directory. The function sets its capacity and its
+            callbacks.
+        room: object that evicts files of the directory to make room.
+        namespace: namespace (scope of chunk keys) that the caller will use.
+        capacity: maximum bytes of all kvferry files of all processes; None for the current capacity, or for a
+            tenth of the free space in a new directory.
 
     Raises:
         ConfigError: the directory cannot be used, or the capacity is more than the disk has or too small.
@@ -116,19 +119,23 @@ def open_directory(
 
 
 def unusable_directory(root: str, error: OSError) -> ConfigError:
-    """Return a ConfigError for an OSError that makes a directory unusable."""
+    """Convert an OSError that makes a directory unusable to a ConfigError with advice for the operator."""
     said = error.strerror or str(error)
     where = error.filename or root
     return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
 
 
 def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
-    """Return the capacity to use, in bytes. Raises ConfigError if more is requested than the disk has.
+    """Return the capacity to use for a directory, in bytes.
 
     Args:
         root: path of the directory.
-        account: ledger of the directory.
-        asked: requested capacity in bytes; None for the current one, or a tenth of the free space.
+        account: ledger (capacity and bytes in use) of the directory.
+        asked: requested capacity in bytes; None for the current capacity, or a tenth of the space if there is
+            none.
+
+    Raises:
+        ConfigError: the requested capacity is more than the disk has.
     """
     space = os.statvfs(root)
     free = space.f_bavail * space.f_frsize
@@ -144,13 +151,15 @@ def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
 
 
 def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Create the missing folders, marker and note of a directory. The caller holds the ledger.
+    """Create the missing folders, marker and note of a directory. The caller holds the lock of the ledger.
+
+    The marker is a file with the version of the layout. The note is a file that describes a namespace.
 
     Args:
         root: path of the directory.
-        namespace: namespace of the folder and the note.
-        account: ledger of the directory.
-        room: space of the directory, in which files may be evicted for the marker and the note.
+        namespace: namespace (scope of chunk keys) whose folder and note are created.
+        account: ledger (capacity and bytes in use) of the directory.
+        room: object that evicts files of the directory to make room for the marker and the note.
     """
     folder = f"{root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
@@ -161,7 +170,7 @@ def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: Directo
 
 
 def _check_again(root: str) -> None:
-    """Check a directory that has replaced the previous one. Raises OSError if it cannot be used."""
+    """Check that a directory that has replaced the previous one can be used. Raises OSError if not."""
     try:
         check_directory(root)
     except ConfigError as error:
@@ -169,14 +178,22 @@ def _check_again(root: str) -> None:
 
 
 def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Create the missing files and folders of a directory as `_furnish` does, but ignore errors."""
+    """Create the missing folders, marker and note of a directory as `_furnish` does, but ignore errors."""
     # Notes are only for people. If one cannot be written, chunks are still stored.
     with suppress(ConfigError, OSError):
         _furnish(root, namespace, account, room)
 
 
 def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> None:
-    """Write a small file if it does not exist, and count its bytes as used. The caller holds the ledger.
+    """Write a small file if it does not exist, and count its bytes as used.
+
+    The caller holds the ledger's lock.
+
+    Args:
+        path: path of the file.
+        text: content of the file, in ASCII.
+        account: ledger (capacity and bytes in use) of the directory.
+        room: object that evicts other files of the directory to make room.
 
     Raises:
         ConfigError: the file does not fit into the capacity.

@@ -19,8 +19,8 @@ def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str)
 
     Args:
         root: directory of the tier.
-        ledger: ledger of the directory, which is held during the move.
-        found: status of the bad file. If another file has replaced it meanwhile, that file stays.
+        ledger: ledger (capacity and bytes in use) of the directory. Its lock is held during the move.
+        found: status of the bad file. If another file has replaced the bad one meanwhile, nothing is moved.
         path: path of the bad file.
 
     Returns:

@@ -20,11 +20,13 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 
 class NotRegular(OSError):
-    """An error that says that a path is not a plain file or folder."""
+    """An error that says that a path is not a plain file or folder, for example because it is a link."""
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open a plain file without waiting, and return its descriptor. A new file gets mode 0600.
+    """Open a plain file and return its descriptor.
+
+    Never follow a link, and never wait for a pipe or a device. A new file gets mode 0600.
 
     Args:
         path: path of the file.
@@ -63,7 +65,7 @@ def read_regular(path: str, most: int) -> bytes:
 
 
 def is_regular(path: str) -> bool:
-    """Return whether the path exists and is a plain file."""
+    """Return whether a path exists and is a plain file, not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -71,7 +73,7 @@ def is_regular(path: str) -> bool:
 
 
 def check_folders(root: str, path: str) -> None:
-    """Check that all folders between `root` and a file are plain folders, not links.
+    """Check that all folders between `root` and a file are plain folders, not links. `root` is not checked.
 
     Raises:
         NotRegular: a folder on the path is something else.
@@ -83,7 +85,7 @@ def check_folders(root: str, path: str) -> None:
 
 
 def make_folder(root: str, folder: str) -> None:
-    """Create a folder, and missing folders between it and `root`, with mode 0700.
+    """Create a folder with mode 0700 if it is missing, and all missing folders between `root` and the folder.
 
     Raises:
         NotRegular: a link, a file or a device has the name of a folder.

@@ -52,17 +52,17 @@ class FileSettings(StorageSettings, frozen=True):
 
     @property
     def location(self) -> Location:
-        """The absolute path of the directory."""
+        """The location of the chunks: the absolute path of the directory, or a mark for the default one."""
         if self.path is None:
             return Location("the default directory", ())
         path = os.path.abspath(self.path)
         return Location(path, (path,))
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> FileTier:
-        """Open the directory and return the tier. The default directory is created if it is missing.
+        """Open the directory, and return the file tier. Create the default directory if it is missing.
 
         Raises:
-            ConfigError: the directory cannot be used, or an earlier tier uses the same one.
+            ConfigError: the directory cannot be used, or an earlier tier uses the same directory.
         """
         path = self.path or make_default_directory()
         directories = [one.path or default_directory() for one in earlier if isinstance(one, FileSettings)]
@@ -76,7 +76,9 @@ class FileSettings(StorageSettings, frozen=True):
 
 
 def make_default_directory() -> str:
-    """Create the default directory, if it is missing, with access for this user only; return its path.
+    """Create the default directory of the file tier if it is missing, and return its path.
+
+    Only this user has access to a new directory.
 
     Raises:
         ConfigError: the directory cannot be created.

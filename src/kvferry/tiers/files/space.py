@@ -57,7 +57,7 @@ class _Walked:
         temporary: entries of the temporary files, of live and dead writers.
         listed: rank and path of evictable files, in the order of eviction. The rank is the time of last use,
             as `DirectorySpace._rank` returns it.
-        more: whether there are more evictable files.
+        more: whether there are more evictable files than `listed` contains.
         charged: bytes that all kvferry files count against the capacity.
     """
 
@@ -160,7 +160,7 @@ class DirectorySpace:
             return False
 
     def abandon(self, temporary: str, size: int) -> None:
-        """Remove a file that could not be written or committed, and release its bytes.
+        """Remove a file that could not be written or committed, and subtract its bytes from the bytes in use.
 
         If the file cannot be removed now, it is truncated, and its bytes still count as used. A later `sweep`
         removes the file, after its writer has closed it.
@@ -179,10 +179,10 @@ class DirectorySpace:
     def settle(self, account: HeldLedger) -> None:
         """Remove temporary files of dead writers, and correct the bytes in use by counting all files again.
 
-        The directory is walked twice.
+        The directory is walked two or three times.
 
         Args:
-            account: ledger of the directory, which the caller holds.
+            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
         """
         self._take_in(self._look(), account)
         account.count()
@@ -190,10 +190,10 @@ class DirectorySpace:
     def make_room(self, account: HeldLedger, size: int = 0) -> bool:
         """Evict files until another `size` bytes fit into the capacity; return whether they fit.
 
-        If more files must be evicted than are listed, the directory is walked again.
+        If more files must be evicted than the last walk listed, the directory is walked again.
 
         Args:
-            account: ledger of the directory, which the caller holds.
+            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
             size: number of bytes to make room for. A negative number raises the limit above the capacity.
         """
         goal, before = account.capacity - size, -1
@@ -205,15 +205,18 @@ class DirectorySpace:
         return goal >= 0
 
     def _create(self, account: HeldLedger, final: str, size: int) -> tuple[int, str]:
-        """Count `size` bytes as used, and create an empty temporary file for them.
+        """Count `size` bytes as used, and create an empty temporary file, whose name contains this number.
 
         Args:
-            account: ledger of the directory, which the caller holds.
+            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
             final: path that the file will get when it is complete.
             size: bytes of the complete file.
 
         Returns:
             The descriptor of the file, and its path.
+
+        Raises:
+            OSError: the file cannot be created.
         """
         check_folders(self._root, final)
         path, fd = temporary_path(final, size), -1
@@ -231,7 +234,15 @@ class DirectorySpace:
         return fd, path
 
     def _evict_to(self, account: HeldLedger, goal: int) -> bool:
-        """Evict files of the last walk until at most `goal` bytes are in use; return whether that is so."""
+        """Evict files that the last walk listed until at most `goal` bytes are in use.
+
+        Args:
+            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+            goal: maximum number of bytes in use after the eviction.
+
+        Returns:
+            Whether at most `goal` bytes are in use now.
+        """
         while account.used > goal and self._oldest:
             rank, path = self._oldest.popleft()
             try:
@@ -250,7 +261,7 @@ class DirectorySpace:
         return account.used <= goal
 
     def _look(self) -> _Walked:
-        """List all files of the directory: those to evict first, the temporary ones, and the bytes in use.
+        """Walk the directory. Return the files to evict first, all temporary files, and the sum of all bytes.
 
         Raises:
             OSError: a folder cannot be read.
@@ -276,6 +287,10 @@ class DirectorySpace:
         The file with the lowest rank is evicted first. A file with a time far in the future, or larger than
         the capacity, ranks below all others. Otherwise a file from the future would outlast all files that
         are used before that time.
+
+        Args:
+            used_ns: time of last use, in nanoseconds since 1970.
+            size: bytes of the file.
         """
         ahead = used_ns / 1e9 - self._clock() > _AHEAD_SECONDS
         strange = ahead or size > (self._ledger.capacity or size)
@@ -286,7 +301,7 @@ class DirectorySpace:
 
         Args:
             found: result of the walk.
-            account: ledger of the directory, which the caller holds.
+            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
         """
         if found.charged > account.used:
             # Files were added without being charged. Count again, so that evicting them can release bytes.
@@ -297,7 +312,7 @@ class DirectorySpace:
 
 
 def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], float] = time.time) -> int:
-    """Remove temporary files of dead writers, and release their bytes.
+    """Remove temporary files of dead writers, and subtract their bytes from the bytes in use.
 
     A writer holds a flock on its file, so a file that can be locked has no writer. A file of another machine
     or an earlier boot must also be older than 15 minutes, because a shared mount may hide the locks of other
@@ -305,7 +320,7 @@ def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], 
 
     Args:
         found: list of the temporary files in the directory.
-        account: ledger of the directory, which the caller holds.
+        account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
         clock: function that returns seconds since 1970.
 
     Returns:
@@ -324,7 +339,10 @@ def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], 
 
 
 def _has_writer(path: str) -> bool:
-    """Return whether a process holds the lock of a temporary file; True also if it cannot be opened."""
+    """Return whether a process holds the lock of a temporary file, because it is writing the file.
+
+    Return True also if the file cannot be opened, and False if the path is not a plain file.
+    """
     if not is_regular(path):
         return False
     try:

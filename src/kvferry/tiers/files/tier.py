@@ -65,18 +65,22 @@ _ADVICE = {
 
 
 class FileTier(StorageTier):
-    """The chunks of one namespace in a directory. Other namespaces and processes may use the same directory.
+    """A storage tier with the chunks of one namespace (scope of chunk keys) in a directory.
+
+    Other namespaces and processes may use the same directory.
 
     Args:
         path: path of the directory, which must exist.
-        namespace: namespace of the chunks. Its note, which describes it, is written if it is missing.
+        namespace: namespace of the chunks. If the file that describes the namespace is missing, it is
+            written.
         capacity: maximum bytes of all kvferry files under `path`. All processes share one capacity: the
-            latest one that a process gave. None keeps the current one, or sets a tenth of the free space in
-            a new directory.
+            latest one that a process gave. None keeps the current one, or sets a tenth of the free space in a
+            new directory.
         durable: whether to flush every chunk and its folder to the disk before it counts as stored.
         clock: function that returns seconds since 1970, for times of use.
-        lock_seconds: time that a store waits for the ledger before it is dropped.
-        table: key table that the tiers of a cache share; None for a separate one.
+        lock_seconds: maximum time that a store waits for the lock of the ledger (file with the capacity and
+            the bytes in use). After that time, the chunk is dropped.
+        table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
 
     Raises:
         ConfigError: the path is missing, cannot be written or has another version, or the capacity is more
@@ -111,18 +115,20 @@ class FileTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of stored, fetched and evicted chunks in this process since it opened the directory."""
+        """Counts of chunks that this process has stored, fetched and evicted since it opened the tier."""
         return self._counter.stats()
 
     def __len__(self) -> int:
-        """Return the number of chunks that this process knows to be in the directory, in its namespace."""
+        """Return the number of chunks of this tier's namespace that this process knows to exist."""
         return len(self._listed)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Set the times of last use of known chunks to now, and skip unknown ones. The call blocks.
+        """Set the times of last use of chunks to now, so that they are evicted later than others.
+
+        The call blocks.
 
         Args:
-            keys: keys of the chunks, in the order in which to evict them.
+            keys: keys of the chunks, in the order in which to evict them. Keys of unknown chunks are skipped.
         """
         known = self.contains(keys).tolist()
         paths = (
@@ -133,15 +139,28 @@ class FileTier(StorageTier):
         mark_files_used(self._root, paths, self._clock)
 
     def usage(self) -> StoreUsage:
-        """Return the usage of the directory by all processes. Only one thread may call it at a time."""
+        """Return the bytes in use and the capacity of the directory, for all processes together.
+
+        Only one thread may call this method at a time.
+        """
         return self._usage.read(empty=not len(self._listed))
 
     def refresh(self) -> int:
-        """Update `keys` from the folders that changed; return the number of these folders."""
+        """Update the known keys from the folders that changed. Return the number of these folders."""
         return self._index.refresh()
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk in a file. Arguments and errors: `StorageTier.put`."""
+        """Store a chunk as a file. The call blocks.
+
+        Args:
+            key: key of the chunk, 16 to 32 bytes.
+            group: description of the content: KV cache group, number of tokens and sections.
+            body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
+                padding between the sections is set to zero.
+
+        Raises:
+            ChunkError: key, group and body do not form a chunk; nothing was stored.
+        """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         detail = ""
@@ -163,7 +182,16 @@ class FileTier(StorageTier):
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a whole chunk from its file. Arguments and errors: `StorageTier.get`."""
+        """Fetch a whole chunk from its file into memory. The call blocks.
+
+        Args:
+            key: key of the chunk, 16 to 32 bytes.
+            group: description of the expected content: KV cache group, number of tokens and sections.
+            into: writable memory of the size of the chunk's content. The bytes are valid only after a hit.
+
+        Raises:
+            ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
+        """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
         detail = ""
@@ -183,7 +211,13 @@ class FileTier(StorageTier):
         """Do nothing, because no file stays open between calls."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
-        """Store a chunk unless its file exists. Raises LockTimeout, DirectoryFull or OSError."""
+        """Store a chunk as a file, unless the file exists.
+
+        Raises:
+            LockTimeout: other threads or processes held the ledger (file with the bytes in use) for too long.
+            DirectoryFull: there is no room for the file.
+            OSError: the file cannot be written.
+        """
         final = chunk_path(self._root, self._namespace, chunk.key)
         with suppress(FileNotFoundError):
             check_folders(self._root, final)
@@ -203,7 +237,10 @@ class FileTier(StorageTier):
         return PutOutcome.STORED if first else PutOutcome.PRESENT
 
     def _write(self, fd: int, chunk: Chunk, body: memoryview) -> None:
-        """Write a chunk and its time of use to an empty file. Raises OSError."""
+        """Write a chunk to an empty file, and set the modification time (time of last use) to now.
+
+        Raises OSError.
+        """
         write_chunk(fd, chunk, body)
         now = int(self._clock() * 1e9)
         os.utime(fd, ns=(now, now))
@@ -211,7 +248,15 @@ class FileTier(StorageTier):
             os.fdatasync(fd)
 
     def _reserve(self, final: str, size: int) -> tuple[int, str]:
-        """Reserve space for a file as `DirectorySpace.reserve` does, and create its folder if needed."""
+        """Reserve space for a file, and create the file under a temporary name. Create its folder if needed.
+
+        Args:
+            final: path that the file will get when it is complete.
+            size: bytes of the complete file.
+
+        Returns:
+            The descriptor of the temporary file, and its path.
+        """
         try:
             return self._space.reserve(final, size)
         except FileNotFoundError:
@@ -222,7 +267,11 @@ class FileTier(StorageTier):
         return self._space.reserve(final, size)
 
     def _get(self, chunk: Chunk, into: memoryview) -> GetOutcome:
-        """Fetch a chunk, and move a bad file to quarantine.
+        """Fetch a chunk from its file into memory, and move a bad file to quarantine.
+
+        Args:
+            chunk: identity and layout of the expected chunk.
+            into: writable memory for the content, of the size of the chunk's body.
 
         Returns:
             HIT, or OTHER_SHAPE if the file is a good chunk of other groups.
@@ -251,17 +300,29 @@ class FileTier(StorageTier):
         return GetOutcome.HIT
 
     def _on_evicted(self, path: str) -> None:
-        """Remove the key of an evicted file from `keys`, if the file was a chunk of this namespace."""
+        """Remove the key of an evicted file from the known keys.
+
+        Do nothing if the file was not a chunk of this tier's namespace (scope of chunk keys).
+
+        Args:
+            path: path of the evicted file.
+        """
         folder, name = os.path.split(path)
         key = key_of(name)
         if key is not None and folder.startswith(f"{self._root}/{self._namespace.hex()}/"):
             self._listed.discard(key)
 
     def _warn(self, what: str, why: PutOutcome | GetOutcome, detail: str) -> None:
-        """Log a failure with its reason, a detail (may be empty) and advice."""
+        """Log a failure to store or to fetch a chunk, with advice for the operator.
+
+        Args:
+            what: description of the failure.
+            why: outcome of the store or of the fetch.
+            detail: text of the underlying error; empty if there is none.
+        """
         said = f" ({detail})" if detail else ""
         _log.warning("file tier %s: %s: %s%s; %s", self._root, what, why, said, _ADVICE[why])
 
 
 class _BadFile(Exception):
-    """An error that says that a file failed a check, and was moved to quarantine if that was possible."""
+    """An error that says that a chunk file failed a check. If possible, the file was moved to quarantine."""

@@ -19,7 +19,7 @@ class UsageReader:
 
     Args:
         root: path of the directory.
-        namespace: namespace that this process uses.
+        namespace: namespace (scope of chunk keys) that this process uses.
     """
 
     def __init__(self, root: str, namespace: Namespace) -> None:
@@ -28,18 +28,22 @@ class UsageReader:
         self._last = StoreUsage()
 
     def read(self, *, empty: bool) -> StoreUsage:
-        """Return the current usage of the directory. If a value cannot be read, the last value is returned.
+        """Return the current usage of the directory. A value that cannot be read keeps its last known value.
 
         Args:
-            empty: whether the namespace of this process has no chunks. Only then is another namespace with
-                the same model name looked up.
+            empty: whether the namespace (scope of chunk keys) of this process has no chunks. Only then is
+                another namespace with the same model name looked up.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
         self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
         return self._last
 
     def _same_name_namespace(self) -> str:
-        """Return the hex digest of another namespace with the same model name; empty if there is none."""
+        """Find another namespace in the directory whose model has the same name.
+
+        Returns:
+            The digest of the namespace in hex; empty if there is none.
+        """
         try:
             folders = [name for name in os.listdir(self._root) if len(name) == len(self._ours)]
         except OSError:
@@ -51,7 +55,9 @@ class UsageReader:
         return next((digest for digest, name in sorted(names.items()) if name and name == self._name), "")
 
     def _model_name(self, digest: str) -> str:
-        """Return the name of a namespace's model, from the note in the directory; empty without valid note.
+        """Return the name of a namespace's model, from the note (file that describes the namespace).
+
+        The name is empty if there is no valid note.
 
         Args:
             digest: digest of the namespace, in hex.

@@ -15,10 +15,11 @@ _APART_NS = 1000
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
-    """Set the modification times of files to now, each later than that of the previous file.
+    """Set the modification times (times of last use) of files to now, in the given order.
 
-    A time less than 10 s from now is kept if it is later than that of the previous file. Files whose time
-    cannot be read or set, for example missing files, are skipped.
+    Each file gets a later time than the previous one. A time less than 10 s from now is kept if it is later
+    than that of the previous file. Files whose time cannot be read or set, for example missing files, are
+    skipped.
 
     Args:
         root: directory of the tier.

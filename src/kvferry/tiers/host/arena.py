@@ -45,7 +45,7 @@ _STEP_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """A handle with which other processes attach to an arena.
+    """A handle with which other processes attach to an arena (shared host memory).
 
     Attributes:
         pid: id of the process that owns the arena.
@@ -61,7 +61,9 @@ class ArenaHandle:
 
 
 class Arena:
-    """The mapping of an arena in one process. Use `create` in the owner, and `attach` in other processes.
+    """The arena (host memory that all ranks of a node share), as mapped into one process.
+
+    Use `create` in the process that owns the arena, and `attach` in other processes.
 
     Attributes:
         name: handle with which other processes attach.
@@ -87,7 +89,9 @@ class Arena:
 
     @classmethod
     def create(cls, size: int) -> Arena:
-        """Create an arena of `size` bytes, rounded up to whole pages. This process becomes its owner.
+        """Create an arena (shared host memory) of `size` bytes, rounded up to whole pages.
+
+        This process becomes the owner of the arena.
 
         Raises:
             ConfigError: the machine has too little memory, or does not support sealed memory files.
@@ -109,7 +113,10 @@ class Arena:
 
     @classmethod
     def attach(cls, name: ArenaHandle) -> Arena:
-        """Map an arena that another process of this machine created.
+        """Map an arena (shared host memory) that another process of this machine created.
+
+        Args:
+            name: handle of the arena.
 
         Raises:
             TransferError: the owner has ended, its descriptor now refers to another file, or this process may
@@ -138,8 +145,8 @@ class Arena:
     def slots(self, offset: int, stride: int) -> StagedImages:
         """Return a description of packed memory in the arena, for copies to and from KV blocks.
 
-        `StagingCopies` copies *cells*. A cell is the smallest unit that the block sizes of both sides of a
-        copy divide into. In the arena, a cell is a slot (memory of one chunk) or a part of a slot.
+        The memory consists of *cells*. A cell holds the smallest run of tokens that both block sizes of a
+        copy divide into. A slot (memory of one chunk) has one or more cells.
 
         Args:
             offset: offset of the first cell in the arena, in bytes.
@@ -148,7 +155,7 @@ class Arena:
         return StagedImages(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
-        """Return a writable view of the `size` bytes at `offset`."""
+        """Return a writable view of the `size` bytes at `offset` of the arena."""
         return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
 
     def close(self) -> None:
@@ -167,7 +174,9 @@ class Arena:
             self._map.close()
 
     def _populate(self) -> None:
-        """Allocate all memory now. Before Linux 5.14, allocate it in the file only, without mapping it.
+        """Allocate all memory of the arena now, so that too little memory is an error at start.
+
+        Before Linux 5.14, memory is allocated in the file only, without mapping it.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -201,7 +210,11 @@ def available_bytes() -> int:
 
 
 def _available() -> tuple[int, str]:
-    """Return the available bytes, and a text that says where the limit is. Raises ConfigError."""
+    """Return the bytes of available memory, and a text for messages that says where the limit is.
+
+    Raises:
+        ConfigError: /proc/meminfo cannot be read.
+    """
     if (found := available_memory()) is None:
         raise ConfigError(
             "host tier: cannot read the available memory from /proc/meminfo; mount /proc, or configure "
@@ -211,5 +224,10 @@ def _available() -> tuple[int, str]:
 
 
 def _too_large(size: int, found: str) -> str:
-    """Return the error message for an arena that does not fit into memory."""
+    """Return the error message for an arena (shared host memory) that does not fit into memory.
+
+    Args:
+        size: bytes of the arena.
+        found: description of the cause, such as the available memory.
+    """
     return f"host tier: {format_bytes(size)} of shared memory, but {found}; lower its capacity"

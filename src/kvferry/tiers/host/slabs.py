@@ -31,7 +31,9 @@ _LARGEST_PER_SLAB = 16
 
 
 class Slabs:
-    """An allocator of slots (memory of one chunk each) of a few sizes. Not thread-safe.
+    """An allocator of slots (memory of one chunk each) of a few sizes in an arena. Not thread-safe.
+
+    The arena is cut into slabs of equal size, and each slab into slots of one size.
 
     Attributes:
         slab_bytes: bytes of one slab.
@@ -44,11 +46,11 @@ class Slabs:
         """Create an allocator with no allocated slot.
 
         Args:
-            capacity_bytes: bytes of the arena.
+            capacity_bytes: bytes of the arena (host memory that is divided into slots).
             strides: bytes of a slot, for each size of slot; duplicates are allowed.
 
         Raises:
-            ConfigError: the arena is too small for one slab of each stride.
+            ConfigError: the arena is too small for one slab of each slot size.
         """
         kinds = sorted(set(strides))
         self.slab_bytes = _slab_bytes(capacity_bytes, kinds)
@@ -89,7 +91,7 @@ class Slabs:
         return offset
 
     def free(self, offset: int) -> None:
-        """Free the slot at byte `offset` of the arena. No code may read or write the slot any more."""
+        """Free the slot at byte `offset` of the arena. No code may read or write the slot afterwards."""
         slab = offset // self.slab_bytes
         stride = self._stride[slab]
         self._free[slab].append(offset)
@@ -100,11 +102,13 @@ class Slabs:
             self._retire(slab)
 
     def reclaimable(self, stride: int) -> list[int]:
-        """Return the indices of slabs that could be emptied to make room for slots of `stride` bytes.
+        """Return slabs (parts of the arena) that could be emptied to make room for slots of `stride` bytes.
 
-        The slab with the most free bytes is first. A slab is returned if its slots have another size, and all
-        free slots of that other size add up to a slab or more. The time is proportional to the number of
-        slabs that have free slots.
+        A slab is returned if it has free slots, its slots have another size, and all free slots of that other
+        size add up to a slab or more. The time is proportional to the number of slabs that have free slots.
+
+        Returns:
+            The indices of the slabs, the slab with the most free bytes first.
         """
         return sorted(
             (
@@ -117,7 +121,7 @@ class Slabs:
         )
 
     def slots(self, slab: int) -> range:
-        """Return the byte offsets of all slots of a slab, allocated or free.
+        """Return the byte offsets of all slots of a slab (part of the arena), allocated or free.
 
         Args:
             slab: index of the slab.
@@ -153,7 +157,7 @@ class Slabs:
             )
 
     def _assign(self, slab: int, stride: int) -> None:
-        """Cut an unused slab into free slots of `stride` bytes."""
+        """Cut an unused slab (part of the arena) into free slots of `stride` bytes. `slab` is its index."""
         self._stride[slab] = stride
         free = list(self.slots(slab))
         free.reverse()
@@ -162,7 +166,10 @@ class Slabs:
         self._idle[stride] += len(free)
 
     def _retire(self, slab: int) -> None:
-        """Make a slab available for slots of any size again. All its slots must be free."""
+        """Make a slab (part of the arena) available for slots of any size again.
+
+        All its slots must be free.
+        """
         stride = self._stride.pop(slab)
         self._idle[stride] -= len(self._free.pop(slab))
         del self._open[stride][slab]
@@ -170,14 +177,17 @@ class Slabs:
 
 
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
-    """Choose the size of a slab in bytes: the multiple of the largest slot size that wastes the fewest bytes.
+    """Choose the size of the slabs (equal parts of the arena) so that few bytes are wasted.
 
-    The waste is computed for each slot size, as if all slabs were cut into slots of this size. The largest
-    waste counts.
+    The size is a multiple of the largest slot size. The waste is computed for each slot size, as if all slabs
+    were cut into slots of this size. The largest waste counts.
 
     Args:
         capacity_bytes: bytes of the arena.
         strides: sizes of slots in bytes.
+
+    Returns:
+        The size of a slab in bytes.
     """
     largest = max(strides)
     most = capacity_bytes // (largest * 4 * len(strides))

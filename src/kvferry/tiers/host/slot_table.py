@@ -27,12 +27,14 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A hold on a slot (memory of one chunk). Until it is released, its owner may read or fill the slot.
+    """A hold on a slot (memory of one chunk).
+
+    Until the hold is released, its owner may read or fill the slot.
 
     Attributes:
         key: key of the chunk.
         group: index of the KV cache group.
-        offset: offset of the slot in the arena, in bytes, a multiple of 4096.
+        offset: byte offset of the slot in the arena (host memory that holds the chunks), a multiple of 4096.
         serial: number of the hold, unique in the table.
     """
 
@@ -44,7 +46,9 @@ class Slot:
 
 @dataclass(slots=True)
 class ResidentChunk:
-    """A chunk that occupies a slot of the arena: it is being filled, or readable, or evicted but still held.
+    """A chunk that occupies a slot of the arena (host memory that holds the chunks).
+
+    The chunk is being filled, or readable, or evicted but still held.
 
     Attributes:
         key: key of the chunk.
@@ -62,19 +66,22 @@ class ResidentChunk:
 
 
 class SlotTable:
-    """The states of all slots of an arena. It does not access the arena's memory. Not thread-safe.
+    """The states of all slots (memory of one chunk each) of an arena. Not thread-safe.
+
+    The table does not access the arena's memory.
 
     Attributes:
         chunk_bytes: bytes of a chunk, for each KV cache group.
         slabs: allocator of the slots.
-        filling, ready: chunks in the state FILLING or READY, by key. Callers must not change them.
+        filling, ready: chunks in the state FILLING (being filled) or READY (readable), by key. Callers must
+            not change these dictionaries.
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: Sequence[int]) -> None:
         """Create a table whose slots are all FREE.
 
         Args:
-            capacity_bytes: bytes of the arena.
+            capacity_bytes: bytes of the arena (host memory that holds the chunks).
             chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
 
         Raises:
@@ -93,9 +100,10 @@ class SlotTable:
         self._serials = count(1)
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Allocate a slot for a chunk that will be filled (FREE to FILLING), and return a hold on the slot.
+        """Allocate a slot for a chunk that will be filled, and return a hold on the slot.
 
-        Return None if no slot of the group's size is free.
+        The state of the slot changes from FREE to FILLING. Return None if no slot of the group's size is
+        free.
 
         Args:
             key: key of the chunk, which must not be FILLING or READY.
@@ -110,10 +118,19 @@ class SlotTable:
         return self._hold(chunk, self._fills)
 
     def commit(self, slot: Slot) -> bool:
-        """Make a filled chunk readable (FILLING to READY), and release the hold of the fill.
+        """Make a filled chunk readable, and release the hold of the fill.
 
-        If `clear` has evicted the chunk meanwhile, free its slot instead (EVICTED to FREE). Return whether
-        the chunk is READY now. Raises KeyError if the hold was released before.
+        The state of the slot changes from FILLING to READY. If `clear` has evicted the chunk meanwhile, the
+        slot is freed instead.
+
+        Args:
+            slot: hold that `reserve` returned.
+
+        Returns:
+            Whether the chunk is READY now.
+
+        Raises:
+            KeyError: the hold was released before.
         """
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
@@ -124,8 +141,14 @@ class SlotTable:
     def abort(self, slot: Slot) -> bool:
         """Free the slot of a chunk that could not be filled, and release the hold of the fill.
 
-        Return whether the slot was FILLING; False if `clear` has evicted the chunk meanwhile. Raises KeyError
-        if the hold was released before.
+        Args:
+            slot: hold that `reserve` returned.
+
+        Returns:
+            Whether the slot was FILLING (being filled); False if `clear` has evicted the chunk meanwhile.
+
+        Raises:
+            KeyError: the hold was released before.
         """
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
@@ -134,30 +157,48 @@ class SlotTable:
         return wanted
 
     def open(self, key: bytes) -> Slot:
-        """Return a new hold on a READY chunk, for reading. Raises KeyError if no READY chunk has this key."""
+        """Return a new hold on a READY (readable) chunk.
+
+        While the hold exists, the memory of the chunk is not reused.
+
+        Raises:
+            KeyError: no READY chunk has this key.
+        """
         return self._hold(self.ready[key], self._reads)
 
     def close(self, slot: Slot) -> bool:
-        """Release the hold of a read. Return whether the chunk is still READY and has no other hold.
+        """Release a hold that `open` returned. If the chunk was evicted and has no other hold, free its slot.
 
-        Raises KeyError if the hold was released before.
+        Args:
+            slot: hold of a read.
+
+        Returns:
+            Whether the chunk is still READY (readable) and has no other hold.
+
+        Raises:
+            KeyError: the hold was released before.
         """
         chunk = self._let_go(slot, self._reads)
         return self._is_ready(chunk) and not chunk.holds
 
     def evict(self, key: bytes) -> ResidentChunk:
-        """Evict a READY chunk and return it. Its slot becomes FREE, or EVICTED until the last read ends.
+        """Evict a READY (readable) chunk and return it.
 
-        Raises KeyError if no READY chunk has this key.
+        The slot of the chunk becomes FREE. If a read still holds the slot, it becomes EVICTED until the last
+        read ends.
+
+        Raises:
+            KeyError: no READY chunk has this key.
         """
         chunk = self.ready.pop(key)
         self._free_if_over(chunk)
         return chunk
 
     def clear(self) -> int:
-        """Evict all chunks, and return the number of chunks that were FILLING.
+        """Evict all chunks, and return the number of chunks that were being filled.
 
-        A slot becomes FREE, or EVICTED until its last hold is released.
+        A slot becomes FREE. If a read or a fill still holds the slot, it becomes EVICTED until the last hold
+        is released.
         """
         for key in list(self.ready):
             self.evict(key)
@@ -207,7 +248,7 @@ class SlotTable:
             raise AssertionError("slots are taken or held that no chunk is in")
 
     def _is_ready(self, chunk: ResidentChunk) -> bool:
-        """Return whether this chunk is READY. A later chunk with the same key does not count."""
+        """Return whether this chunk is READY (readable). A later chunk with the same key does not count."""
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
@@ -230,7 +271,7 @@ class SlotTable:
         return chunk
 
     def _free_if_over(self, chunk: ResidentChunk) -> None:
-        """Free the slot of a chunk that is evicted and that no read or fill uses any more."""
+        """Free the slot of a chunk if the chunk is evicted and no read or fill holds the slot any more."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]
             self.slabs.free(chunk.offset)

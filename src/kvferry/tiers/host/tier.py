@@ -32,7 +32,9 @@ __all__ = ["HostTier", "Slot"]
 
 
 class HostTier:
-    """The chunks in an arena. Not thread-safe: only the engine's thread may use it.
+    """The chunks in the arena, the host memory that all ranks of a node share. Evicts chunks when it is full.
+
+    Not thread-safe: only the engine's thread may use the object.
 
     Attributes:
         counters: counts of stores, loads and evictions since the start.
@@ -50,10 +52,10 @@ class HostTier:
         """Create an empty tier.
 
         Args:
-            capacity_bytes: bytes of the arena.
+            capacity_bytes: bytes of the arena (host memory that holds the chunks).
             chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
             policy: function that returns an eviction policy for a capacity in bytes (`tiers.eviction`).
-            table: key table that the tiers of a cache share; None for a separate one.
+            table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
 
         Raises:
             GeometryError: a chunk size is not a multiple of 4096.
@@ -68,12 +70,12 @@ class HostTier:
         self._most_evicted = (len(set(chunk_bytes)) + 1) * self._slots.slabs.slab_bytes
 
     def __len__(self) -> int:
-        """Return the number of chunks that can be read."""
+        """Return the number of chunks in the tier that can be read."""
         return len(self._slots.ready)
 
     @property
     def used_bytes(self) -> int:
-        """Number of bytes in all slots that are not free."""
+        """Number of bytes in all slots (memory of one chunk each) that are not free."""
         return self._slots.slabs.used_bytes
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -103,9 +105,15 @@ class HostTier:
         return slot
 
     def commit(self, slot: Slot) -> bool:
-        """Make a chunk readable after its slot was filled, and release the slot; return whether this worked.
+        """Make a chunk readable after its slot (memory of one chunk) was filled. Release the slot.
 
-        If `clear` was called meanwhile, the chunk is dropped.
+        If `clear` was called since `reserve`, the chunk is dropped.
+
+        Args:
+            slot: slot that `reserve` returned.
+
+        Returns:
+            Whether the chunk can be read now.
         """
         if not self._slots.commit(slot):
             return False
@@ -117,15 +125,23 @@ class HostTier:
         return True
 
     def abort(self, slot: Slot) -> None:
-        """Free the slot of a chunk that could not be filled. No copy or I/O may still use the slot."""
+        """Free the slot (memory of one chunk) of a chunk that could not be filled, and count a dropped chunk.
+
+        No copy or I/O may still use the slot.
+
+        Args:
+            slot: slot that `reserve` returned.
+        """
         if self._slots.abort(slot):
             self.counters.dropped[HostDropReason.FAILED] += 1
 
     def open(self, key: bytes) -> Slot | None:
         """Hold a chunk for reading, and count a use. A held chunk stays in its memory until `close`.
 
-        Return the hold, which the caller must pass to `close`. If the tier does not have the chunk, count a
-        miss and return None.
+        If the tier does not have the chunk, count a miss.
+
+        Returns:
+            The hold, which the caller must pass to `close`; None if the tier does not have the chunk.
         """
         chunk = self._slots.ready.get(key)
         if chunk is None:
@@ -138,9 +154,13 @@ class HostTier:
         return self._slots.open(key)
 
     def hold(self, key: bytes) -> Slot | None:
-        """Hold a chunk for reading as `open` does, but count neither a use nor a miss.
+        """Hold a chunk for reading, but count neither a use nor a miss.
 
-        Use it for copies to another tier, and for loads for which `open` has already counted a miss.
+        A held chunk stays in its memory until `close`. Use this method for copies to another tier, and for
+        loads for which `open` has already counted a miss.
+
+        Returns:
+            The hold, which the caller must pass to `close`; None if the tier does not have the chunk.
         """
         chunk = self._slots.ready.get(key)
         if chunk is None:
@@ -150,12 +170,14 @@ class HostTier:
         return self._slots.open(key)
 
     def close(self, slot: Slot) -> None:
-        """Release a hold that `open` or `hold` returned, so that the chunk can be evicted again."""
+        """Release a hold that `open` or `hold` returned. A chunk without holds can be evicted."""
         if self._slots.close(slot):
             self._policy.unpin(slot.key)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Rank the chunks of a prompt as the latest used, so that its last chunks are evicted first.
+        """Rank the chunks of a prompt as the latest used.
+
+        The last chunks of the prompt will be evicted first.
 
         Args:
             keys: keys of the chunks, the first chunk of the prompt first. Unknown keys are skipped.
@@ -165,7 +187,10 @@ class HostTier:
                 self._policy.make_newest(key)
 
     def clear(self) -> None:
-        """Remove all chunks, including those being filled. Use it when their content is no longer valid."""
+        """Remove all chunks from the tier, including those being filled.
+
+        Their content must not be used again.
+        """
         self.counters.dropped[HostDropReason.CLEARED] += self._slots.clear()
         self._policy = self._make_policy(self.capacity_bytes)
         self.keys.clear()
@@ -174,7 +199,7 @@ class HostTier:
         """Check that slots, policy and keys are consistent. The time is proportional to the number of chunks.
 
         Raises:
-            AssertionError: two of them contradict each other; the message says how.
+            AssertionError: an inconsistency was found; the message describes it.
         """
         self._slots.check_integrity()
         self._policy.check_integrity()
@@ -209,7 +234,10 @@ class HostTier:
             evicted += sum(self._evict(key) for key in keys)
 
     def _evict(self, key: bytes) -> int:
-        """Remove a chunk that the eviction policy has already removed; return the bytes of the chunk."""
+        """Remove a chunk that the eviction policy has chosen, and count the eviction.
+
+        Return the bytes of the chunk.
+        """
         size = self._slots.evict(key).size
         self.keys.discard(key)
         self.counters.evicted += 1

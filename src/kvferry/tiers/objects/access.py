@@ -39,39 +39,42 @@ class GuardedBucket:
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """The numbers of requests that failed or were refused, by reason. Missing objects do not count."""
+        """Number of requests that failed or were refused, for each reason.
+
+        Requests for missing objects do not count.
+        """
         with self._lock:
             return dict(self._faults)
 
     @property
     def reads_paused(self) -> bool:
-        """Return whether reads are paused now."""
+        """Return whether reads are paused now, because several reads have failed."""
         return self._reads.is_open
 
     def reading(self) -> AbstractContextManager[BucketClient]:
         """Return a context manager that gives the client for reads.
 
-        Entering it during a pause raises `Unavailable`. An `Unavailable` that leaves the ``with``
-        statement counts as a failed read.
+        If reads are paused after failures, entering it raises `Unavailable`. An `Unavailable` that leaves the
+        ``with`` statement counts as a failed read.
         """
         return self._through(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
         """Return a context manager that gives the client for writes.
 
-        Entering it during a pause raises `Unavailable`. An `Unavailable` that leaves the ``with``
-        statement counts as a failed write.
+        If writes are paused after failures, entering it raises `Unavailable`. An `Unavailable` that leaves
+        the ``with`` statement counts as a failed write.
         """
         return self._through(self._writes)
 
     @contextmanager
     def _through(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
-        """Return a context manager that gives the client if the breaker admits a request.
+        """Return a context manager that gives the client if a circuit breaker admits a request.
 
         At the end of the ``with`` statement, the breaker records whether the request has failed.
 
         Args:
-            breaker: circuit breaker for reads or for writes.
+            breaker: circuit breaker, which refuses requests for a while after several have failed.
 
         Raises:
             Unavailable: the breaker refuses requests now.

@@ -20,9 +20,9 @@ _REMOVED = 1000
 
 
 class BucketAdmin(CacheAdmin):
-    """The kvferry objects under a URL of the object tier.
+    """The operations of operator commands on the kvferry objects under a URL of object storage.
 
-    They have no capacity limit. There are no temporary files to remove, because an object appears completely
+    There is no capacity limit. There are no temporary files to remove, because an object appears completely
     or not at all.
 
     Args:
@@ -46,7 +46,10 @@ class BucketAdmin(CacheAdmin):
             )
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield all kvferry objects under the URL. Raises ConfigError if they cannot be listed."""
+        """Yield an entry for each kvferry object under the URL.
+
+        Raises ConfigError if they cannot be listed.
+        """
         with self._told():
             for page in self._bucket.list():
                 for one in page:
@@ -64,13 +67,16 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
-        """Start to read an object, as a context manager. Raises FileNotFoundError or another OSError."""
+        """Return a context manager that opens an object for reading.
+
+        Entering it raises FileNotFoundError if the object is gone, or another OSError.
+        """
         name = self._name(entry)
         found = self._bucket.get(name)
         yield _OpenObject(self._bucket, name, ObjectStream(found.pieces), found.size)
 
     def space(self) -> SpaceUsage:
-        """Return a usage whose values are all None, because object storage has no limits that are known."""
+        """Return a `SpaceUsage` whose values are all None, because object storage reports no limits."""
         return SpaceUsage()
 
     def collect(self, capacity: int | None = None) -> CollectResult:
@@ -107,7 +113,7 @@ class BucketAdmin(CacheAdmin):
         return len(entries), sum(one.charged for one in entries)
 
     def _remove(self, entries: Sequence[CacheEntry]) -> None:
-        """Remove objects, in order. Raises ConfigError."""
+        """Remove objects, in the order of `entries`. Raises ConfigError if the store cannot be used."""
         names = [self._name(entry) for entry in entries]
         with self._told():
             for at in range(0, len(names), _REMOVED):
@@ -128,12 +134,12 @@ class BucketAdmin(CacheAdmin):
 
 @dataclass(frozen=True, slots=True)
 class _OpenObject(StoredFile):
-    """An object that is being read.
+    """An object that is open for reading.
 
     Attributes:
         bucket: client of the bucket.
         name: name of the object, relative to the URL of the tier.
-        stream: stream of the object's bytes.
+        stream: reader of the object's content.
         size: length of the object in bytes.
     """
 

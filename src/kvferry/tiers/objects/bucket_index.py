@@ -35,7 +35,7 @@ class BucketIndex:
 
     Args:
         bucket: bucket to list.
-        namespace: namespace of the chunks to list.
+        namespace: namespace (scope of chunk keys) of the chunks to list.
         listed: known keys, which the listings update.
         distrusted: objects that failed a check; a listing does not add their keys.
         valid_seconds: time after a complete listing until the next one is due.
@@ -86,7 +86,9 @@ class BucketIndex:
             self._listing.release()
 
     def _list(self, seconds: float) -> None:
-        """Update the known keys from a listing, and write the note that describes the namespace if missing.
+        """Update the known keys from a listing of the namespace for at most about `seconds`.
+
+        If the object that describes the namespace (its note) is missing, write it.
 
         Raises:
             Unavailable: a request failed.
@@ -120,7 +122,7 @@ class BucketIndex:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
-        """List the objects of the namespace, and yield them page by page.
+        """List the objects of the namespace, and yield them as pages of the listing.
 
         If a name that obstore cannot read breaks the listing, list each of the 256 folders separately, and
         skip the broken ones.
@@ -160,4 +162,4 @@ def _skipping_bad_names() -> Iterator[None]:
 
 
 class _OutOfTime(Exception):
-    """An exception that ends a listing whose time is used up."""
+    """An exception that ends a listing whose time limit is reached."""

@@ -14,7 +14,11 @@ from threading import Lock
 
 
 class _CircuitState(Enum):
-    """The state of a breaker: it admits all requests, none, or none but the one in flight."""
+    """The state of a circuit breaker, which decides whether requests to a store are admitted.
+
+    CLOSED admits all requests. OPEN refuses all requests during a pause. HALF_OPEN refuses all requests while
+    a single request after the pause is in flight.
+    """
 
     CLOSED = "asked as usual"
     OPEN = "left alone"
@@ -58,7 +62,12 @@ class CircuitBreaker:
             return self._turns_away()
 
     def enter(self) -> int | None:
-        """Ask to make a request. Return a ticket for `leave` if it is admitted, or None if it is refused."""
+        """Request admission to make a request to the store.
+
+        Returns:
+            A ticket (number of state changes so far) for `leave` if the request is admitted; None if it is
+            refused.
+        """
         with self._lock:
             if self._turns_away():
                 return None
@@ -67,7 +76,7 @@ class CircuitBreaker:
             return self._changes
 
     def leave(self, ticket: int, *, worked: bool) -> None:
-        """Record the outcome of an admitted request.
+        """Record the outcome of an admitted request. Do nothing if the state has changed since the admission.
 
         Args:
             ticket: number that `enter` returned for the request.
@@ -84,11 +93,14 @@ class CircuitBreaker:
                 self._become(_CircuitState.OPEN)
 
     def _turns_away(self) -> bool:
-        """Return whether a request would be refused now. The lock is held."""
+        """Return whether a request would be refused now. The caller holds the lock."""
         waits = self._state is _CircuitState.OPEN and self._clock() < self._until
         return waits or self._state is _CircuitState.HALF_OPEN
 
     def _become(self, state: _CircuitState) -> None:
-        """Change the state; the outcomes of requests admitted before are then ignored. The lock is held."""
+        """Change the state of the breaker. The caller holds the lock.
+
+        Later outcomes of requests that were admitted before the change are ignored.
+        """
         self._state = state
         self._changes += 1

@@ -43,7 +43,7 @@ _PAUSE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """An object in a listing.
+    """An object in a listing of object storage.
 
     Attributes:
         path: path of the object below the client's URL.
@@ -60,12 +60,13 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class OpenObject:
-    """An object that is being read.
+    """An object in object storage whose content is being received.
 
     Attributes:
         size: length of the object in bytes.
         etag: tag that changes with the content; empty if the store has none.
-        pieces: iterator over the pieces of the content, in order; may raise `Unavailable`.
+        pieces: iterator over the pieces of the content, in order. It raises `Unavailable` if the request
+            fails.
     """
 
     size: int
@@ -76,14 +77,13 @@ class OpenObject:
 class BucketClient:
     """A client for the objects under a URL. Every call blocks.
 
-    Any thread of the process that created the client may use it, but not a forked process.
+    Any thread of the process that created the client may use it. A forked process must not use it.
 
     Args:
         url: URL of scheme s3, gs, az or file, with the path above all objects.
         options: client settings by obstore's names, as `objects.options` defines them.
         timeout_seconds: time limit for a call, for each page of a listing, and for each of the two steps of
-            `move`. A single request has half of this time, so that a request that fails early can be
-            retried.
+            `move`. A single request has half of this time, so that a request that fails early can be retried.
 
     Attributes:
         url: URL without a slash at its end.
@@ -131,7 +131,13 @@ class BucketClient:
         return self.head(path)[0]
 
     def head(self, path: str) -> tuple[int | None, str]:
-        """Return length and ETag of an object; (None, "") if it does not exist. Raises `Unavailable`."""
+        """Return the length in bytes and the ETag (content tag) of an object.
+
+        Return (None, "") if the object does not exist.
+
+        Raises:
+            Unavailable: the request failed.
+        """
         try:
             with _asking():
                 meta = obstore.head(self._store, path)
@@ -140,14 +146,21 @@ class BucketClient:
         return meta["size"], _etag(meta["e_tag"])
 
     def get(self, path: str) -> OpenObject:
-        """Start to read an object. Raises FileNotFoundError or `Unavailable`."""
+        """Request an object.
+
+        Return its size, its ETag, and an iterator over its content, which is still being received.
+
+        Raises:
+            FileNotFoundError: the object does not exist.
+            Unavailable: the request failed.
+        """
         with _asking():
             result = obstore.get(self._store, path)
             meta = result.meta
             return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
     def list(self, prefix: str = "") -> Iterator[Sequence[ListedObject]]:
-        """Yield all objects below a path, page by page, in no particular order. Raises `Unavailable`.
+        """Yield all objects below a path as pages of a listing, in no particular order. Raises `Unavailable`.
 
         Args:
             prefix: path of a folder below the URL; empty for all objects.
@@ -194,11 +207,15 @@ class BucketClient:
                     obstore.delete(self._store, path)
 
     def _let_go(self, views: Sequence[memoryview]) -> None:
-        """Wait until no thread reads the buffers of a request, but no longer than the limit of a request.
+        """Release the buffers of a request when no other thread reads them any more.
 
-        After a timeout, a thread of the client closes the connection, usually within a millisecond. If the
-        connection is still open after the wait, the store may receive changed bytes as part of an object. No
-        store keeps such a partial object, and no reader accepts it.
+        Wait at most for the time limit of a single request. After a timeout, a thread of the client closes
+        the connection, usually within a millisecond. If the connection is still open after the wait, the
+        store may receive changed bytes as part of an object. No store keeps such a partial object, and no
+        reader accepts it.
+
+        Args:
+            views: views of the buffers.
         """
         until = time.monotonic() + self._half_seconds
         for view in views:
@@ -208,7 +225,10 @@ class BucketClient:
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """Return a context manager that converts errors of a request to FileNotFoundError or `Unavailable`."""
+    """Return a context manager for a request, which converts errors to FileNotFoundError or `Unavailable`.
+
+    In a process that was forked from one that used object storage, entering it raises `Unavailable`.
+    """
     if _first_user() != os.getpid():
         # A forked process does not have the client's threads, so a request would wait forever.
         raise Unavailable(Fault.FORKED)
@@ -223,13 +243,21 @@ def _asking() -> Iterator[None]:
 
 
 def _pieces(stream: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the pieces of a stream, with its errors converted."""
+    """Yield the pieces of an object's content. Convert errors to FileNotFoundError or `Unavailable`."""
     with _asking():
         yield from stream
 
 
 def _connect(found: StoreSettings, seconds: float) -> Store:
-    """Return an obstore client. A request takes at most `seconds`, or twice that with its retries."""
+    """Create an obstore client for object storage.
+
+    Args:
+        found: URL of the storage, and settings of the client.
+        seconds: time limit of a single request. With its retries, a request may take twice as long.
+
+    Raises:
+        ConfigError: the URL names a folder that the file tier uses.
+    """
     if found.scheme == "file":
         return _folder(found.url)
     pause = timedelta(seconds=seconds * _PAUSE_SHARE)
@@ -249,7 +277,14 @@ def _connect(found: StoreSettings, seconds: float) -> Store:
 
 
 def _folder(url: str) -> LocalStore:
-    """Return a client for a local folder. Raises ConfigError if the file tier uses the folder."""
+    """Create an obstore client for a local folder.
+
+    Args:
+        url: URL of scheme file.
+
+    Raises:
+        ConfigError: the file tier uses the folder.
+    """
     path = unquote(urlsplit(url).path)
     if os.path.exists(f"{path}/{MARKER}"):
         raise ConfigError(
@@ -259,7 +294,12 @@ def _folder(url: str) -> LocalStore:
 
 
 def _said(error: Exception, options: Mapping[str, str]) -> str:
-    """Return the text of a settings error. Values of options, which may be secret, are replaced by names."""
+    """Return the text of an error about client settings, without secrets.
+
+    Args:
+        error: error of obstore.
+        options: values of options by name. The values may be secret, so the text contains ``<name>`` instead.
+    """
     said = str(error).partition("\n\nDebug source")[0]
     for name, value in options.items():
         if value:
@@ -268,7 +308,10 @@ def _said(error: Exception, options: Mapping[str, str]) -> str:
 
 
 def _released(view: memoryview) -> bool:
-    """Release a view of a buffer; return False if another thread still uses it."""
+    """Release a view of a buffer.
+
+    Return False if that is not possible because another thread still uses the view.
+    """
     try:
         view.release()
     except BufferError:
@@ -277,7 +320,10 @@ def _released(view: memoryview) -> bool:
 
 
 def _etag(etag: str | None) -> str:
-    """Return an ETag without quotes, because some stores quote ETags in answers but not in listings."""
+    """Return an ETag (content tag) without quotes, or an empty string for None.
+
+    Some stores quote ETags in answers but not in listings.
+    """
     return (etag or "").strip('"')
 
 

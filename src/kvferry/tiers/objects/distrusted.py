@@ -27,20 +27,25 @@ class DistrustedObjects:
         return key in self._etags
 
     def add(self, key: bytes, etag: str) -> None:
-        """Distrust a key while its object has this ETag. The ETag is empty if the store has none."""
+        """Distrust a chunk key as long as its object has this ETag (content tag).
+
+        The ETag is empty if the store has none.
+        """
         with self._lock:
             self._etags[key] = etag
 
     def discard(self, key: bytes) -> None:
-        """Trust a key again, because a good object was stored under it."""
+        """Trust a chunk key again, because a good object was stored under the key."""
         with self._lock:
             self._etags.pop(key, None)
 
     def trusted(self, page: Iterable[tuple[bytes, str]]) -> list[bytes]:
-        """Return the trusted keys of a page of a listing. Trust a key again if its ETag has changed.
+        """Return the trusted keys on a page of a listing.
+
+        If the ETag of a key has changed, trust the key again.
 
         Args:
-            page: key and ETag of each listed object.
+            page: chunk key and ETag (content tag) of each listed object.
         """
         keys = []
         with self._lock:

@@ -58,7 +58,7 @@ class StoreEndpoint:
 
 
 def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> StoreEndpoint | None:
-    """Return the configured server; None if none is configured, so that the provider's own is used.
+    """Return the configured server of object storage; None for the provider's own server.
 
     Args:
         scheme: scheme of the URL: s3, gs, az or file.
@@ -66,7 +66,7 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
         options: client settings by obstore's names.
 
     Raises:
-        ConfigError: connections to the server are not encrypted, and that is not allowed.
+        ConfigError: connections to the server are not encrypted, and the options do not allow that.
     """
     url = _given(_ENDPOINTS.get(scheme, ()), variables, options)
     parts = urlsplit(url)
@@ -87,9 +87,10 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
 def restrict_to_endpoint(
     endpoint: StoreEndpoint, scheme: str, variables: str, options: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """Return connection settings that direct requests to other servers to a proxy that does not exist.
+    """Return connection settings that make requests to other servers than the configured one fail.
 
-    The settings are empty if the credentials need another server, or if a proxy is configured.
+    The settings direct such requests to a proxy that does not exist. They are empty if the credentials need
+    another server, or if a proxy is configured.
 
     Args:
         endpoint: configured server.
@@ -109,10 +110,14 @@ def restrict_to_endpoint(
 
 
 def _given(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -> str:
-    """Return the first of the options `names` that is set; empty if none is.
+    """Return the value of the first option in `names` that is set; an empty string if none is set.
 
-    All names are looked up in `options` first, then in the environment, where `variables` is the prefix of
-    their names.
+    All names are looked up in `options` first, then in the environment.
+
+    Args:
+        names: names of options.
+        variables: prefix of the environment variables, such as ``AWS``.
+        options: client settings by obstore's names.
     """
     found = [options.get(name) for name in names]
     found += [os.environ.get(f"{variables}_{name.removeprefix('aws_').upper()}") for name in names]
@@ -120,5 +125,5 @@ def _given(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -
 
 
 def _is_true(value: str) -> bool:
-    """Return whether obstore reads a value as true."""
+    """Return whether obstore reads the value of an option as true."""
     return value.lower() in ("1", "true", "on", "yes", "y")

@@ -15,7 +15,7 @@ from kvferry.tiers.objects.endpoint import BLACKHOLE_PROXY
 
 
 class Fault(StrEnum):
-    """The reason why a request failed. The value continues a sentence about the store, for messages."""
+    """The reason why a request to object storage failed. The value continues a sentence about the store."""
 
     UNREACHABLE = "it cannot be reached"
     TIMEOUT = "no answer in time"
@@ -32,7 +32,7 @@ class Fault(StrEnum):
 
     @property
     def advice(self) -> str:
-        """Advice to the operator against this failure, for messages."""
+        """Advice to the operator for this kind of failure, for messages."""
         return _ADVICE[self]
 
 
@@ -53,7 +53,7 @@ _ADVICE = {
 
 
 class Unavailable(OSError):
-    """An error for a request that failed for another reason than a missing object.
+    """An error for a request to object storage that failed for another reason than a missing object.
 
     Args:
         fault: reason of the failure.
@@ -69,7 +69,7 @@ class Unavailable(OSError):
 
 
 def unavailable(error: Exception) -> Unavailable:
-    """Convert an error of obstore to an `Unavailable`, with its reason and a short detail."""
+    """Convert an error of obstore (the client library) to an `Unavailable` with reason and short detail."""
     said, _, debug = str(error).partition("\n\nDebug source")
     debug = " ".join(debug.split())
     fault = _fault(said, debug)
@@ -78,12 +78,17 @@ def unavailable(error: Exception) -> Unavailable:
 
 
 def is_of_the_bucket(missing: FileNotFoundError) -> bool:
-    """Return whether the error says that the bucket is missing, and not only the object."""
+    """Return whether an error says that the whole bucket is missing, and not only an object."""
     return re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(missing)) is not None
 
 
 def _fault(said: str, debug: str) -> Fault:
-    """Return the reason of a failure, derived from the message and the debug part of obstore's error."""
+    """Return the reason of a failed request.
+
+    Args:
+        said: message of obstore's error.
+        debug: debug part of the error.
+    """
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
     if re.search(_SKEWED, said + debug):
@@ -94,7 +99,7 @@ def _fault(said: str, debug: str) -> Fault:
 
 
 def _of_status(status: int) -> Fault:
-    """Return the reason of a failure, derived from its HTTP status."""
+    """Return the reason of a failed request, derived from the HTTP status of the answer."""
     if status in (401, 403):
         return Fault.DENIED
     if 300 <= status < 400:
@@ -107,7 +112,15 @@ def _of_status(status: int) -> Fault:
 
 
 def _detail(said: str, debug: str) -> str:
-    """Return the detail of an error to show: HTTP status and the store's error code, or the system's text."""
+    """Return the detail of an error for a message: the HTTP status with the store's error code, or the cause.
+
+    Args:
+        said: message of obstore's error.
+        debug: debug part of the error.
+
+    Returns:
+        A short text; empty if the error has no known detail.
+    """
     for pattern, detail in _DETAILS:
         if found := re.search(pattern, f"{said} {debug}", re.DOTALL):
             return " ".join(found.expand(detail).split())
@@ -115,7 +128,13 @@ def _detail(said: str, debug: str) -> str:
 
 
 def _reason(said: str) -> str:
-    """Return the last part of a message, after the description of the request, at most 200 characters."""
+    """Return the end of obstore's error message, without the description of the request.
+
+    Queries of URLs are removed, because they may contain a signature. The text has at most 200 characters.
+
+    Args:
+        said: message of obstore's error.
+    """
     return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
 
 

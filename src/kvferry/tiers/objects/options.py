@@ -92,21 +92,21 @@ class StoreSettings:
 
 
 def is_url(where: str) -> bool:
-    """Return whether `where` is a URL of object storage, and not the path of a directory."""
+    """Return whether a location is a URL of object storage, and not the path of a directory."""
     return "://" in where
 
 
 def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
-    """Check a URL and its options, and return the settings of the client.
+    """Check a URL of object storage and the options of its client, and return the settings of the client.
 
     Args:
         url: URL with bucket and path.
         options: values of options by obstore's names.
 
     Raises:
-        ConfigError: the URL has an unknown form or contains credentials, or an option is unknown; then the
-            message names the most similar option. Or connections are not encrypted, and `options` does not
-            allow that.
+        ConfigError: the URL has an unknown form or contains credentials. Or an option is unknown; the message
+            names the most similar option. Or connections are not encrypted, and `options` does not allow
+            that.
     """
     parts = urlsplit(url)
     known = _SCHEMES.get(parts.scheme)
@@ -135,7 +135,7 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
 
 
 def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:
-    """Check that obstore has an option for a kind of object storage. Raises ConfigError.
+    """Check that obstore has an option with this name for a kind of object storage. Raises ConfigError.
 
     Args:
         name: name of the option.

@@ -43,12 +43,19 @@ class ObjectSettings(StorageSettings, frozen=True):
 
     @property
     def location(self) -> Location:
-        """The URL with all options. Other options, such as another endpoint, can mean another store."""
+        """The location of the chunks: the URL with all options.
+
+        Options such as the endpoint are part of the location.
+        """
         url = self.url.rstrip("/")
         return Location(url, (url, *(f"{name}={value}" for name, value in sorted(self.options.items()))))
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> ObjectTier:
-        """Connect to the store and return the tier. Raises ConfigError if URL or options cannot be used."""
+        """Connect to the store, and return the object tier.
+
+        Raises:
+            ConfigError: the URL or an option cannot be used.
+        """
         # obstore is loaded only where object storage is used.
         from kvferry.tiers.objects.tier import ObjectTier  # noqa: PLC0415
 

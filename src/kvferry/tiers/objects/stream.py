@@ -8,9 +8,9 @@ from kvferry.errors import ChunkError
 
 
 class ObjectStream:
-    """The content of an object that arrives in pieces: read its beginning, then fill memory with the rest.
+    """A reader for the content of an object that arrives in pieces.
 
-    Not thread-safe.
+    First read from the beginning of the content, then fill memory with the rest. Not thread-safe.
 
     Args:
         pieces: iterator over the pieces of the content, in order.
@@ -25,7 +25,10 @@ class ObjectStream:
         self._start = bytearray()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return the `size` bytes at `offset`, or fewer at the object's end; keep all bytes read so far."""
+        """Return the `size` bytes at `offset` of the object, or fewer if the object ends earlier.
+
+        All bytes received so far stay in memory, so earlier offsets can be read again.
+        """
         while len(self._start) < offset + size:
             piece = next(self._pieces, None)
             if piece is None:
@@ -34,10 +37,12 @@ class ObjectStream:
         return bytes(memoryview(self._start)[offset : offset + size])
 
     def fill(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with all bytes from `offset` to the end. No `read` may follow.
+        """Fill `into` with all bytes of the object from `offset` to the end.
+
+        `read` must not be called afterwards.
 
         Args:
-            offset: offset in the object, at most the end of the bytes that `read` has read.
+            offset: offset in the object, at most the end of the bytes that `read` has received.
             into: writable memory for the remaining bytes.
 
         Raises:
@@ -54,6 +59,6 @@ class ObjectStream:
             raise ChunkError(f"a body that ends after {done} of {len(into)} bytes")
 
     def _after(self, offset: int) -> Iterator[bytes | memoryview]:
-        """Yield the bytes from `offset` on, in pieces."""
+        """Yield the bytes of the object from `offset` to the end, in pieces."""
         yield memoryview(self._start)[offset:]
         yield from self._pieces

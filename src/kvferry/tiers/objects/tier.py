@@ -51,14 +51,16 @@ _ADVICE = {
 
 
 class ObjectTier(StorageTier):
-    """The chunks of one namespace under a URL. Other namespaces and other processes may use the same URL.
+    """A storage tier with the chunks of one namespace (scope of chunk keys) under a URL of object storage.
 
-    Only the process that creates the object may use it, and no process forked from it. The constructor lists
-    the store for about `timeout_seconds`. It raises no exception if the store does not answer.
+    Other namespaces and other processes may use the same URL. A forked process must not use the tier. The
+    constructor lists the store for about `timeout_seconds`. It raises no exception if the store does not
+    answer.
 
     Args:
         url: URL such as s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
-        namespace: namespace of the chunks. Its note, which describes it, is written if it is missing.
+        namespace: namespace of the chunks. If the object that describes the namespace is missing, it is
+            written.
         options: client settings by obstore's names, such as endpoint, region and allow_http. Settings that
             are not given, such as credentials, are read from the environment.
         timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is
@@ -67,7 +69,7 @@ class ObjectTier(StorageTier):
         pause_seconds: length of the pause after three consecutive failures.
         listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
         clock: function that returns monotonic seconds.
-        table: key table that the tiers of a cache share; None for a separate one.
+        table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
 
     Raises:
         ConfigError: the form of the URL is unknown, or an option is unknown or cannot be used.
@@ -112,25 +114,38 @@ class ObjectTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of stored, fetched and quarantined chunks in this process since it opened the store."""
+        """Counts of chunks that this process has stored, fetched and quarantined since it opened the tier."""
         return self._counter.stats()
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """Number of requests that failed or were refused, for each reason. Missing objects do not count."""
+        """Number of requests that failed or were refused, for each reason.
+
+        Requests for missing objects do not count.
+        """
         return self._bucket.faults
 
     def __len__(self) -> int:
-        """Return the number of chunks that this process knows to be in the store, in its namespace."""
+        """Return the number of chunks of this tier's namespace that this process knows to be in the store."""
         return len(self._listed)
 
     @property
     def paused(self) -> bool:
-        """Return whether fetches are paused because earlier ones failed."""
+        """Return whether fetches are paused because earlier fetches failed."""
         return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk, unless it is known to be in the store. Arguments and errors: `StorageTier.put`."""
+        """Store a chunk as an object, unless the store is known to have the chunk. The call blocks.
+
+        Args:
+            key: key of the chunk, 16 to 32 bytes.
+            group: description of the content: KV cache group, number of tokens and sections.
+            body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
+                padding between the sections is set to zero.
+
+        Raises:
+            ChunkError: key, group and body do not form a chunk; nothing was stored.
+        """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         try:
@@ -141,7 +156,16 @@ class ObjectTier(StorageTier):
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a whole chunk into memory. Arguments and errors: `StorageTier.get`."""
+        """Fetch a whole chunk into memory. The call blocks.
+
+        Args:
+            key: key of the chunk, 16 to 32 bytes.
+            group: description of the expected content: KV cache group, number of tokens and sections.
+            into: writable memory of the size of the chunk's content. The bytes are valid only after a hit.
+
+        Raises:
+            ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
+        """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
         why = ""
@@ -177,7 +201,13 @@ class ObjectTier(StorageTier):
         """Do nothing. Only connections stay open between calls, and they close when the client is deleted."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
-        """Store a chunk, unless the store has an object of the same name and length. Raises `Unavailable`."""
+        """Store a chunk as an object, unless the store has an object of the same name and length.
+
+        An object that failed a check earlier is replaced in any case.
+
+        Raises:
+            Unavailable: a request failed.
+        """
         path = chunk_name(self._namespace, chunk.key)
         with self._bucket.writing() as bucket:
             # Looking the object up is cheaper than sending a chunk that another engine stored. It also avoids
@@ -191,7 +221,14 @@ class ObjectTier(StorageTier):
         return PutOutcome.PRESENT if there else PutOutcome.STORED
 
     def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
-        """Fetch a chunk. Return the outcome, and a description of the object's defect, empty after a hit.
+        """Fetch a chunk into memory, and check it. Move a corrupt object to quarantine.
+
+        Args:
+            chunk: identity and layout of the expected chunk.
+            into: writable memory, as long as the chunk's body.
+
+        Returns:
+            The outcome, and a description of the object's defect, which is empty after a hit.
 
         Raises:
             FileNotFoundError: the object does not exist.
@@ -216,8 +253,12 @@ class ObjectTier(StorageTier):
     def _set_aside(self, key: bytes, found: OpenObject) -> None:
         """Move a bad object to quarantine. If that fails, the next store of the chunk replaces the object.
 
-        If the object now has another length or ETag than the bad answer, it stays. Then the answer came from
-        a proxy, or another engine has stored the chunk again.
+        If the object now has another length or ETag than the bad answer, it is not moved. Then the bad answer
+        came from a proxy, or another engine has stored the chunk again.
+
+        Args:
+            key: key of the chunk.
+            found: answer that failed a check.
         """
         name = chunk_name(self._namespace, key)
         with suppress(FileNotFoundError, Unavailable), self._bucket.writing() as bucket:
@@ -227,16 +268,16 @@ class ObjectTier(StorageTier):
 
 
 def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
-    """Read an object into memory and check it.
+    """Read the content of an object into memory, and check that it is the expected chunk.
 
     Args:
         chunk: identity and layout of the expected chunk.
-        found: object that is being read.
+        found: object whose content is being received.
         into: writable memory, as long as the chunk's body.
 
     Returns:
-        An empty string if the object is the expected chunk. If it is a chunk of the same key with other
-        groups, a description of the difference; then its body is not read.
+        An empty string if the object is the expected chunk. If the object is a chunk of the same key with
+        other groups, a description of the difference. In that case, the body is not read.
 
     Raises:
         ChunkError: the object is damaged, or is another chunk.
