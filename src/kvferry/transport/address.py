@@ -22,7 +22,7 @@ def parse_ip(host: str) -> IP | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, which only this machine can reach.
+    """Return whether `host` is ``localhost`` or a loopback address, which only this machine can reach.
 
     >>> is_loopback("localhost"), is_loopback("127.8.8.8"), is_loopback("0.0.0.0"), is_loopback("node7")
     (True, True, False, False)

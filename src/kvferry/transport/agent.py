@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadState(Enum):
-    """State of a READ (a one-sided read of remote memory)."""
+    """State of a READ (one-sided read of a peer's memory). The values are the names that NIXL uses."""
 
     IN_FLIGHT = "PROC"
     DONE = "DONE"

@@ -30,17 +30,17 @@ class AllowedPeers:
 
     Attributes:
         networks: IP networks whose addresses are allowed; None to allow all addresses.
-        names: host names that the engine may resolve, in lower case. The addresses that they resolve to are
-            allowed too.
+        names: host names that the engine may resolve, in lower case. Their IP addresses are allowed too.
     """
 
     networks: tuple[Network, ...] | None = None
     names: tuple[str, ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Return whether an IP address is in one of the allowed networks. Do not consider allowed host names.
+        """Return whether the allowed networks contain an IP address. Do not consider allowed host names.
 
-        Multicast addresses and the unspecified address are never allowed.
+        If `networks` is None, all addresses are allowed, except for two kinds that are never allowed:
+        multicast addresses and the unspecified address.
 
         >>> AllowedPeers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
         True

@@ -30,10 +30,11 @@ _MEMORIES = ("DRAM", "VRAM")
 
 
 def check_ranks(cards: Sequence[RankCard]) -> None:
-    """Check a peer's descriptions of its ranks: sizes must be within limits, and ranks must agree.
+    """Check a peer's descriptions of its ranks: all sizes must be within limits, and all ranks must agree.
 
     Raises:
-        ProtocolError: a size or an address is out of bounds, or two ranks contradict each other.
+        ProtocolError: a size or an address is out of bounds, a rank is missing, or two ranks contradict each
+            other.
         GeometryError: the geometry of a rank is inconsistent.
     """
     for card in cards:

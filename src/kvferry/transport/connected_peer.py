@@ -160,7 +160,7 @@ class ConnectedPeer:
         self._made.close()
 
     def _clears_of_absent(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return the blocks to set to zero in draft layers that the peer does not have.
+        """Return the blocks that must be zeroed in this rank's draft layers, if the peer lacks these layers.
 
         Returns:
             (operation that zeroes bytes of a block, ids of the blocks) for each route of these layers. A

@@ -43,9 +43,9 @@ _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 
 
 class ConnectionLimiter:
-    """Limits the open connections of one ZeroMQ socket: at the limit, it accepts no new ones for a while.
+    """Limits the number of open connections of one ZeroMQ socket. Only one thread may use it.
 
-    Only one thread may use it.
+    At the limit, the socket accepts no new connections until some have ended.
 
     Attributes:
         open: number of open connections.

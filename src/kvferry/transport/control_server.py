@@ -55,7 +55,7 @@ _REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ProducerCard:
-    """Description of an engine that others may read KV from. Its control server sends it in handshakes.
+    """Description of an engine that offers KV. The engine's control server sends it in handshakes.
 
     Attributes:
         facts: facts about the engine.
@@ -103,7 +103,7 @@ class LeasesClaimed:
 
 @dataclass(frozen=True, slots=True)
 class LeasesReleased:
-    """Event: no consumer needs these leases any more, because the last one has released them.
+    """Event: no consumer needs these leases any more, because the last consumer has released them.
 
     Attributes:
         leases: names of the leases in this engine.
@@ -115,8 +115,8 @@ class LeasesReleased:
 class ControlServer:
     """A thread that answers messages of consumers, which are engines that read KV from this engine.
 
-    It answers handshakes, exchanges tickets (random ids) for block tables and leases, and finds earlier turns
-    of conversations.
+    The thread answers handshakes, exchanges tickets (random ids) for block tables and leases, and finds
+    earlier turns (finished requests) of conversations.
 
     Attributes:
         port: port that the server listens on.

@@ -24,7 +24,7 @@ _MAX_BYTES = 1 << 20
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of the costs file, which ``kvferry bench calibrate`` writes.
+    """Content of the file with the measured transfer costs, which ``kvferry bench calibrate`` writes.
 
     Attributes:
         version: version of the file format.

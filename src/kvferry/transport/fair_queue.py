@@ -14,7 +14,7 @@ _Message = TypeVar("_Message")
 
 
 class FairQueue(Generic[_Message]):
-    """A FIFO queue of messages between two threads. It limits the messages of each sender and their total.
+    """A FIFO queue of messages between two threads, with a limit for each sender and a limit in total.
 
     Attributes:
         dropped: number of messages dropped because of a limit.

@@ -91,7 +91,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
         route: index of the cells' route among the routes in `AnnounceRoutes`.
         slot: index of the lease word: an integer in the source's memory that changes before the cells' blocks
             are freed.
-        generation: low half that the lease word has while the lease is valid.
+        generation: value of the lease word's low half while the lease is valid.
         blocks: source block id of each cell, as packed int32.
         cell: index of the first cell within its block; the other cells follow it.
     """
@@ -126,7 +126,7 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
         position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
         word: index of the word (integer in registered memory) that changes before the images are overwritten.
             The reader reads this word after the images.
-        generation: low half that the word has as long as the images are valid.
+        generation: value of the word's low half while the images are valid.
     """
 
     segment: _Count = msgspec.field(name="chunk")

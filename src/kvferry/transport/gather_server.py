@@ -164,7 +164,7 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """Stop the server's thread, and wait at most `patience_seconds` until its current copy has ended."""
+        """Stop the server's thread. Wait at most `patience_seconds` until a copy in progress has ended."""
         self._stop.set()
         self._thread.join(patience_seconds)
         if self._thread.is_alive():

@@ -183,10 +183,7 @@ class Handshakes:
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address) -> Hello:
-        """Start the timeout of the handshake with a peer.
-
-        Return the first message, which the caller must send.
-        """
+        """Start the timeout of the handshake with a peer, and return the first message to send to it."""
         self._running[address] = _Handshake(self._clock())
         return Hello(PROTOCOL, self._facts)
 
@@ -230,7 +227,7 @@ class Handshakes:
         self._closable.append(address)
 
     def pop_refused(self) -> list[Address]:
-        """Return the addresses of peers refused since the last call, and clear the list."""
+        """Return the addresses of the peers that were refused since the last call, and clear the list."""
         refused, self._closable = self._closable, []
         return refused
 

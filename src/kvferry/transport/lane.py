@@ -79,7 +79,7 @@ class MakeAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The result of an order to read KV from a peer. All its transfers have ended.
+    """The result of an order to read KV from a peer. None of the order's transfers is in flight any more.
 
     Attributes:
         key: key of the order.
@@ -322,9 +322,8 @@ class Lane:
     def _start(self, agent: Agent, order: ReadOrder) -> None:
         """Plan an order and start to read its KV.
 
-        While the peer's metadata is being checked, keep the order for later.
-
-        If the order cannot be planned or its peer is not connected, add a failed result.
+        While the peer's metadata is being checked, keep the order for later. If the order cannot be planned
+        or its peer is not connected, add a failed result.
         """
         peer = self._links.get(order.peer)
         if peer is None:

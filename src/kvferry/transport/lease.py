@@ -36,7 +36,7 @@ class LeaseWord:
 
     Attributes:
         slot: index of the word, the same on every worker.
-        generation: low half of every worker's word while the lease is valid.
+        generation: value of the word's low half on every worker while the lease is valid.
         incarnation: random number that identifies the run of the engine that granted the lease.
     """
 
@@ -61,7 +61,8 @@ def new_incarnation() -> int:
 class LeaseWords:
     """The lease words of a worker: integers in memory that peers can read.
 
-    Each word changes before the blocks of its lease are freed, so that readers can detect it.
+    A word changes before the blocks of its lease are freed. So a peer that has read blocks can check whether
+    they were valid.
 
     Attributes:
         incarnation: random number of this run of the worker, which is the high half of every word.

@@ -124,7 +124,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Reply: the producer cannot serve this consumer.
 
     Attributes:
-        differences: reasons, one sentence each: differences between the two engines.
+        differences: differences between the two engines that are the reason, one sentence each.
     """
 
     differences: Annotated[list[_Sentence], msgspec.Meta(max_length=MAX_DIFFERENCES)]
@@ -235,6 +235,9 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
     """Request: asks for earlier turns of conversations that share a prefix with a prompt.
 
+    An earlier turn is a finished request whose KV blocks an engine keeps for the next turn of its
+    conversation. Prompts are compared in chunks: units of a fixed number of tokens.
+
     Attributes:
         number: number of the query, repeated in the reply.
         chunk_tokens: number of tokens in a chunk.
@@ -342,9 +345,13 @@ def decode_numbered(data: bytes) -> Numbered | None:
 
 
 def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[str]:
-    """Compare the facts about two engines that both have, and return one sentence per difference.
+    """Compare the facts that two engines have in common, and return one sentence per difference.
 
     Each differing setting of a group counts as one difference.
+
+    Args:
+        theirs: facts about the engine that the sentences call "there", by name.
+        ours: facts about the engine that the sentences call "here", by name.
 
     >>> theirs = {"dtype": "float16", "rope": {"theta": "1"}}
     >>> compare_facts(theirs, {"dtype": "float32", "rope": {"theta": "2"}})

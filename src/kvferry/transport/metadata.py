@@ -88,7 +88,7 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 def check_metadata(card: RankCard) -> Metadata:
-    """Parse a worker's metadata, and check that it covers all memory that the worker's description names.
+    """Parse a worker's transport metadata, and check that it covers all memory in the worker's description.
 
     Raises:
         ProtocolError: the metadata is invalid, or lacks a region of memory in the description.
@@ -136,7 +136,9 @@ def _section(items: _ItemReader) -> Iterator[Region]:
 
 
 def _check_key(key: bytes) -> None:
-    """Check that a packed key of UCX has a known memory type and all parts that its bit map lists.
+    """Check a remote memory key in UCX's packed format, because UCX reads such keys without checking them.
+
+    The key must have a known memory type and all parts that its bit map lists.
 
     Raises:
         ProtocolError: the memory type is unknown, or the key is truncated.
@@ -226,9 +228,13 @@ class _ItemReader:
         return found
 
     def number(self, tag: bytes) -> int:
-        """Read the next item and return its value, an integer of 8 bytes.
+        """Read the next item and return its value, which must be an integer of 8 bytes.
 
-        `tag` is the tag that it must have.
+        Args:
+            tag: tag that the item must have.
+
+        Raises:
+            ProtocolError: the item has another tag or length.
         """
         return int.from_bytes(self.fixed(tag, 8), "little")
 

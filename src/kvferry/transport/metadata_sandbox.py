@@ -133,7 +133,7 @@ class MetadataSandbox:
             return f"its transport metadata ended the process that tried it ({self._how()})"
 
     def kill(self) -> None:
-        """Kill the child process."""
+        """Kill the child process, and wait until it has ended."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -147,7 +147,7 @@ class MetadataSandbox:
 
 
 def encode_trial(card: RankCard) -> bytes:
-    """Encode the request to the child process to try a worker's transport metadata.
+    """Encode the request that asks the child process to try a worker's transport metadata.
 
     The request contains everything that the result of the trial depends on.
 

@@ -219,8 +219,9 @@ def _nobody() -> None:
 
 
 def _digest(card: RankCard) -> bytes:
-    """Return a digest of everything in a worker's description on which the result of a trial depends.
+    """Return a digest of those parts of a worker's description that the result of a trial depends on.
 
-    The rest of the description is checked every time, by `check_metadata`.
+    A trial tries the worker's transport metadata in the child process. The other parts of the description are
+    checked every time, by `check_metadata`.
     """
     return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

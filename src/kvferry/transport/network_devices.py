@@ -33,8 +33,9 @@ def devices_for(host: str) -> tuple[str, ...]:
     """Return the names of the network devices to which UCX (NIXL's transport) is restricted.
 
     Args:
-        host: address at which peers reach this engine, or a name that resolves to one. The devices are those
-            with this address. If it is not a loopback address, all RDMA devices are added.
+        host: address at which peers reach this engine, or a name that resolves to such an address. The
+            devices are those that have this address. If it is not a loopback address, all RDMA devices are
+            added.
 
     Returns:
         Names of devices; empty if UCX may use all devices.

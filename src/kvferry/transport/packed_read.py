@@ -141,7 +141,9 @@ class _Segment:
 
 
 def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
-    """Split cells (units of transfer) into segments, which are read one by one. The last may be shorter.
+    """Split cells (units of transfer) into segments: runs of cells that move together.
+
+    The last segment may be shorter than the others.
 
     Args:
         method: transfer method, which determines the number of cells per segment.
@@ -157,9 +159,8 @@ def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
 class PackedRead:
     """A read of cells that are packed into contiguous staging memory on the way.
 
-    Only the lane's thread uses it.
-
     All cells (units of transfer) belong to one route: a set of layers that are read with the same copies.
+    Only the lane's thread uses this object.
 
     Attributes:
         failure: reason of the failure; None if the read has not failed.
@@ -215,7 +216,7 @@ class PackedRead:
     def advance(self) -> bool:
         """Advance every segment (run of cells that move together) as far as possible without blocking.
 
-        Start further segments when others are complete. Return whether any segment advanced.
+        Start further segments, up to `AHEAD` at a time. Return whether any segment advanced.
         """
         moved = self._ask_ahead()
         for segment in list(self._chunks):
@@ -316,7 +317,7 @@ class PackedRead:
         return True
 
     def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        """Return whether the source's reply names memory and a word of the source's own staging area.
+        """Return whether the memory and the word in the source's reply belong to the source's staging area.
 
         Args:
             segment: segment (run of cells that move together) that the source has packed.

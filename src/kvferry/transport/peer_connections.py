@@ -92,7 +92,7 @@ class PeerConnections:
         self._leaving: list[tuple[str, ConnectedPeer]] = []
 
     def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
-        """Start to connect a peer, unless it is connected: have its transport metadata validated first.
+        """Start to connect a peer, unless it is connected. Its transport metadata is validated first.
 
         Args:
             name: name of the peer.
@@ -133,9 +133,7 @@ class PeerConnections:
         return link.reason if link.peer is None else link.peer
 
     def process_verdicts(self) -> bool:
-        """Handle the results of metadata validations.
-
-        Connect the peers that passed, mark the others as failed.
+        """Handle the results of metadata validations: connect peers that passed, mark the others as failed.
 
         Return whether there was any result.
         """

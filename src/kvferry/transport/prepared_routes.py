@@ -87,7 +87,7 @@ _Prepared: TypeAlias = tuple[TransferMethod, _DescriptorRows, _DescriptorRows]
 
 
 class DescriptorList:
-    """A builder for the list of all NIXL descriptors of one side: memory of this rank, or of the peer's rank.
+    """A builder for a list of NIXL descriptors: those of this rank's memory, or of the peer rank's memory.
 
     A descriptor is the address and the length of a piece of memory.
 

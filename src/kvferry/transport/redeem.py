@@ -101,7 +101,7 @@ class Grant(msgspec.Struct, frozen=True):
 
     Attributes:
         slot: index of the lease's word (integer in registered memory) on every worker.
-        generation: low half that the word has while the lease is valid.
+        generation: value of the word's low half while the lease is valid.
         tables: block ids of each KV cache group, in the order of the tokens. They are packed as uint32,
             because a list of thousands of numbers is slow to decode.
     """
@@ -127,7 +127,7 @@ class Grant(msgspec.Struct, frozen=True):
 
         Args:
             slot: index of the lease's word (integer in registered memory).
-            generation: low half that the word has while the lease is valid.
+            generation: value of the word's low half while the lease is valid.
             tables: block ids of each KV cache group, in the order of the tokens. Id 0 marks a block that the
                 producer no longer holds. A group of recurrent state has one block: the state at the end.
         """

@@ -21,11 +21,11 @@ SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a tick
 
 @dataclass(slots=True)
 class _PendingRedemption:
-    """A redemption: the exchange of a ticket (random id of a lease) for block tables and a lease.
+    """A redemption that has not been ended: the exchange of a ticket for block tables and a lease.
 
     Attributes:
         address: (host, port) of the producer's control channel.
-        message: request to the producer.
+        message: request to the producer, with the ticket (random id that names the lease).
         deadline: time until which the producer must reply, in seconds of the clock.
         answer: reply of the producer; None if it has not arrived.
     """
@@ -61,9 +61,7 @@ class Redemptions:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def begin(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> Redeem:
-        """Begin to exchange a ticket for block tables and a lease.
-
-        Return the request, which the caller must send.
+        """Begin to exchange a ticket for block tables and a lease, and return the request to send.
 
         The number of the request identifies the exchange from now on.
 
@@ -103,17 +101,13 @@ class Redemptions:
         return Pending()
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the address of the producer if it has not replied to a redemption yet.
-
-        Otherwise return None.
-
-        A redemption is the exchange of a ticket for block tables and a lease.
+        """Return the address of the producer that has not replied to the exchange of a ticket yet.
 
         Args:
             number: number of the request, from `begin`.
 
         Returns:
-            (host, port) of the producer's control channel.
+            (host, port) of the producer's control channel; None if the producer has replied.
         """
         asked = self._asked[number]
         return asked.address if asked.answer is None else None

@@ -77,7 +77,7 @@ class StagingArea:
         return self.units * UNIT_BYTES // 4
 
     def images(self, stride: int) -> StagedImages:
-        """Return the whole area as a row of images (packed cells).
+        """Return a view of the whole area as images (packed cells), one after the other.
 
         Args:
             stride: bytes from one image to the next.

@@ -57,10 +57,7 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return the reason why a request to redeem this ticket is refused.
-
-        Return None if it can be granted.
-        """
+        """Return the reason why a request to redeem this ticket is refused; None if it can be granted."""
         if asked.tokens != self.tokens:
             return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:

@@ -74,11 +74,11 @@ class TurnContent:
 
 
 def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
-    """Return the number of tokens at the start of a prompt whose KV the engine of an earlier turn keeps.
+    """Return the number of tokens at the start of a prompt whose KV an earlier turn of a conversation holds.
 
     Args:
         prompt: content of the prompt.
-        kept: description of the earlier turn, from the engine's reply to a query.
+        kept: description of the earlier turn, from an engine's reply to a query.
 
     >>> from kvferry.transport.redeem import Grant
     >>> prompt = TurnContent(4, (b"a", b"b"), range(10))
@@ -121,10 +121,7 @@ class TurnIndex:
             self._by_key.setdefault((number, key), {})[kept.ticket] = None
 
     def withdraw(self, ticket: bytes) -> None:
-        """Remove the turn whose lease this ticket (random id) names.
-
-        Do nothing if the index has no such turn.
-        """
+        """Remove the turn whose lease this ticket (random id) names. Do nothing if there is no such turn."""
         content, _, _ = self._turns.pop(ticket, (None, None, None))
         for number, key in enumerate(content.keys if content is not None else ()):
             tickets = self._by_key.get((number, key), {})
@@ -133,7 +130,7 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names of the turns' leases that these tickets (random ids) name.
+        """Return the names of the leases of turns that these tickets (random ids) name.
 
         Ignore other tickets.
         """
