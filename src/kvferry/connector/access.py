@@ -17,12 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 def scheduler_keys(config: ConnectorConfig) -> Keys | None:
-    """Return the secret keys of the engine's channels; None if the engine exchanges no KV.
+    """Return the secret keys of this engine's channels to other engines; None if the engine exchanges no KV.
 
-    Also log which key other engines need.
+    Log where the keys come from and their fingerprint. Warn if engines on other machines cannot have the same
+    keys yet.
+
+    Args:
+        config: settings of the connector.
 
     Raises:
-        ConfigError: there is no key file, and none can be created.
+        ConfigError: the key file cannot be read, or a missing one cannot be created.
     """
     if not config.transfers:
         return None
@@ -39,7 +43,10 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
 
 
 def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
-    """Return the machines that may be peers under this configuration.
+    """Return the machines whose engines may exchange KV with this engine.
+
+    Args:
+        config: settings of the connector, with the list of these machines in ``peers``.
 
     Raises:
         ConfigError: an entry of the setting ``peers`` is malformed.
@@ -49,6 +56,10 @@ def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
 
 def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
     """Check that all ranks of the engine have the same key as its scheduler.
+
+    Args:
+        keys: secret keys of the scheduler.
+        workers: descriptions of all workers, each with the fingerprint of the worker's key.
 
     Raises:
         ConfigError: a rank has a different key, because the rank's machine has a key of its own.

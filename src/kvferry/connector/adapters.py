@@ -40,14 +40,15 @@ AGAIN_SECONDS = 10.0
 
 @dataclass(slots=True)
 class _Adapter:
-    """The files of one adapter, and their digest once it is known.
+    """The files of one LoRA adapter, and their digest once it is known.
 
     Attributes:
-        seen: state of the files when a thread began to read them.
-        again: earliest time at which the files may be read again, monotonic seconds.
-        done: event that is set when the files have been read.
+        seen: (name, size in bytes, modification time in ns) of each file when a thread began to read the
+            files.
+        again: earliest time for another attempt to read the files, monotonic seconds.
+        done: event that is set when the thread has read the files or has failed to.
         digest: digest of the files; None if it is not known yet, or if the files could not be read.
-        absent: True if the weights were not on disk, so the engine has not loaded them either.
+        absent: True if there were no weights on disk, which means that the engine had not loaded them either.
     """
 
     seen: _Seen
@@ -57,12 +58,12 @@ class _Adapter:
     absent: bool = False
 
     def may_be_read_again(self, seen: _Seen, now: float) -> bool:
-        """Return whether the files could not be read and may be read again now.
+        """Return whether it is time for another attempt to read the adapter's files after a failure.
 
-        They may be read again from time `again` on, if they are unchanged or there were no weights at first.
+        The files must be unchanged since the failed attempt, unless there were no weights on disk then.
 
         Args:
-            seen: present state of the files.
+            seen: (name, size in bytes, modification time in ns) of each file now.
             now: present time, monotonic seconds.
         """
         failed = self.done.is_set() and self.digest is None
@@ -70,15 +71,15 @@ class _Adapter:
 
 
 class Adapters:
-    """The names of an engine's LoRA adapters. Only the engine's thread calls it.
+    """Names of an engine's LoRA adapters, made from digests of the adapters' files.
 
-    The engine reads an adapter when it first needs it, and again after it has evicted it. If the files have
-    changed since the first time, it is not known which version the engine computes with. Then the adapter has
-    no name any more.
+    The engine may evict an adapter and load it from disk again. If the files have changed since they were
+    first read, it is not known which version the engine computes with. Then the adapter has no name any more.
+    Only the engine's thread calls this class.
     """
 
     def __init__(self, settings: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the names without any adapter.
+        """Create the record of names. It has no adapters yet.
 
         Args:
             settings: the engine's LoRA settings that affect the results of adapters; part of every name.
@@ -90,25 +91,37 @@ class Adapters:
         self._reading = threading.Lock()
 
     def on_load(self, lora: LoraAdapter) -> None:
-        """Record that the engine is about to load an adapter, and start to read its files."""
+        """Record that the engine is about to load an adapter, and start to read the adapter's files.
+
+        If the adapter replaces the weights of another one in place, neither has a name from now on, and no
+        file is read.
+
+        Args:
+            lora: the adapter.
+        """
         if lora.load_inplace:
             self._replaced.add(lora.lora_int_id)
         elif lora.lora_path not in self._known:
             self._read(lora, _files(Path(lora.lora_path)))
 
     def is_current(self, lora: LoraAdapter | None) -> bool:
-        """Return whether no other adapter was loaded in place of this one; True for None."""
+        """Return whether the adapter's weights have never been replaced in place.
+
+        Args:
+            lora: the adapter; None for a request without an adapter, for which the result is True.
+        """
         return lora is None or lora.lora_int_id not in self._replaced
 
     def name(self, lora: LoraAdapter | None) -> str:
-        """Return the name of an adapter: a digest of its files and the engine's LoRA settings.
+        """Return the name of a LoRA adapter: the digest of its files, followed by the engine's LoRA settings.
 
         Args:
-            lora: the adapter; None for a request without one, whose name is empty.
+            lora: the adapter; None for a request without an adapter, for which the name is empty.
 
         Raises:
             NotYetNamed: a thread is still reading the adapter's files.
-            Unnameable: the adapter's weights are not on this machine's disk, or have changed or may change.
+            Unnameable: the adapter's weights cannot be read from this machine's disk, have changed, or may
+                change.
         """
         if lora is None:
             return ""
@@ -136,7 +149,15 @@ class Adapters:
         return f"{known.digest} {self._settings}".rstrip()
 
     def _read(self, lora: LoraAdapter, seen: _Seen) -> _Adapter:
-        """Start a thread that digests an adapter's files. Only one such thread reads at a time."""
+        """Start a thread that computes the digest of an adapter's files, and return the adapter's record.
+
+        Wait a few milliseconds for the thread, which is enough if the digest is cached. Only one such thread
+        reads at a time.
+
+        Args:
+            lora: the adapter.
+            seen: (name, size in bytes, modification time in ns) of each file now.
+        """
         first = lora.lora_path not in self._known
         adapter = self._known[lora.lora_path] = _Adapter(seen, self._clock() + AGAIN_SECONDS)
 
@@ -164,7 +185,15 @@ def _files(folder: Path) -> _Seen:
 
 
 def _read_into(adapter: _Adapter, folder: Path) -> str:
-    """Set the digest of an adapter's weights and configuration. Return the reason if that fails, else ''."""
+    """Read an adapter's weights and configuration, and set `adapter.digest`. Mutates `adapter`.
+
+    Args:
+        adapter: record of the adapter. If there are no weights on disk, `absent` is set instead.
+        folder: directory with the adapter's files.
+
+    Returns:
+        Reason why the digest could not be computed; empty on success.
+    """
     try:
         weights = weights_of(folder)
         if weights is None:

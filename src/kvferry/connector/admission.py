@@ -43,12 +43,13 @@ from kvferry.terminal import shown
 
 @dataclass(slots=True, eq=False)
 class _LoadState:
-    """A load that not all workers have reported yet.
+    """The state of a load that not all workers have reported yet.
 
     Attributes:
         source: source of the load.
         load: the load as sent to the workers.
-        given_up: True if another load of the attempt has failed, so the request does not wait for this one.
+        given_up: True if another load of the same attempt has failed, so the request does not wait for this
+            load.
         reports: reports received so far. One report may combine several workers.
         reported: number of workers that have reported.
     """
@@ -60,19 +61,24 @@ class _LoadState:
     reported: int = 0
 
     def hear(self, report: Report, workers: int) -> int:
-        """Add a report that combines `workers` workers; return the number of workers that have reported."""
+        """Add a report on this load; return how many workers have reported the load so far.
+
+        Args:
+            report: report of one worker, or merged report of several.
+            workers: number of workers that the report combines.
+        """
         self.reports.append(report)
         self.reported += workers
         return self.reported
 
     def whole(self) -> Report:
-        """Return all workers' reports merged into one."""
+        """Return one report that merges the reports of all workers on this load."""
         return reduce(Report.with_other, self.reports)
 
 
 @dataclass(slots=True, kw_only=True)
 class _RequestState(RequestState[LoadPlan]):
-    """The state of one request that a source may be able to serve.
+    """The state of one request whose KV a source may be able to load.
 
     Attributes:
         sources: sources that may be able to serve the request.
@@ -109,20 +115,20 @@ class Admission:
         choice: Choice,
         events: EventStream,
     ) -> None:
-        """Create an admission without requests.
+        """Create the object that chooses the source of each request's KV. It has no requests yet.
 
         Args:
             groups: the engine's KV cache groups.
-            pins: record of the pinned blocks. The sources share it and count the blocks of late loads.
-            parts: record of the blocks that loads fill only in part.
+            pins: record of the KV blocks that loads may still write to. The sources share this record.
+            parts: record of the KV blocks that loads fill only in part.
             headroom: check that a load leaves enough free blocks for requests that wait.
             pool: the engine's block pool.
             workers: number of workers, each of which reports every load.
             attempts: maximum number of attempts to load one request's prefix.
             timeout_seconds: seconds after which a load has failed.
-            sources: all sources, in the order in which they are asked. If bids are equal, the bid of the
-                first source is taken.
-            choice: policy that chooses between bids.
+            sources: all sources of KV, in the order in which they are asked. Of equally good offers, the
+                offer of the first source is taken.
+            choice: policy that chooses between the offers of the sources.
             events: stream that receives an event for each decision.
         """
         self.pins = pins
@@ -140,11 +146,11 @@ class Admission:
         self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended and have at least one possible source."""
+        """Return the number of unfinished requests whose KV at least one source may be able to load."""
         return len(self._known)
 
     def on_new_request(self, request: Request) -> None:
-        """Ask every source whether it may be able to serve a new request."""
+        """Ask every source whether it may be able to load KV of a new request, and remember those sources."""
         bidding = Bidding(self._attempts)
         sources = tuple(source for source in self._sources if source.arrived(request, bidding))
         self._events.arrived(request, sources, [one for one in self._sources if one not in sources])
@@ -205,9 +211,9 @@ class Admission:
         self._begin(known, request, blocks, plan.parts(local_tokens, external, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
-        """Return the number of tokens that a request waits for, by origin of their load.
+        """Return the number of tokens that a request waits for, by the place that they are loaded from.
 
-        The origin is ``peer``, or the name of the slowest tier that the load uses.
+        The place is ``peer``, or the name of the slowest tier that the load uses.
         """
         found = Counter[str]()
         for one in self._known[request_id].loads:
@@ -231,12 +237,20 @@ class Admission:
         self._events.late(self.pins.all_late_blocks)
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record that the coming step computes tokens of these requests."""
+        """Record that the engine's coming step computes tokens of some requests.
+
+        Args:
+            requests: ids of these requests.
+        """
         self._phases.scheduled(requests)
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add the loads begun or dropped since the last step to the workers' orders. Mutates `orders`."""
+        """Add the loads begun or dropped since the last step to the workers' orders, and the sources' orders.
+
+        Args:
+            orders: orders for the coming step. They are mutated.
+        """
         self._parts.end_pass()
         orders.loads, self._begun = self._begun, []
         orders.given_up, self._given_up = self._given_up, {}
@@ -244,7 +258,7 @@ class Admission:
             source.hand_over(orders)
 
     def take_reports(self, reports: StepReports) -> None:
-        """Process the workers' reports, and unpin the blocks that no load writes any more."""
+        """Process the workers' reports, and unpin the KV blocks that no load can write to any more."""
         bad = [self._loads[key] for key, report in reports.reports.items() if report.failure is not None]
         for key, report in reports.reports.items():
             self._report(key, report, reports.reported.get(key, 1))
@@ -290,7 +304,13 @@ class Admission:
         self._events.settled(load.request_id, load.span.total, load.span.prompt)
 
     def _give_up_beside(self, failed: _LoadState) -> None:
-        """Drop the other loads of the attempt that `failed` belongs to, without excluding their sources."""
+        """Drop the loads of the other parts of a prefix after the load of one part has failed.
+
+        The sources of the dropped loads are not excluded, because these loads have not failed.
+
+        Args:
+            failed: state of the failed load.
+        """
         known = self._known.get(failed.load.request_id)
         for one in known.loads if known is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
@@ -299,9 +319,14 @@ class Admission:
                 one.source.dropped(one.load)
 
     def _best(self, known: _RequestState, request: Request, local_tokens: int) -> int | None:
-        """Propose the best bid and return its number of tokens.
+        """Choose the best way to serve a request, and return the number of tokens to load; 0 to compute them.
 
-        Return None while the request waits for a source that is still looking, or for free blocks.
+        Return None while the request waits for free blocks, or for a source that is still looking up its KV.
+
+        Args:
+            known: state of the request.
+            request: the request.
+            local_tokens: number of tokens that the engine has.
         """
         plans = self._plans(known, request, local_tokens)
         best = self._phases.best(known, plans, request, local_tokens)
@@ -319,12 +344,24 @@ class Admission:
         )
 
     def _plans(self, known: _RequestState, request: Request, local_tokens: int) -> list[LoadPlan]:
-        """Return all sources' plans, except those that fill a block only in part against the settings."""
+        """Return the plans to load a request's prefix, from one source or from two.
+
+        Leave out plans that would fill a block only in part, if the setting `whole_blocks` forbids this.
+        """
         found = load_plans(known.sources, request, local_tokens, self._alignment_tokens)
         return [plan for plan in found if not self._in_part(plan, request, local_tokens)]
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan's loads leave enough blocks to other requests, even beyond their deadline."""
+        """Return whether the loads of a plan may begin now, with enough blocks left for other requests.
+
+        The loads may hold their blocks beyond their deadline. So each source also limits the blocks that all
+        its loads hold.
+
+        Args:
+            plan: plan to load the request's prefix.
+            request: the request.
+            local_tokens: number of tokens that the engine has.
+        """
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
             source.room(bid, self._most_written(span))
@@ -338,7 +375,14 @@ class Admission:
         blocks: RequestBlocks,
         parts: Sequence[tuple[Source, Bid, LoadSpan]],
     ) -> None:
-        """Begin one load for each part of a plan."""
+        """Begin one load for each part of a plan, and pin the blocks that the loads write.
+
+        Args:
+            known: state of the request.
+            request: the request.
+            blocks: all blocks of the request.
+            parts: (source, bid, range of prompt tokens) of each load. A bid is the source's offer.
+        """
         self._count += 1
         attempt = f"{shown(request.request_id)}#{self._count}"
         for number, (source, bid, span) in enumerate(parts):
@@ -362,9 +406,10 @@ class Admission:
         self._parts.begin(request, load.tables, span, source.alignments(request.request_id))
 
     def _in_part(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan would fill a block only in part although the settings forbid this.
+        """Return whether a plan must be refused because it would fill a block only in part.
 
-        Return False while a source of the plan is still looking, because the answer is not known yet.
+        Such plans are refused only with the setting `whole_blocks`. Return False while a source of the plan
+        is still looking up its KV, because the answer is not known yet.
         """
         span = LoadSpan(local_tokens, local_tokens + plan.bid.tokens, request.num_tokens)
         return not plan.bid.looking and self._parts.refuses(span, plan.last.alignments(request.request_id))
@@ -374,7 +419,12 @@ class Admission:
             source.settled(request_id)
 
     def _pin(self, load: Load, blocks: Sequence[Sequence[Block]]) -> None:
-        """Pin every block that the load may write: take a reference to it in the engine's pool."""
+        """Pin every block that a load may write: take a reference to the block in the engine's pool.
+
+        Args:
+            load: the load.
+            blocks: all blocks of the load's request by block position, per KV cache group.
+        """
         held = [
             block
             for group, of_group in zip(self._groups, blocks, strict=True)
@@ -389,7 +439,11 @@ class Admission:
         return tuple(np.array(group.table(of_group, span.total), np.int64) for group, of_group in ids)
 
     def _most_written(self, span: LoadSpan) -> int:
-        """Return the maximum number of blocks that a load of these tokens may write."""
+        """Return the maximum number of blocks that a load may write, over all KV cache groups.
+
+        Args:
+            span: range of prompt tokens to load.
+        """
         return sum(
             max_writable_blocks(one.kind, one.attention_span, one.block_tokens, span) for one in self._groups
         )

@@ -36,14 +36,18 @@ _OUTCOMES = {"ready": LoadOutcome.READY, "failed": LoadOutcome.FAILED, "expired"
 
 
 class AdmissionEvents:
-    """Emits an event for each decision of admission, except repeated ones. Makes no decision itself."""
+    """Emits events about the choice of a KV source for each request, and about the loads that follow.
+
+    A choice that repeats the last one for the same request emits no event. This class makes no decision
+    itself.
+    """
 
     def __init__(self, events: EventStream, policy: Policy) -> None:
-        """Create the emitter.
+        """Create the emitter of events.
 
         Args:
             events: stream that receives the events.
-            policy: policy that values the bids.
+            policy: policy that assigns a value to each source's offer.
         """
         self._events, self._policy = events, policy
         self._asked: dict[str, tuple[object, SourcesAsked]] = {}
@@ -87,7 +91,9 @@ class AdmissionEvents:
         offers: Sequence[tuple[Source, Bid]],
         best: Bid | None,
     ) -> None:
-        """Emit a `SourcesAsked` event with the bids of the sources, unless it would repeat the last one.
+        """Emit a `SourcesAsked` event with all bids (offers of sources to load tokens) and the chosen one.
+
+        Emit nothing if the bids and the choice are the same as in the request's last event.
 
         Args:
             request: the request.
@@ -121,7 +127,9 @@ class AdmissionEvents:
     def not_asked(
         self, request: Request, sources: Sequence[Source], local_tokens: int, miss: MissReason, detail: str
     ) -> None:
-        """Emit a `SourcesAsked` event that says why no source was asked, unless it would repeat the last one.
+        """Emit a `SourcesAsked` event that says why no source was asked for a request.
+
+        Emit nothing if the reason is the same as in the request's last event.
 
         Args:
             request: the request.
@@ -148,7 +156,7 @@ class AdmissionEvents:
 
     @log_errors
     def no_room(self, request_id: str, local_tokens: int) -> None:
-        """Emit a `SourcesAsked` event: too few blocks were free for the load, so the prompt is computed.
+        """Emit a `SourcesAsked` event: a prompt is computed because too few blocks are free to load it.
 
         Args:
             request_id: id of the request.
@@ -162,7 +170,12 @@ class AdmissionEvents:
 
     @log_errors
     def began(self, source: Source, load: Load) -> None:
-        """Emit a `LoadBegan` event for a load of `source`."""
+        """Emit a `LoadBegan` event for a load that has begun.
+
+        Args:
+            source: source of the load.
+            load: the load.
+        """
         bid, span = load.bid, load.span
         self._unserved.pop(load.request_id, None)
         self._events.emit(
@@ -221,10 +234,13 @@ class AdmissionEvents:
 
     @log_errors
     def unserved(self, request: Request) -> None:
-        """Remember a request that no source loads.
+        """Remember a request for which no source loads KV.
 
-        When the engine computes the request, `scheduled` emits a `Scheduled` event for it. Until then
-        another connector of the engine may load tokens of the request, which this connector cannot see.
+        When the engine computes the request, `scheduled` emits a `Scheduled` event for it. Until then another
+        connector of the engine may load tokens of the request, which this connector cannot see.
+
+        Args:
+            request: the request.
         """
         self._unserved[request.request_id] = request
 
@@ -254,7 +270,13 @@ class AdmissionEvents:
 
     @log_errors
     def late(self, blocks: int) -> None:
-        """Emit a `LateBlocks` event if the number of blocks that late loads hold has changed to `blocks`."""
+        """Emit a `LateBlocks` event if the number of blocks that late loads hold has changed.
+
+        A load is late after its deadline, or after its request has ended.
+
+        Args:
+            blocks: number of these blocks now.
+        """
         if blocks != self._late:
             self._late = blocks
             self._events.emit(LateBlocks(time.monotonic(), blocks))
@@ -265,7 +287,13 @@ class AdmissionEvents:
 
 
 def _why(bids: Sequence[ValuedBid], bidding: Bidding, best: Bid | None) -> DecisionReason:
-    """Return the reason for choosing `best`; if it is None, the reason for computing."""
+    """Return the reason why admission chose a bid (a source's offer), or why the engine computes the prompt.
+
+    Args:
+        bids: all bids with their values.
+        bidding: excluded sources and remaining attempts of the request.
+        best: chosen bid; None if the engine computes the prompt.
+    """
     if best is not None:
         return DecisionReason.LOOKING if best.looking else DecisionReason.BEST
     if bids and bidding.spent:

@@ -14,9 +14,10 @@ WEIGHTS, MODEL_DTYPE, CACHE_DTYPE = "weights", "model dtype", "KV cache dtype"
 
 
 def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name: str) -> Namespace:
-    """Return the namespace of an engine's chunks.
+    """Return the namespace (scope) of the keys under which an engine stores its KV chunks.
 
-    Two engines share chunks only if all facts of both are equal.
+    Two engines have the same namespace, and so share chunks, only if all their facts and chunk formats are
+    equal.
 
     Args:
         facts: facts that the engine states to peers, including `WEIGHTS`, `MODEL_DTYPE` and `CACHE_DTYPE`.

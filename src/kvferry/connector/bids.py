@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a bid that comes from one place.
+    """The tokens of a source's offer that come from one place.
 
     Attributes:
-        place: ``peer``, or the name of a tier.
+        place: name of the place that holds the tokens: ``peer``, or the name of a tier.
         tokens: number of tokens.
     """
 
@@ -41,9 +41,9 @@ class Bid:
 
     Attributes:
         source: name of the bidder: a peer's name, or ``tiers``.
-        parts: number of offered tokens by place, including those of `head`.
+        parts: number of offered tokens by place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. `parts` are then upper bounds.
-        head: another source's bid for the start of the prefix, the first of `parts`; None if this source
+        head: bid of another source for the start of the prefix, the first of `parts`; None if this source
             loads everything.
     """
 
@@ -54,22 +54,30 @@ class Bid:
 
     @classmethod
     def composed(cls, head: Bid, tail: Bid) -> Bid:
-        """Return the bid of two sources: `head` for the start of a prefix and `tail` for the rest."""
+        """Return one bid that combines the bids of two sources for the two parts of a prefix.
+
+        Args:
+            head: bid of the source that loads the start of the prefix.
+            tail: bid of the source that loads the rest.
+        """
         return cls(tail.source, head.parts + tail.parts, head.looking or tail.looking, head)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all parts together."""
+        """Total number of tokens that this bid offers to load."""
         return sum(part.tokens for part in self.parts)
 
     @property
     def places(self) -> frozenset[str]:
-        """Names of the places that all parts come from: ``peer``, or tiers."""
+        """Names of the places that hold the offered tokens: ``peer``, or names of tiers."""
         return frozenset(part.place for part in self.parts)
 
     @property
     def legs(self) -> tuple[tuple[Part, ...], ...]:
-        """The parts of each source, starting with the source that loads the start of the prompt."""
+        """The parts of this bid, grouped by the source that loads them: one tuple of parts per source.
+
+        The source that loads the start of the prompt comes first.
+        """
         return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
 
     @property
@@ -78,7 +86,11 @@ class Bid:
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     def like(self, other: Bid | None) -> bool:
-        """Return whether another bid has the same bidders and loads from the same places; False for None."""
+        """Return whether another bid has the same bidders and loads from the same places.
+
+        Args:
+            other: the other bid; None if there is none, for which the result is False.
+        """
         return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
@@ -94,16 +106,20 @@ def leads_on(rest: int) -> bool:
 
 
 class Bidding:
-    """The excluded sources and the remaining attempts of one request."""
+    """The excluded sources of one request, and its remaining attempts to load KV."""
 
     def __init__(self, attempts: int) -> None:
-        """Create the record without excluded sources. `attempts` is the maximum number of attempts."""
+        """Create the record of a request without excluded sources.
+
+        Args:
+            attempts: maximum number of attempts to load the request's KV.
+        """
         self._left = attempts
         self._struck: dict[str, str] = {}
         self._brought = 0
 
     def open(self, bids: Iterable[Bid], rest: int) -> list[Bid]:
-        """Return the bids that may be taken.
+        """Return the bids (offers of sources to load tokens) that may be taken.
 
         Leave out the bids of excluded sources. Return no bid if no attempt is left or if no load could save
         any computation.
@@ -118,22 +134,22 @@ class Bidding:
 
     @property
     def spent(self) -> bool:
-        """Whether no attempt is left."""
+        """Whether no attempt to load the request's KV is left."""
         return self._left <= 0
 
     def take(self) -> int:
-        """Use up one attempt; return the number of attempts left."""
+        """Use up one attempt to load the request's KV; return the number of attempts left."""
         self._left -= 1
         return self._left
 
     def succeeded(self) -> None:
-        """Record that an attempt has succeeded, so that `computed` can give back the attempt."""
+        """Record that an attempt to load KV has succeeded, so that `computed` can give the attempt back."""
         self._brought += 1
 
     def computed(self) -> None:
-        """Give back the attempts that succeeded, because the engine computes tokens of the request.
+        """Give back the attempts that succeeded, because the engine now computes tokens of the request.
 
-        So the request may be loaded again after a preemption.
+        The request may need these attempts to load its KV again after a preemption.
         """
         self._left, self._brought = self._left + self._brought, 0
 
@@ -150,5 +166,9 @@ class Bidding:
         return True
 
     def why(self, source: str) -> str | None:
-        """Return why a source was excluded for this request; None if it was not excluded."""
+        """Return the reason why a source was excluded for this request; None if it was not excluded.
+
+        Args:
+            source: name of the source: a peer's name, or ``tiers``.
+        """
         return self._struck.get(source)

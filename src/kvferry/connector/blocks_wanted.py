@@ -12,7 +12,7 @@ class BlocksWanted:
     """Counts the KV blocks that the engine's requests wait for. Only the engine's thread calls it."""
 
     def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
-        """Create a counter without requests.
+        """Create a counter of the blocks that requests wait for. It has no requests yet.
 
         Args:
             groups: the engine's KV cache groups.
@@ -30,9 +30,10 @@ class BlocksWanted:
         self._requests.pop(request.request_id, None)
 
     def blocks(self) -> int:
-        """Return the number of blocks that the largest request without blocks waits for; 0 if none waits.
+        """Return the number of KV blocks that the largest request without blocks waits for; 0 if none waits.
 
-        The engine gives a request all its blocks at once, so fewer free blocks do not help the request.
+        The engine gives a request all its blocks at once. If fewer blocks are free, the request keeps
+        waiting.
         """
         waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)
         tokens = max(waiting, default=0)
@@ -45,7 +46,7 @@ class BlocksWanted:
 
 
 def first_to_go(held: Mapping[str, int], lacking: int) -> list[str]:
-    """Return the first leases that together hold at least `lacking` blocks, or all leases if they hold fewer.
+    """Choose leases (blocks kept for other engines) to end, so that at least `lacking` blocks become free.
 
     >>> first_to_go({"a": 2, "b": 3, "c": 1}, 3), first_to_go({"a": 2}, 0)
     (['a', 'b'], [])
@@ -53,6 +54,9 @@ def first_to_go(held: Mapping[str, int], lacking: int) -> list[str]:
     Args:
         held: number of blocks that each lease holds, by lease name, in the order of release.
         lacking: number of blocks to free.
+
+    Returns:
+        Names of the first leases that together hold enough blocks; all names if there are too few blocks.
     """
     found = []
     for name, blocks in held.items():

@@ -15,14 +15,14 @@ _NO_CHOICE = re.compile(r"Invalid enum value (.*) - at `\$\.(\w+)`")
 
 
 def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.Struct]) -> ConfigError:
-    """Return the error to raise for settings that msgspec refused.
+    """Return the error to raise for settings that msgspec could not convert.
 
     If a setting allows only certain strings, the message lists them.
 
     Args:
         where: name of the refused object, for the message.
         error: msgspec's error.
-        settings: class that the object should be converted to.
+        settings: class to which msgspec should have converted the object.
     """
     if (found := _NO_CHOICE.fullmatch(str(error))) is None:
         return ConfigError(f"{where}: {error}")
@@ -32,11 +32,11 @@ def unusable(where: str, error: msgspec.ValidationError, settings: type[msgspec.
 
 
 def check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check that all keys of an object are known.
+    """Check that an object of the configuration has only known keys.
 
     Args:
         where: name of the object, for the message.
-        given: the object.
+        given: the object, as parsed from JSON.
         known: keys that the object may have.
 
     Raises:

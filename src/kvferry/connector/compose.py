@@ -30,10 +30,14 @@ from kvferry.transport.handshake import Address
 
 
 class Composition:
-    """Builds the sources and the admission of one engine, and the objects that these share.
+    """Builds the sources of KV and the admission of one engine, and the objects that these share.
 
     Attributes:
-        engine, config, pool, events, adapters: as given.
+        engine: facts about the engine.
+        config: settings of the connector.
+        pool: the engine's block pool.
+        events: stream that receives the events.
+        adapters: the engine's LoRA adapters.
         pins: the KV blocks kept allocated because a load may still write to them.
         parts: record of the KV blocks that loads fill only in part.
         speeds: measured speeds of loads and of prompt computation.
@@ -52,11 +56,11 @@ class Composition:
         refusals: Refusals,
         speeds: Speeds | None = None,
     ) -> None:
-        """Create the objects that the sources and the admission share.
+        """Create the objects that the sources of KV and the admission share.
 
         Args:
             engine: facts about the engine.
-            config: the connector's settings.
+            config: settings of the connector.
             pool: the engine's block pool.
             groups: the engine's KV cache groups, as one rank describes them.
             workers: number of workers, each of which reports every load.
@@ -78,16 +82,16 @@ class Composition:
         keepers: Callable[[], Mapping[Address, int]],
         names: TurnNames,
     ) -> PeerSource:
-        """Create the source that loads KV from peers.
+        """Create the source that loads KV from peers (other engines).
 
         A *turn* is a finished request's KV, which an engine keeps for the next turn of its conversation.
 
         Args:
             client: control channel to the peers that offer KV.
             ranks: geometry of this engine's ranks.
-            keepers: function that returns the addresses of the peers that keep turns, each with its
-                incarnation, a random number of the peer's run.
-            names: names of prompt content, under which turns are looked up.
+            keepers: function that returns the addresses of the peers that keep turns. Each address maps to
+                the peer's incarnation, a random number of the peer's run.
+            names: object that computes the names of prompt content, under which peers look up turns.
         """
         config = self.config
         return PeerSource(
@@ -102,7 +106,7 @@ class Composition:
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:
-        """Create the source that loads chunks from this engine's tiers.
+        """Create the source that loads KV chunks from this engine's tiers (host memory and slower storage).
 
         Args:
             cache: the chunks in host memory and in the slower tiers.
@@ -116,11 +120,12 @@ class Composition:
     def admission(
         self, sources: Sequence[Source], tier_weights: Mapping[str, float] | None = None
     ) -> Admission:
-        """Create the admission, which chooses a source for each request.
+        """Create the admission: the object that chooses a source of KV for each request.
 
         Args:
-            sources: all sources, in the order in which admission asks them.
-            tier_weights: weight of a token from each tier, by name of the tier; a missing tier has weight 1.
+            sources: all sources, in the order in which the admission asks them.
+            tier_weights: weight of a token from each tier, by name of the tier. A missing tier has weight 1;
+                None means weight 1 for all tiers.
         """
         engine, config = self.engine, self.config
         weights = {PEER: config.load_weight, **(tier_weights or {})}

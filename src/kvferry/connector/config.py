@@ -112,7 +112,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def anywhere(self) -> ConnectorConfig:
-        """The settings with an empty `host`, so that they are equal on all machines of an engine."""
+        """Copy of the settings with an empty `host`, which is equal on all machines of an engine."""
         return msgspec.structs.replace(self, host="")
 
     @property

@@ -34,7 +34,7 @@ class MissReason(StrEnum):
 
 
 class DecisionReason(StrEnum):
-    """The reason why admission took a bid, or took none."""
+    """The reason why admission took a source's bid (offer to load tokens), or took no bid."""
 
     BEST = "the best bid"
     LOOKING = "a source that is still looking may have more"
@@ -47,7 +47,7 @@ class DecisionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceMiss:
-    """The reason why a source has no bid for a request.
+    """The reason why a source does not offer to load any tokens of a request.
 
     Attributes:
         source: name of the source.
@@ -65,7 +65,7 @@ class SourceMiss:
 
 @dataclass(frozen=True, slots=True)
 class ValuedBid:
-    """A bid and its value.
+    """A bid (a source's offer to load tokens of a request) and its value.
 
     Attributes:
         source: name of the source: ``peer`` or ``tiers``. The bid itself names the peer.

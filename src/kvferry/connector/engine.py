@@ -252,11 +252,12 @@ class CacheGroup:
     """A KV cache group, as the scheduler sees it: layers that share one block table per request.
 
     Attributes:
-        kind: kind of attention or state, which determines which tokens a continuation of a prefix needs.
+        kind: kind of the layers' attention or state. It determines which earlier tokens the next token needs.
         attention_span: size of the sliding window or attention chunk in tokens; 0 for other kinds.
         block_tokens: number of tokens per block.
-        state_block_tokens: number of tokens per block table entry of a group of recurrent state that keeps a
-            snapshot for each entry; 0 if its only entry is the running state, and for other kinds.
+        state_block_tokens: number of tokens per block table entry, for recurrent state that keeps a snapshot
+            (state at one position) in each entry; 0 if the table's only entry is the running state, and for
+            other kinds.
         snapshot_tokens: smallest distance in tokens between snapshots of recurrent state; 0 if the engine
             announces no snapshots; None for other kinds.
     """
@@ -332,6 +333,8 @@ class EngineFacts:
     def tables(self, block_ids: BlockIds, tokens: int) -> BlockIds:
         """Return the block ids to transfer for a request of `tokens` tokens, for each KV cache group.
 
-        `block_ids` is the block table of the request for each group (`CacheGroup.table`).
+        Args:
+            block_ids: block table of the request for each KV cache group.
+            tokens: number of tokens of the request.
         """
         return tuple(group.table(ids, tokens) for group, ids in zip(self.groups, block_ids, strict=True))

@@ -27,13 +27,15 @@ from kvferry.connector.load_results import NO_FIGURES, GroupBytes, LoadFigures, 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request reached the scheduler.
+    """Event: a request reached the engine's scheduler.
 
     Attributes:
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
         tokens: number of tokens of the request's prompt.
         sources: names of the sources that may be able to serve the request.
         declined: reasons why other sources cannot serve the request.
-        trace_headers: (name, value) of the W3C headers of the trace that the request belongs to; empty
+        trace_headers: (name, value) of each W3C header of the trace that the request belongs to; empty
             without a trace.
     """
 
@@ -48,11 +50,15 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class SourcesAsked:
-    """Admission asked the sources. Emitted again only if an answer has changed.
+    """Event: the sources of KV were asked what they can load for a request, and the best was chosen.
+
+    Emitted again only if an answer has changed.
 
     Attributes:
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
         local_tokens: number of tokens in the engine's own prefix cache.
-        bids: all bids with their values, in the order of their sources.
+        bids: all bids (offers of sources to load tokens) with their values, in the order of their sources.
         compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
         misses: reasons why sources have no bid.
         chosen: the best bid; None if the engine computes the tokens. If the bid's source is still looking,
@@ -73,13 +79,15 @@ class SourcesAsked:
 
 @dataclass(frozen=True, slots=True)
 class LoadBegan:
-    """The engine allocated blocks for the chosen bid, and a load of this bid began.
+    """Event: the engine allocated blocks for the chosen source's offer, and the load from this source began.
 
     Attributes:
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
         load: unique name of the load.
         source: name of the source: ``peer`` or ``tiers``.
-        peer: name of the peer; the source's name for tiers.
-        parts: number of tokens by place (``peer`` or the name of a tier), as in the bid.
+        peer: name of the peer; for tiers, the name of the source.
+        parts: number of tokens by place (``peer`` or the name of a tier), as offered.
         begin, end: range of the loaded tokens, half-open.
         attempt: name of the attempt. If two sources load one prefix together, both loads share it.
     """
@@ -98,10 +106,12 @@ class LoadBegan:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """All ranks have reported the end of a load. After its deadline it may still write to its blocks.
+    """Event: all ranks have reported the end of a load. A late load may still write to its blocks.
 
     Attributes:
-        load, source: as in `LoadBegan`.
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
+        load, source: name of the load and of its source, as in `LoadBegan`.
         outcome: outcome of the load.
         miss: kind of failure; None if the load did not fail, or if its request no longer waits for the load.
         failure: reason why the load failed or was dropped, as text for people; empty for a successful load.
@@ -125,9 +135,11 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """A source could not serve a request. If the source is a peer, it is not asked again for this request.
+    """Event: a source could not serve a request. If the source is a peer, the request does not ask it again.
 
     Attributes:
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
         source: name of the peer, or of the source that failed.
         reason: reason as text for people.
     """
@@ -140,9 +152,11 @@ class SourceRefused:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The engine schedules a request, and computes the tokens that are not cached.
+    """Event: the engine schedules a request, and computes the tokens that are not cached.
 
     Attributes:
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
         cached_tokens: number of tokens that need no computation.
         tokens: number of all tokens of the request.
         other_connector_tokens: number of cached tokens that another connector of this engine loaded.
@@ -157,7 +171,12 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended, with or without an answer."""
+    """Event: a request ended, with or without an answer.
+
+    Attributes:
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
+    """
 
     request_id: str
     at: float
@@ -165,9 +184,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class StoreBegan:
-    """Ranks were ordered to copy chunks to host memory.
+    """Event: the ranks were ordered to copy chunks of a request's KV to host memory.
 
     Attributes:
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
         store: unique name of the order.
         group: label (number and kind) of the KV cache group.
         chunks: number of chunks, each a fixed number of tokens of the group.
@@ -182,10 +203,12 @@ class StoreBegan:
 
 @dataclass(frozen=True, slots=True)
 class StoreEnded:
-    """All ranks have reported the end of a store.
+    """Event: all ranks have reported that their copies of chunks to host memory have ended.
 
     Attributes:
-        store: as in `StoreBegan`.
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
+        store: name of the order, as in `StoreBegan`.
         failure: reason for the failure as text for people; empty if the store succeeded.
         size: number of bytes copied by all ranks.
         seconds: seconds that the slowest rank took.
@@ -202,12 +225,15 @@ class StoreEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """The producer keeps blocks for peers: those of a prompt, or of a finished request for its next turn.
+    """Event: the engine keeps blocks under a lease for peers, after a prompt or a whole request.
 
     Attributes:
+        request_id: the engine's id of the request.
+        at: time of the event, monotonic seconds.
         tokens: number of tokens offered.
         seconds: seconds without a heartbeat after which the lease expires.
-        turn: True if the blocks are kept for the next turn of the conversation, which any peer may read.
+        turn: True if a finished request's blocks are kept for the next turn of its conversation, which any
+            peer may read; False if a prompt's blocks are kept for a consumer with a ticket.
     """
 
     request_id: str
@@ -219,7 +245,12 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseExtended:
-    """The consumer's heartbeat extended a lease."""
+    """Event: a heartbeat of the consumer (the engine that reads) extended a lease on blocks.
+
+    Attributes:
+        request_id: the engine's id of the request whose blocks are kept.
+        at: time of the event, monotonic seconds.
+    """
 
     request_id: str
     at: float
@@ -227,11 +258,15 @@ class LeaseExtended:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """A lease ended: the consumer released it, it expired, or the producer withdrew it.
+    """Event: a lease on blocks ended. The consumer released it, it expired, or the engine ended it.
 
     Attributes:
-        expired: True if no heartbeat arrived in time.
-        withdrawn: True if the cache was reset, or if another sample of the same prompt was aborted.
+        request_id: the engine's id of the request whose blocks were kept.
+        at: time of the event, monotonic seconds.
+        expired: True if a prompt's blocks were given up because no heartbeat arrived in time, or because
+            requests waited for blocks and no consumer had claimed these.
+        withdrawn: True if a prompt's blocks were withdrawn because the cache was reset, or because another
+            sample of the prompt was aborted.
     """
 
     request_id: str
@@ -242,9 +277,10 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """The changes in a tier since its last event. Emitted for all tiers if one has changed, for no request.
+    """Event: the changes in one tier since its last event. If one tier has changed, all tiers emit it.
 
     Attributes:
+        at: time of the event, monotonic seconds.
         tier: name of the tier.
         used: number of bytes in use; None if unknown.
         capacity: size of the tier in bytes; None if unknown.
@@ -275,11 +311,12 @@ class TierChanged:
 
 @dataclass(frozen=True, slots=True)
 class LateBlocks:
-    """The number of blocks that late loads hold has changed.
+    """Event: the number of blocks that late loads hold has changed.
 
     A load is late after its deadline, or after its request has ended.
 
     Attributes:
+        at: time of the event, monotonic seconds.
         blocks: number of these blocks now.
     """
 

@@ -23,12 +23,14 @@ from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
 
 @dataclass(slots=True)
 class Headroom:
-    """Decides whether a load leaves enough free blocks. Only the engine's thread calls it.
+    """Check that a load leaves enough free blocks for the requests that hold blocks and wait for their loads.
+
+    Only the engine's thread calls it.
 
     Attributes:
-        groups: the engine's KV cache groups; empty if none has a window.
+        groups: the engine's KV cache groups; empty if no group has an attention window.
         step_tokens: maximum number of tokens of one request that a step computes.
-        pool: the engine's block pool; None if no group has a window.
+        pool: the engine's block pool; None if no group has an attention window.
     """
 
     groups: Sequence[CacheGroup] = ()
@@ -38,9 +40,12 @@ class Headroom:
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], step_tokens: int, pool: BlockPool) -> Headroom:
-        """Create the check for an engine. If no group has a window, the check accepts every load.
+        """Create the check for an engine. If no group has an attention window, the check accepts every load.
 
-        Takes the attributes as arguments.
+        Args:
+            groups: the engine's KV cache groups.
+            step_tokens: maximum number of tokens of one request that a step computes.
+            pool: the engine's block pool.
         """
         if not any(group.attention_span for group in groups):
             return cls()
@@ -66,24 +71,37 @@ class Headroom:
         return self.pool.get_num_free_blocks() - self._takes(total) >= most
 
     def loads(self, request_id: str, total: int, tokens: int) -> None:
-        """Record that a load has begun, so that `fits` keeps blocks free for its request.
+        """Record that a load has begun, so that `fits` keeps blocks free for the load's request.
 
-        Takes the same arguments as `fits`.
+        Args:
+            request_id: id of the load's request.
+            total: number of tokens of the request that the engine has after the load.
+            tokens: total number of tokens of the request.
         """
         if self.groups:
             self._needs[request_id] = self._need(total, tokens)
 
     def go_on(self, requests: Container[str]) -> None:
-        """Forget the requests that the coming step computes tokens for: they have resumed."""
+        """Forget the requests that go on after their loads: the engine's coming step computes their tokens.
+
+        Args:
+            requests: ids of all requests that the step computes tokens for.
+        """
         for name in [name for name in self._needs if name in requests]:
             del self._needs[name]
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended, or whose load has failed. It holds no blocks any more."""
+        """Forget a request that has ended, or whose load has failed. The request holds no blocks any more."""
         self._needs.pop(request_id, None)
 
     def _takes(self, total: int) -> int:
-        """Return the number of blocks that a request without blocks gets for its first `total` tokens."""
+        """Return the number of blocks that the pool allocates to a request without blocks for a load.
+
+        Blocks before the attention window of the next token are not allocated.
+
+        Args:
+            total: number of tokens of the request that the engine has after the load.
+        """
         seen_from = [max(first_attended(group.kind, group.attention_span, total), 0) for group in self.groups]
         return sum(
             _between(group, first // group.block_tokens * group.block_tokens, total)
@@ -91,9 +109,14 @@ class Headroom:
         )
 
     def _need(self, total: int, tokens: int) -> int:
-        """Return the number of blocks that a request needs after a load of `total` tokens.
+        """Return the number of further blocks that a request must be able to get after its load.
 
-        These are the blocks of its next step, and of all later steps in groups that attend to all tokens.
+        These are the blocks of its next step. For groups that attend to all tokens, they also include the
+        blocks of all later steps of the prompt.
+
+        Args:
+            total: number of tokens of the request that the engine has after the load.
+            tokens: total number of tokens of the request.
         """
         step = min(tokens, min(total, tokens - 1) + self.step_tokens)
         return sum(
@@ -102,7 +125,10 @@ class Headroom:
 
 
 def _between(group: CacheGroup, local_tokens: int, tokens: int) -> int:
-    """Return how many more blocks a group needs for `tokens` tokens than for `local_tokens` tokens."""
+    """Return how many more blocks a group needs for `tokens` tokens than for `local_tokens` tokens.
+
+    For a group of recurrent state, return `STATE_BLOCKS`, because its blocks do not depend on the tokens.
+    """
     if group.kind is GroupKind.STATE:
         return STATE_BLOCKS
     return max(-(-tokens // group.block_tokens) - -(-local_tokens // group.block_tokens), 0)

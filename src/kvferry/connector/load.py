@@ -11,19 +11,20 @@ from kvferry.planning.select import LoadSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
-    """A load of the KV of a prompt prefix, or of a part of one, from one source.
+    """A load of the KV of a prompt prefix, or of a part of a prefix, from one source.
 
     Two loads are equal only if they are the same object.
 
     Attributes:
-        key: unique name in this engine.
+        key: name of the load, unique in this engine.
         request_id: id of the request that waits for the load.
-        attempt: name of the attempt to serve the request, to which this load belongs.
-        loads: number of loads of that attempt.
-        bid: the chosen bid.
+        attempt: name of the attempt to serve the request. Two loads share it if each loads a part of the
+            prefix.
+        loads: number of loads of the attempt.
+        bid: the source's offer that was chosen.
         span: range of prompt tokens to load.
-        tables: destination block table of each KV cache group, int64, indexed by block position. The table
-            of a recurrent state group has one entry, the block that receives the state snapshot.
+        tables: destination block table of each KV cache group, int64, indexed by block position. The table of
+            a recurrent state group has one entry, the block that receives the state snapshot.
         timeout_seconds: seconds from the time when a worker begins the load to its deadline.
         began: time at which the load began, monotonic seconds in the scheduler's process.
     """
@@ -40,5 +41,5 @@ class Load:
 
     @property
     def source(self) -> str:
-        """Name of the bidder: the peer's name, or ``tiers``."""
+        """Name of the source: the peer's name, or ``tiers``."""
         return self.bid.source

@@ -20,11 +20,12 @@ from kvferry.planning.select import LoadSpan, attends_to_all
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A plan to load a prefix, which admission may choose.
+    """A plan to load the KV of a prompt prefix: all from one source, or a part each from two sources.
 
     Attributes:
-        bid: bid for the whole prefix.
-        legs: (source, bid) of each part of the prefix, the start of the prompt first.
+        bid: offer to load the whole prefix, by one source or by two.
+        legs: (source, bid) of each part of the prefix, the start of the prompt first. A bid is the source's
+            offer to load tokens.
     """
 
     bid: Bid
@@ -36,9 +37,9 @@ class LoadPlan:
         return self.legs[-1][0]
 
     def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
-        """Return (source, bid, span) of every part of which the engine still lacks tokens.
+        """Return the loads to begin: (source, bid, span) of every part of the prefix that still lacks tokens.
 
-        The span is the range of prompt tokens to load from this source.
+        A bid is the source's offer. A span is the range of prompt tokens to load from the source.
 
         Args:
             local_tokens: number of tokens that the engine had when the plan was made.
@@ -76,14 +77,14 @@ def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
 def load_plans(
     sources: Sequence[Source], request: Request, local_tokens: int, alignment_tokens: int
 ) -> list[LoadPlan]:
-    """Return the plans with one source, followed by the plans with two sources.
+    """Return all plans to load the prefix of a request: those with one source first, then those with two.
 
     Args:
         sources: sources that may be able to serve the request.
         request: the request.
         local_tokens: number of tokens that the engine has.
-        alignment_tokens: result of `common_alignment`, at whose multiples two parts may meet; 0 for no
-            plans with two sources.
+        alignment_tokens: number of tokens at whose multiples two sources' parts may meet
+            (`common_alignment`); 0 for no plans with two sources.
     """
     found = [LoadPlan(bid, ((one, bid),)) for one in sources for bid in one.bids(request, local_tokens)]
     if len(sources) > 1 and alignment_tokens:

@@ -40,9 +40,11 @@ class LoadFigures:
             bytes.
         pages: number of transfer descriptors before merging adjacent ones.
         descriptors: number of transfer descriptors after merging.
-        run_bytes: size in bytes of the largest contiguous piece that is transferred as one.
-        plan_seconds, transfer_seconds, check_seconds: seconds that the slowest worker took to plan the read,
-            to transfer the bytes, and to check the lease words afterwards.
+        run_bytes: size in bytes of the largest contiguous run that is transferred.
+        plan_seconds: seconds that the slowest worker took to plan the read.
+        transfer_seconds: seconds that the slowest worker took to transfer the bytes.
+        check_seconds: seconds that the slowest worker took to check afterwards that the peer had not reused
+            the blocks.
     """
 
     bytes_by_group: tuple[int, ...] = ()
@@ -55,9 +57,13 @@ class LoadFigures:
     check_seconds: float = 0.0
 
     def with_other(self, other: LoadFigures) -> LoadFigures:
-        """Return these figures merged with `other`, another worker's figures for the same load.
+        """Return these figures merged with another worker's figures for the same load.
 
-        Amounts are added. Of sizes of pieces and of times, the larger one is taken.
+        Numbers of bytes and descriptors are added. For the largest run and for times, the larger value is
+        kept.
+
+        Args:
+            other: figures of the other worker.
         """
         longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
         others = other.bytes_by_group or (0,) * len(longer)
@@ -78,7 +84,14 @@ NO_FIGURES = LoadFigures()
 
 
 def _merged(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the strategies of two workers per group, joined with ``+``, each named once."""
+    """Merge the transfer strategies of two workers, group by group.
+
+    Different strategies of a group are joined with ``+``. If a worker has no strategies, return the other's.
+
+    Args:
+        ours: names of one worker's strategies, per KV cache group; empty if it planned no read.
+        theirs: names of the other worker's strategies, in the same form.
+    """
     if not ours or not theirs:
         return ours or theirs
     pairs = zip(ours, theirs, strict=True)

@@ -81,7 +81,7 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The end of a load on one worker, or merged over several workers.
+    """The report of the end of a load, from one worker or merged from several workers.
 
     Attributes:
         failure: reason for the failure; None if the load succeeded.
@@ -102,7 +102,11 @@ class Report:
         return "ready" if self.failure is None else "expired" if self.late else "failed"
 
     def with_other(self, other: Report) -> Report:
-        """Return this report merged with `other`, another worker's report about the same load."""
+        """Return this report merged with another report about the same load.
+
+        Args:
+            other: report of another worker, or of several.
+        """
         return Report(
             self.failure or other.failure,
             late=self.late or other.late,
@@ -118,9 +122,10 @@ class StepReports:
     Attributes:
         reports: merged report of each load, by load key. Every worker reports every load once.
         reported: number of workers whose reports are merged in `reports`, by load key.
-        released: number of workers that have nothing of the load in flight any more, by load key.
+        released: number of workers on which no transfer of the load is in flight any more, by load key.
         moved: merged report of each order to copy chunks, by order key.
-        raised: number of workers that have raised the lease word of each kept turn, by lease name.
+        raised: number of workers that have raised (incremented) the lease word of each ended lease of a kept
+            turn, by lease name. Peers that read check this integer in registered memory.
         stale: last epoch in which the weights changed; None if they have not changed. An epoch is the time
             between two cache resets.
     """
@@ -133,7 +138,11 @@ class StepReports:
     stale: int | None = None
 
     def add(self, other: StepReports) -> None:
-        """Merge the reports of `other`, another worker, into this object. Mutates this object."""
+        """Merge reports of other workers into this object. Mutates this object.
+
+        Args:
+            other: reports of one or more other workers.
+        """
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for key, moved in other.moved.items():
@@ -158,8 +167,9 @@ class EndedRequests:
     """Requests whose transfers have ended on one worker since the last step.
 
     Attributes:
-        sent: ids of the requests whose lease word is raised. Their blocks may be freed.
-        received: ids of the requests all of whose loads are reported.
+        sent: ids of the requests whose lease has ended. The worker has invalidated the lease word (integer in
+            registered memory that peers check), so the blocks may be freed.
+        received: ids of the requests whose loads have all been reported.
         failed: ids of the requests in `received` that have a failed load.
     """
 

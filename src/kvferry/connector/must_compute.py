@@ -8,11 +8,14 @@ from kvferry.connector.engine import Request
 
 
 def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
-    """Return why no source is asked for a request, as a reason and a text; None if sources are asked.
+    """Return why the engine must compute a request rather than load KV; None if sources may be asked.
 
     Args:
         request: the request.
         local_tokens: number of tokens of the request in the engine's own prefix cache.
+
+    Returns:
+        The reason, and the same reason as text for people; or None.
     """
     if (why := request.why_no_cache) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"

@@ -40,7 +40,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Watch:
-    """The partly filled blocks of a request that vLLM has not cached yet.
+    """The partly filled blocks of a request that are not in vLLM's prefix cache yet.
 
     Attributes:
         request: the engine's request.
@@ -55,10 +55,14 @@ class _Watch:
 
 
 class PartBlocks:
-    """Record of an engine's partly loaded blocks. Only the engine's thread calls it."""
+    """Record of the KV blocks that loads have filled only in part. Only the engine's thread calls it.
+
+    Such a block must not stay in the engine's prefix cache, because other requests would read its missing
+    tokens.
+    """
 
     def __init__(self, groups: Sequence[Group], pool: BlockPool, refused: bool = False) -> None:
-        """Create an empty record.
+        """Create an empty record of partly loaded blocks.
 
         Args:
             groups: the engine's KV cache groups, as one rank describes them.
@@ -73,7 +77,11 @@ class PartBlocks:
         self._doubted: set[str] = set()
 
     def doubt(self, request_id: str) -> None:
-        """Distrust all blocks of a request, because another connector fills them during a step."""
+        """Treat all blocks of a request as partly loaded, because another connector loads its KV.
+
+        If the other connector's load fails, this connector learns of the failure too late to avoid storing
+        wrong KV.
+        """
         self._doubted.add(request_id)
 
     def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
@@ -81,7 +89,8 @@ class PartBlocks:
 
         Args:
             span: range of prompt tokens to load.
-            alignments: same as in `begin`.
+            alignments: alignment of the loaded content in tokens, for each KV cache group. The content begins
+                at a multiple of this number.
         """
         return self._refused and any(
             partial_block(group.kind, group.attention_span, group.block_tokens, span, alignment_tokens)
@@ -92,7 +101,7 @@ class PartBlocks:
     def begin(
         self, request: Request, tables: Sequence[Int64s], span: LoadSpan, alignments: Sequence[int]
     ) -> None:
-        """Record and watch the blocks that a load fills only in part. Forgets the request's earlier blocks.
+        """Record and watch the blocks that a load fills only in part. Forget those of an earlier load.
 
         Args:
             request: the request.
@@ -119,7 +128,8 @@ class PartBlocks:
         """Evict partly loaded blocks from the engine's prefix cache; return whether any was in the cache.
 
         A scheduling pass of the engine handles running requests first. Their blocks are already cached when
-        the pass looks up the first waiting request. So these blocks are checked only once per pass.
+        the pass looks up the first waiting request. So the blocks of running requests are checked only once
+        per pass.
         """
         found = self._evict(self._loading)
         if not self._looked:
@@ -147,6 +157,10 @@ class PartBlocks:
         """Return a request's block tables with null blocks in place of its partly loaded blocks.
 
         If `doubt` was called for the request, all blocks are replaced.
+
+        Args:
+            request_id: id of the request.
+            tables: block table of the request for each KV cache group.
         """
         if request_id in self._doubted:
             return tuple([NULL_BLOCK] * len(ids) for ids in tables)
@@ -161,7 +175,7 @@ class PartBlocks:
         return tuple(whole)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request whose blocks are freed or will be computed again."""
+        """Forget a request's partly loaded blocks, which are freed or will be computed again."""
         self._doubted.discard(request_id)
         for of in (self._parts, self._loading, self._going_on):
             of.pop(request_id, None)

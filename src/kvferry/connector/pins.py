@@ -18,7 +18,7 @@ BlockT = TypeVar("BlockT")
 
 
 def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bool:
-    """Return whether another load of `blocks` blocks may begin.
+    """Return whether a load from a source may begin, given the blocks that all loads may still write.
 
     All sources together may hold at most `most` blocks. Each source may hold at most half of the blocks that
     the others leave, so sources that hang always leave room for another source. If no other load holds
@@ -47,13 +47,13 @@ class _Pin(Generic[BlockT]):
 
 
 class Pins(Generic[BlockT]):
-    """The pinned blocks of an engine's loads.
+    """Record of the KV blocks that must stay allocated because a load may still write to them.
 
-    This class only keeps the record. Its caller adds and drops the references in the engine's block pool.
+    The caller adds and drops the references in the engine's block pool.
     """
 
     def __init__(self, workers: int) -> None:
-        """Create an empty record.
+        """Create an empty record of pinned blocks.
 
         Args:
             workers: number of workers that must report the end of each load.
@@ -64,7 +64,7 @@ class Pins(Generic[BlockT]):
         self._held = Counter[str]()
 
     def __len__(self) -> int:
-        """Return the number of loads that hold blocks."""
+        """Return the number of loads that hold blocks, in flight or late."""
         return len(self._pins)
 
     def hold(self, key: str, source: str, blocks: Sequence[BlockT]) -> None:
@@ -81,7 +81,7 @@ class Pins(Generic[BlockT]):
         self._held[source] += len(blocks)
 
     def late(self, key: str) -> None:
-        """Mark a load as late: its request goes on without it, and it may still write to its blocks."""
+        """Mark a load as late: its request no longer waits for it, but it may still write to its blocks."""
         pin = self._pins.get(key)
         if pin is not None and not pin.late:
             pin.late = True
@@ -102,7 +102,7 @@ class Pins(Generic[BlockT]):
         return sum(self._late.values())
 
     def landed(self, key: str, workers: int = 1) -> Sequence[BlockT]:
-        """Record that `workers` more workers have no transfer of a load in flight any more.
+        """Record that on further workers no transfer of a load is in flight any more.
 
         Args:
             key: unique name of the load.
@@ -110,7 +110,7 @@ class Pins(Generic[BlockT]):
 
         Returns:
             The blocks whose references the caller must drop now: all blocks of the load if these were the
-            last workers, else none.
+                last workers, else none.
         """
         pin = self._pins.get(key)
         if pin is None:

@@ -29,10 +29,12 @@ MARGIN = 1.1
 
 
 class Policy(Protocol):
-    """A way to compare bids by a number, their value."""
+    """A policy that assigns a value to each bid (a source's offer to load tokens), to choose the best."""
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """Return the value of a bid, 0 or more; a bid of twice the value is twice as good.
+        """Return the value of a bid (a source's offer to load tokens): 0 or more, the higher the better.
+
+        A bid of twice the value is twice as good.
 
         Args:
             bid: the bid; None for computing all tokens.
@@ -41,27 +43,40 @@ class Policy(Protocol):
 
 
 class First:
-    """Gives all bids the same value, so that the first bid is chosen."""
+    """Policy that gives all bids the same value, so that the bid of the first source is chosen."""
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """Return 1 for every bid and 0 for computing."""
+        """Return 1 for every bid, and 0 for computing all tokens.
+
+        Args:
+            bid: the bid (a source's offer to load tokens); None for computing.
+            rest: number of tokens that the engine does not have; ignored.
+        """
         del rest
         return 0.0 if bid is None else 1.0
 
 
 class Weight:
-    """Values a bid by its number of tokens, weighted by the place that they come from."""
+    """Policy that values a bid (a source's offer) by its number of tokens, weighted by their place."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Create the policy.
+        """Create the policy from the weights of the places that tokens come from.
 
         Args:
-            weights: weight of a token by name of its place; a place that is not in the mapping has weight 1.
+            weights: weight of a token by name of its place (``peer`` or a tier). A missing place has weight
+                1.
         """
         self._weights = dict(weights)
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """Return the weighted number of tokens; 0 for computing, or if one source's part has weight 0."""
+        """Return the sum of the bid's tokens, each times the weight of its place; 0 for computing.
+
+        Return 0 also if all tokens of one of the bid's sources have weight 0: such a source is never used.
+
+        Args:
+            bid: the bid (offer of one or two sources to load tokens); None for computing.
+            rest: number of tokens that the engine does not have; ignored.
+        """
         del rest
         if bid is None:
             return 0.0
@@ -70,14 +85,25 @@ class Weight:
 
 
 class Cost:
-    """Values a bid by the inverse of the expected time to the first token."""
+    """Policy that values a bid by the inverse of the expected time to the first token."""
 
     def __init__(self, speeds: Speeds) -> None:
-        """Create the policy from the measured speeds of places and of computing."""
+        """Create the policy.
+
+        Args:
+            speeds: measured speeds of loading from each place, and of computing.
+        """
         self._speeds = speeds
 
     def value(self, bid: Bid | None, rest: int) -> float:
-        """Return 1 / the expected seconds to load the bid's tokens and compute the rest."""
+        """Return 1 / the expected seconds to load the bid's tokens and to compute the remaining ones.
+
+        The places of a bid load in parallel, so only the slowest place counts.
+
+        Args:
+            bid: the bid (a source's offer to load tokens); None for computing all tokens.
+            rest: number of tokens of the request that the engine does not have.
+        """
         parts = () if bid is None else bid.parts
         loading = max((self._speeds.load_seconds(part.place, part.tokens) for part in parts), default=0.0)
         left = rest - sum(part.tokens for part in parts)
@@ -90,8 +116,9 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
 
     Args:
         name: value of the setting ``source_policy``.
-        weights: weight of a token by name of its place, for `Weight`; a missing place has weight 1.
-        speeds: measured speeds, for `Cost`.
+        weights: weight of a token by name of its place (``peer`` or a tier), for `Weight`. A missing place
+            has weight 1.
+        speeds: measured speeds of loading and computing, for `Cost`.
     """
     policies: dict[str, Policy] = {"weight": Weight(weights), "cost": Cost(speeds), "first": First()}
     return policies[name]
@@ -99,13 +126,13 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A policy with the speeds that it uses and the time that requests wait.
+    """The policy that chooses between sources' offers, and how long a request may wait.
 
     Attributes:
-        policy: policy that values bids.
+        policy: policy that assigns a value to each offer.
         speeds: record of measured speeds, to which admission adds the time of each load.
-        patience_seconds: maximum seconds that a request waits for a source that is still looking, or for
-            free blocks.
+        patience_seconds: maximum seconds that a request waits for a source that is still looking, or for free
+            blocks.
     """
 
     policy: Policy
@@ -115,11 +142,14 @@ class Choice:
     def of(self, bids: Sequence[Bid], rest: int, *, waited: float, before: Bid | None) -> Bid | None:
         """Return the bid to take, or the bid to wait for; None if the engine computes the prompt.
 
-        This is the result of `choose` for this policy.
+        A bid is a source's offer to load tokens. The request waits if the bid's source is still looking up
+        its KV.
 
         Args:
-            bids, rest, before: same as in `choose`.
+            bids: bids in the order of their sources, each of at least one token.
+            rest: number of tokens of the request that the engine does not have.
             waited: seconds that the request has waited so far.
+            before: bid chosen for this request before; None if there is none.
         """
         return choose(self.policy, bids, rest, waits=waited < self.patience_seconds, before=before)
 
@@ -129,7 +159,7 @@ def choose(
 ) -> Bid | None:
     """Return the bid to take, or the bid of a source that is still looking, to wait for it.
 
-    Return None if the engine computes the prompt.
+    Return None if the engine computes the prompt. A bid is a source's offer to load tokens.
 
     >>> from kvferry.connector.bids import Part
     >>> disk, host = Bid("a", (Part("file", 300),)), Bid("b", (Part("host", 256),))
@@ -137,12 +167,13 @@ def choose(
     'b'
 
     Args:
-        policy: policy that values the bids.
+        policy: policy that assigns a value to each bid.
         bids: bids in the order of their sources, each of at least one token.
         rest: number of tokens of the request that the engine does not have.
         waits: True if the request may wait for a bid of a source that is still looking. Otherwise such bids
             are ignored.
-        before: bid chosen for this request before; None if there is none.
+        before: bid chosen for this request before, which stays chosen unless another bid is better by a
+            factor of `MARGIN`; None if there is none.
     """
     values = [(policy.value(bid, rest), bid) for bid in bids if waits or not bid.looking]
     most, best = max(values, key=lambda one: one[0], default=(0.0, None))

@@ -19,7 +19,12 @@ _NO_TOKENS = "the prompt is not made of token ids"
 
 
 def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptContent:
-    """Return the digests that name the content of a prompt's first `tokens` tokens.
+    """Return digests of everything in the first `tokens` tokens of a prompt that determines their KV.
+
+    Args:
+        request: the request.
+        tokens: number of prompt tokens.
+        adapters: names of the engine's LoRA adapters.
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
@@ -43,13 +48,13 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
 def keys_of(
     request: Request, tokens: Sequence[int], chunk_tokens: int, adapters: Adapters, epoch: str
 ) -> ChunkKeys:
-    """Return the keys of a request's chunks.
+    """Return the keys under which tiers store the chunks (fixed-size runs of tokens) of a request.
 
     Args:
         request: the request.
         tokens: token ids of the request, from the first token on.
         chunk_tokens: number of tokens per chunk.
-        adapters: the engine's LoRA adapters.
+        adapters: names of the engine's LoRA adapters.
         epoch: random text that makes these keys differ from all others, after a reset of the cache; empty
             before the first reset.
 

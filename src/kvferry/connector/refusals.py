@@ -16,16 +16,24 @@ _REASON_CHARACTERS = 500
 
 
 class Refusals:
-    """Emits an event per refusal. Logs each source and reason once a minute, at most 20 lines a minute."""
+    """Reports the requests that a source of KV does not serve: an event for each, and some log lines.
+
+    Each pair of source and reason is logged at most once a minute, and at most 20 lines are logged a minute.
+    """
 
     def __init__(self, events: EventStream | None = None) -> None:
         self._events = events or EventStream()
         self._log = LimitedLog(logger)
 
     def say(self, request_id: str, source: str, reason: str) -> None:
-        """Report that `source` does not serve a request, for the given reason.
+        """Report that a source of KV does not serve a request.
 
         Emit a `SourceRefused` event, and write a log line if the limit allows it.
+
+        Args:
+            request_id: id of the request.
+            source: name of the source, for example of a peer.
+            reason: reason as text for people.
         """
         source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
         self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))

@@ -32,7 +32,11 @@ from kvferry.connector.waiting import Waiting
 
 
 class RequestPhase(Enum):
-    """The phase of a request whose KV may be loaded."""
+    """The phase of a request whose KV may be loaded.
+
+    OPEN: a source may still be chosen. LOADING: the request waits for its loads. FAILED: a load has failed.
+    SERVED: the request waits for no load.
+    """
 
     OPEN = "open"
     LOADING = "loading"
@@ -50,11 +54,11 @@ class Standing(Enum):
 
 
 class Plan(Protocol):
-    """A way to load a prefix."""
+    """A plan to load the KV of a prompt prefix, from one source or several."""
 
     @property
     def bid(self) -> Bid:
-        """The bid for the whole plan."""
+        """The offer of the plan's sources to load tokens of the prefix."""
 
 
 PlanT = TypeVar("PlanT", bound=Plan)
@@ -62,11 +66,11 @@ PlanT = TypeVar("PlanT", bound=Plan)
 
 @dataclass(slots=True)
 class RequestState(Generic[PlanT]):
-    """The state of one request.
+    """The state of one request whose KV may be loaded.
 
     Attributes:
         bidding: excluded sources and remaining attempts of the request.
-        phase: phase, as drawn in the module docstring.
+        phase: phase of the request, which changes as its loads begin and end.
         taken: plan last proposed to the engine, and the number of tokens that the engine had then; None if
             nothing is proposed.
         crowded: True if too few blocks were free for `taken`.
@@ -83,19 +87,19 @@ class RequestState(Generic[PlanT]):
 
 
 class RequestPhases:
-    """Moves requests from phase to phase. Its methods mutate the states that they are given.
+    """State machine that moves requests from phase to phase (open, loading, failed, served).
 
-    Only the engine's thread calls it.
+    Its methods mutate the states that they are given. Only the engine's thread calls it.
 
     Attributes:
         headroom: check that a load leaves enough free blocks for requests that wait.
     """
 
     def __init__(self, choice: Choice, headroom: Headroom, clock: Callable[[], float]) -> None:
-        """Create the phases without requests.
+        """Create the state machine of the requests whose KV may be loaded. It has no requests yet.
 
         Args:
-            choice: policy that chooses between bids.
+            choice: policy that chooses between the offers of sources.
             headroom: check that a load leaves enough free blocks for requests that wait.
             clock: function that returns monotonic seconds.
         """
@@ -122,7 +126,7 @@ class RequestPhases:
 
         Args:
             state: state of the request.
-            plans: plans in the order of their sources.
+            plans: plans to load the request's prefix, in the order of their sources.
             request: the request.
             local_tokens: number of tokens that the engine has.
         """
@@ -142,9 +146,10 @@ class RequestPhases:
         local_tokens: int,
         has_room: Callable[[PlanT], bool],
     ) -> int | None:
-        """Return the number of tokens to load beyond `local_tokens`; 0 to compute them.
+        """Return the number of tokens to load for a plan, beyond `local_tokens`; 0 to compute them.
 
-        Return None while the request waits for a source that is still looking, or for free blocks.
+        Return None while the request waits for a source that is still looking, or for free blocks. Mutates
+        `state`.
 
         Args:
             state: state of the request.
@@ -165,7 +170,7 @@ class RequestPhases:
         return None
 
     def admit(self, state: RequestState[PlanT], external: int) -> tuple[PlanT, int] | None:
-        """Admit a request that has been allocated blocks, and use up an attempt if it loads tokens.
+        """Admit a request that has been allocated blocks. Use up an attempt if the request loads tokens.
 
         Args:
             state: state of the request.
@@ -183,7 +188,13 @@ class RequestPhases:
         return taken
 
     def wait(self, state: RequestState[Any], request: Request, total: int) -> None:
-        """Record that an admitted request waits for loads, after which the engine has `total` tokens."""
+        """Record that an admitted request waits for its loads.
+
+        Args:
+            state: state of the request.
+            request: the request.
+            total: number of tokens of the request that the engine has after the loads.
+        """
         state.phase = RequestPhase.LOADING
         self.headroom.loads(request.request_id, total, request.num_tokens)
 
@@ -204,7 +215,11 @@ class RequestPhases:
         self._brought[request_id] = state.bidding
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record that the coming step computes tokens of these requests."""
+        """Record that the engine's coming step computes tokens of some requests.
+
+        Args:
+            requests: ids of these requests.
+        """
         self.headroom.go_on(requests)
         for name in [name for name in self._brought if name in requests]:
             self._brought.pop(name).computed()

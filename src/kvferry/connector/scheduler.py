@@ -56,7 +56,7 @@ class SchedulerHalf:
     def __init__(
         self, engine: EngineFacts, config: ConnectorConfig, adapters: Adapters, events: EventStream
     ) -> None:
-        """Create the parts that need no worker. `start` creates the others.
+        """Create the parts of the scheduler half that do not depend on workers. `start` creates the others.
 
         Args:
             engine: facts about the engine.
@@ -139,7 +139,14 @@ class SchedulerHalf:
     def _meet_peers(
         self, composition: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts
     ) -> PeerSource:
-        """Start both ends of the control channel, and return the source that loads KV from peers."""
+        """Start both ends of the control channel to other engines; return the source that loads their KV.
+
+        Args:
+            composition: builder of the source.
+            keys: secret keys of the channel.
+            ranks: descriptions of all ranks of this engine, for peers.
+            facts: facts about this engine, which peers compare at the handshake.
+        """
         config, peers = self._config, peers_allowed(self._config)
         port = config.port + self._engine.port_offset if config.port else 0
         self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
@@ -206,7 +213,11 @@ class SchedulerHalf:
         return self._producer.finished(request, whole) if self._config.transfers else (False, None)
 
     def orders(self, step: Step) -> StepOrders:
-        """Return the orders of the coming step for all workers."""
+        """Return the orders for all workers for the engine's coming step.
+
+        Args:
+            step: the coming step, as scheduled by the engine.
+        """
         computed = sum(step.tokens.values())
         self._steps.scheduled(computed)
         orders = StepOrders(epoch=self._epoch, computes=computed > 0)
@@ -232,11 +243,15 @@ class SchedulerHalf:
         self._producer.raised(reports.raised)
 
     def sent(self, request_ids: set[str]) -> None:
-        """Record that all workers have ended the leases of these requests and invalidated the lease words."""
+        """Record that all workers have ended the leases of some requests, whose blocks can now be freed.
+
+        Args:
+            request_ids: ids of these requests.
+        """
         self._producer.sent(request_ids)
 
     def step_done(self) -> None:
-        """Record that a step is done and the engine has taken its output. Called once per step, in order."""
+        """Record that the oldest step under way is done: the engine has taken the step's output."""
         self._steps.done()
         if self._tiering is not None:
             self._tiering.step_done()

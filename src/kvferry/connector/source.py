@@ -26,14 +26,11 @@ class Source(Protocol):
     name: str
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Handle a new request.
+        """Return whether this source may be able to load KV for a new request. If so, remember the request.
 
         Args:
             request: the request.
             bidding: excluded sources and remaining attempts of the request.
-
-        Returns:
-            Whether this source may be able to load KV for the request.
         """
 
     def declined(self, request: Request) -> SourceMiss | None:
@@ -43,47 +40,70 @@ class Source(Protocol):
         """
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return bids to load tokens beyond the `local_tokens` that the engine has.
+        """Return this source's offers to load tokens beyond those that the engine has; empty if it has none.
 
         May be called repeatedly for a request.
+
+        Args:
+            request: the request.
+            local_tokens: number of tokens that the engine has.
         """
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return why the last call of `bids`, with the same arguments, returned no bid."""
+        """Return why the last call of `bids`, with the same arguments, returned no offer.
+
+        Args:
+            request: the request.
+            local_tokens: number of tokens that the engine has.
+        """
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return a bid for the start of a prefix whose rest another source loads; None if there is none.
+        """Return an offer to load the start of a prefix whose rest another source loads; None for none.
 
         The load covers only layers that attend to all tokens. Called after `bids`, for the same request.
 
         Args:
             request: the request.
             local_tokens: number of tokens that the engine has, as in `bids`.
-            alignment_tokens: number of tokens. The bid ends at a multiple of this number, counted from the
+            alignment_tokens: number of tokens. The offer ends at a multiple of this number, counted from the
                 start of the prompt.
         """
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return a bid for the rest of a prefix, from token `first` on; None if there is none.
+        """Return an offer to load the rest of a prefix whose start another source loads; None for none.
 
-        Called after `bids`, for the same request. `local_tokens` is the number of tokens that the engine has.
+        Called after `bids`, for the same request.
+
+        Args:
+            request: the request.
+            local_tokens: number of tokens that the engine has, as in `bids`.
+            first: position of the first token of the rest.
         """
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether this source may begin the load of a bid now.
+        """Return whether this source may begin a load now, given the blocks that its other loads still hold.
 
         Args:
-            bid: the bid.
+            bid: the source's offer that was chosen.
             blocks: maximum number of blocks that the load may hold, perhaps beyond its deadline.
         """
 
     def begin(self, load: Load, request: Request) -> None:
-        """Begin the load of a chosen bid. The workers receive `load` with their next orders."""
+        """Begin a load of this source. The workers receive `load` with their next orders.
+
+        Args:
+            load: the load.
+            request: the request that waits for the load.
+        """
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of loaded content in tokens, for each KV cache group.
+        """Return the alignment of loaded KV in tokens, for each KV cache group.
 
-        In each group, the content that a load of the request writes begins at a multiple of the alignment.
+        In each group, the KV that a load of the request brings begins at a multiple of the alignment. It may
+        begin in the middle of a block.
+
+        Args:
+            request_id: id of the request.
         """
 
     def origin(self, load: Load) -> str:
@@ -116,12 +136,16 @@ class Source(Protocol):
         """
 
     def forget(self, load: Load) -> None:
-        """Forget a load that all workers have reported, whether or not its request still waits for it."""
+        """Forget a load that all workers have reported, even if no request waits for it any more."""
 
     def dropped(self, load: Load) -> None:
-        """Cancel a load in flight: its request has ended, or another load of the same attempt has failed.
+        """Cancel a load in flight because no request waits for it any more, if this source can cancel loads.
 
-        The workers still report its end.
+        Its request has ended, or another load of the same attempt has failed. The workers still report the
+        load's end.
+
+        Args:
+            load: the load.
         """
 
     def settled(self, request_id: str) -> None:

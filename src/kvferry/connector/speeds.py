@@ -25,13 +25,16 @@ _ALIKE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A straight line, seconds by tokens, fitted by least squares. Newer measurements have more weight.
+    """Model of the time to load tokens: a straight line, seconds over tokens, fitted by least squares.
+
+    Newer measurements have more weight.
 
     >>> Line.through(100, 2.0).then(600, 3.0).seconds(350)
     2.5
 
     If all samples have similar sizes, the slope is unknown. Then the line is optimistic: a larger load takes
-    the mean time, and the time of a smaller one is proportional to its size. Later measurements correct it.
+    the mean time, and the time of a smaller load is proportional to its size. Later measurements correct the
+    line.
 
     Attributes:
         tokens: weighted mean of the number of tokens.
@@ -58,9 +61,9 @@ class Line:
         )
 
     def seconds(self, tokens: int) -> float:
-        """Return the expected seconds for `tokens` tokens.
+        """Return the expected seconds to load `tokens` tokens.
 
-        More tokens never take less time in total, nor more time per token.
+        With more tokens, the expected time stays equal or grows, and the time per token stays equal or falls.
         """
         most = self.seconds_mean / self.tokens
         spread = self.squares - self.tokens**2
@@ -75,7 +78,7 @@ def _moments(line: Line) -> tuple[float, float, float, float]:
 
 
 class Speeds:
-    """The measured speeds of all places and of computing.
+    """The measured speeds of loading from each place (``peer`` or a tier), and of computing.
 
     A place of unknown speed is expected to take 0 seconds, so that it is tried.
     """
@@ -109,12 +112,20 @@ class Speeds:
             self._rate = 1 / (NEWEST / newest + (1 - NEWEST) / self._rate) if self._rate else newest
 
     def load_seconds(self, place: str, tokens: int) -> float:
-        """Return the expected seconds to load `tokens` tokens from a place; 0 if the speed is unknown."""
+        """Return the expected seconds to load tokens from a place; 0 if its speed is unknown.
+
+        Args:
+            place: ``peer``, or the name of a tier.
+            tokens: number of tokens.
+        """
         line = self._lately(place)
         return line.seconds(tokens) if line else 0.0
 
     def compute_seconds(self, tokens: int) -> float:
-        """Return the expected seconds to compute `tokens` tokens; one second per token if unknown."""
+        """Return the expected seconds to compute `tokens` tokens.
+
+        If the speed is unknown, assume one second per token.
+        """
         return tokens / self._rate if self._rate else float(tokens)
 
     def _lately(self, place: str) -> Line | None:

@@ -18,7 +18,7 @@ _PREFILL_TOKENS = 128
 
 
 class StepTimes:
-    """Measures the duration of steps and records it in `Speeds`."""
+    """Measures the duration of the engine's steps, and records in `Speeds` how fast it computes prompts."""
 
     def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
         self._speeds, self._clock = speeds, clock
@@ -26,7 +26,7 @@ class StepTimes:
         self._done = 0.0
 
     def scheduled(self, tokens: int) -> None:
-        """Record that a step of `tokens` tokens is scheduled now."""
+        """Record that the engine schedules a step of `tokens` tokens now."""
         self._under_way.append((self._clock(), tokens))
 
     def done(self) -> None:

@@ -97,7 +97,11 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
 
 
 def _check_apart(tiers: Sequence[TierSettings]) -> None:
-    """Check that no two tiers have the same location, where each chunk would be looked up twice."""
+    """Check that no two tiers have the same location, because each chunk would then be looked up twice there.
+
+    Raises:
+        ConfigError: two tiers have the same location.
+    """
     taken: dict[tuple[str, tuple[str, ...]], int] = {}
     for number, one in enumerate(tiers):
         if isinstance(one, HostSettings):

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Waiting:
-    """A stopwatch for the time that one request waits for a source or for room.
+    """A stopwatch for the time that one request waits for a source of KV or for free blocks.
 
-    Each wait lasts from `begin` to the next admission. Time spent waiting for the engine does not count.
+    Each wait lasts from `begin` to the request's next admission. Time spent waiting for the engine does not
+    count.
 
     Attributes:
         seconds: sum of all finished waits, in seconds.

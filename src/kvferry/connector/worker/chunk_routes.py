@@ -49,9 +49,7 @@ def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> N
 class ChunkRoutes:
     """Copies chunks between one rank's KV blocks and the host memory that holds chunks (the arena).
 
-    Only one thread may use it.
-
-    Every method returns only when its copies are complete.
+    Only one thread may use it. Every method returns only when its copies are complete.
     """
 
     def __init__(
@@ -164,7 +162,7 @@ class ChunkRoutes:
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """A route (mapping of bytes between blocks and chunks), and the object that copies its cells."""
+    """A route (mapping of bytes between KV blocks and chunks), and the object that copies bytes along it."""
 
     route: Route
     copies: ChunkCopies

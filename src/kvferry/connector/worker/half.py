@@ -48,14 +48,22 @@ class CacheMirror(Protocol):
         """
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from host memory to the KV cache. Takes the same arguments as `save`."""
+        """Copy blocks from host memory to the KV cache.
+
+        Args:
+            groups: the KV cache groups of this rank.
+            blocks: ids of the blocks to copy, int64, for each group.
+        """
 
 
 class WorkerHalf:
-    """Carries out the scheduler half's orders on one rank. Only the engine's thread calls it."""
+    """The connector's half on one rank, which carries out the orders of the scheduler half.
+
+    Only the engine's thread calls it.
+    """
 
     def __init__(self) -> None:
-        """Create a half without a KV cache. `start` must be called before any other method."""
+        """Create a worker half without a KV cache. `start` must be called before any other method."""
         self._geometry: RankGeometry | None = None
         self._mirror: CacheMirror | None = None
         self._transfers: Transfers | None = None
@@ -83,8 +91,8 @@ class WorkerHalf:
             geometry: memory layout of this rank's KV cache, or of `mirror` if there is one.
             config: the connector's settings.
             mirror: copy of the cache in host memory; None if transfers access the cache itself.
-            reads: True if this engine reads from peers. The transport is then initialized now rather than at
-                the first read.
+            reads: True if this engine reads from peers. The process that validates peers' transport metadata
+                is then started now rather than at the first read.
 
         Returns:
             Description of this rank for the scheduler.
@@ -114,7 +122,8 @@ class WorkerHalf:
     def on_weights_changed(self) -> None:
         """Fail all loads ordered so far, because the model weights have changed.
 
-        Also invalidate all lease words, so that peers reject the KV that they read from this rank.
+        Also invalidate all lease words (integers in registered memory that peers check), so that peers reject
+        the KV that they read from this rank.
         """
         self._stale.on_weights_changed()
         self._reports.stale = self._stale.last
@@ -125,7 +134,13 @@ class WorkerHalf:
             self._transfers.words.invalidate_all()
 
     def begin(self, orders: StepOrders) -> None:
-        """Begin a step: start to carry out its orders, except the stores and saves, which `save` starts."""
+        """Begin to carry out the orders of a step, except its stores and its copies to the host buffer.
+
+        `save` starts the exceptions after the forward pass.
+
+        Args:
+            orders: orders of the step.
+        """
         if orders.writes_cache:
             self._stale.on_step(orders.epoch)
         for load in orders.loads:
@@ -158,7 +173,9 @@ class WorkerHalf:
                 self._loads.landed(read.key, CHANGED)
 
     def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
-        """Copy prompts that the step has computed to the host buffer, and start to store its chunks.
+        """Copy prompts that the step has computed to the host buffer, and start to store the step's chunks.
+
+        Called after the forward pass.
 
         Args:
             orders: orders of the step.
@@ -205,7 +222,7 @@ class WorkerHalf:
         return EndedRequests(frozenset(sent), frozenset(received), frozenset(failed))
 
     def _take_results(self) -> None:
-        """Collect the results of the threads that read and copy."""
+        """Collect the results of the threads that read from peers and of the thread that copies chunks."""
         for result in self._transfers.results() if self._transfers is not None else ():
             self._results[result.key] = result
             self._loads.landed(result.key, result.failure)

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The loads that have ended since the last call of `Loads.settle`.
+    """The loads that were reported or released since the last call of `Loads.settle`.
 
     Attributes:
-        reported: reason for the failure of each reported load, by load key; None if the load succeeded.
+        reported: result of each reported load, by load key: the reason for the failure, or None if the load
+            succeeded.
         released: keys of the loads that have nothing in flight any more.
     """
 
@@ -32,13 +33,13 @@ class Settled:
 
 
 class Joined:
-    """Combines the reports of the loads of an attempt, each of which loads a part of a prefix."""
+    """Combines the results of loads that each load a part of the same prefix, as one attempt."""
 
     def __init__(self) -> None:
         self._heard: dict[str, list[str | None]] = {}
 
     def reported(self, attempt: str, loads: int, failure: str | None) -> bool | None:
-        """Record the report of one load of an attempt.
+        """Record the result of one load of an attempt. The loads of an attempt each load a part of a prefix.
 
         Args:
             attempt: name of the attempt.
@@ -68,26 +69,45 @@ class Loads:
         self._landed: dict[str, str | None] = {}
 
     def __len__(self) -> int:
-        """Return the number of loads that are not released yet."""
+        """Return the number of loads that may still write to their blocks."""
         return len(self._deadlines) + len(self._expired)
 
     def begin(self, key: str, timeout_seconds: float) -> None:
-        """Add a load with the name `key`. It begins now, and its deadline is in `timeout_seconds` seconds."""
+        """Add a load that begins now.
+
+        Args:
+            key: name of the load.
+            timeout_seconds: seconds from now to the deadline of the load.
+        """
         if key in self._deadlines or key in self._expired:
             raise ValueError(f"load {key!r} has begun already")
         self._deadlines[key] = self._clock() + timeout_seconds
 
     def give_up(self, key: str, why: str) -> None:
-        """Fail a load that has become useless, for the reason `why`. Ignore a load that has been reported."""
+        """Fail a load that has become useless before its deadline. Ignore a load that has been reported.
+
+        Args:
+            key: name of the load.
+            why: reason to report as the load's failure.
+        """
         if key in self._deadlines:
             self._given_up[key] = why
 
     def landed(self, key: str, failure: str | None) -> None:
-        """Record that nothing of a load is in flight any more. `failure` is None if the load succeeded."""
+        """Record that nothing of a load is in flight any more.
+
+        Args:
+            key: name of the load.
+            failure: reason for the failure; None if the load succeeded.
+        """
         self._landed[key] = failure
 
     def settle(self) -> Settled:
-        """Return the loads that have ended, been given up or passed their deadline since the last call."""
+        """Return the loads that have ended, been given up or passed their deadline since the last call.
+
+        A load that is given up or passes its deadline is reported as failed now, and released in a later
+        call.
+        """
         reported: dict[str, str | None] = {}
         released: set[str] = set()
         for key, failure in self._landed.items():

@@ -32,10 +32,13 @@ _Item = TypeVar("_Item")
 
 
 class ChunkMover:
-    """Copies chunks in its own thread. Only the engine's thread calls its public methods."""
+    """A thread that copies chunks between one rank's KV blocks and host memory.
+
+    Only the engine's thread calls the public methods.
+    """
 
     def __init__(self, place: tuple[int, int]) -> None:
-        """Start the thread.
+        """Start the thread that copies chunks.
 
         Args:
             place: (pp_rank, tp_rank) of this rank.
@@ -53,7 +56,13 @@ class ChunkMover:
         self._thread.start()
 
     def load(self, orders: ChunkOrders) -> None:
-        """Queue the copies of a step's loads. If the orders describe the arena, attach its memory first."""
+        """Queue the copies of a step's loads, from host memory to KV blocks.
+
+        If the orders describe the host memory that holds chunks (the arena), attach this memory first.
+
+        Args:
+            orders: orders of the step.
+        """
         if orders.arena is not None:
             self._put(_FIRST, partial(self._attach, orders.arena))
         for part in orders.parts:
@@ -62,7 +71,7 @@ class ChunkMover:
             self._put(_LOAD, partial(self._end, end))
 
     def store(self, orders: ChunkOrders, computed: Callable[[], None]) -> None:
-        """Queue the copies of a step's stores.
+        """Queue the copies of a step's stores, from KV blocks to host memory.
 
         Args:
             orders: orders of the step.
@@ -72,19 +81,27 @@ class ChunkMover:
             self._put(_STORE, partial(self._store, order, computed))
 
     def refuse(self, orders: ChunkOrders, why: str) -> None:
-        """Report every store in a step's orders as failed, for the reason `why`."""
+        """Report every store of a step as failed, without copying anything.
+
+        Args:
+            orders: orders of the step.
+            why: reason to report as the failure.
+        """
         self._moved.extend(Moved(order.key, why, (), 0.0) for order in orders.stores)
 
     def moved(self) -> list[Moved]:
-        """Return the reports recorded since the last call, and clear them. There is one per order."""
+        """Return the reports on finished copy orders since the last call, and clear them.
+
+        There is one report per order.
+        """
         return _taken(self._moved)
 
     def ended(self) -> list[LoadEnd]:
-        """Return the ends of the loads of which nothing is left to copy, and clear them."""
+        """Return the loads since the last call that have nothing left to copy, and clear them."""
         return _taken(self._ended)
 
     def close(self) -> None:
-        """Carry out all queued orders, end the thread, and detach the arena."""
+        """Carry out all queued orders, end the thread, and detach the host memory that holds chunks."""
         self._put(_LAST, None)
         self._thread.join()
         self._routes = None
@@ -125,7 +142,12 @@ class ChunkMover:
         self._ended.append(LoadEnd(end.key, end.failure or failure))
 
     def _do(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> str | None:
-        """Carry out an order and record its report. Return the reason if it failed, else None."""
+        """Copy the chunks of an order and record a report. Return the reason if the copy failed, else None.
+
+        Args:
+            key: unique name of the order.
+            what: function that makes the copies and returns the number of bytes per KV cache group.
+        """
         began = time.perf_counter()
         moved: tuple[int, ...] = ()
         failure = None

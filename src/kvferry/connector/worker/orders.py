@@ -51,8 +51,8 @@ class StoreOrder:
     Attributes:
         key: unique name of the order.
         pieces: chunks to copy, sorted by group, then by number.
-        tables: part of the block table that holds the chunks, for each KV cache group of the engine; None for
-            groups without chunks in this order.
+        tables: the part of the block table with the blocks to copy, for each KV cache group of the engine;
+            None for groups without chunks in this order.
         available: range of prompt tokens that the blocks hold. If this range begins or ends inside a chunk,
             the rest of the chunk is filled with zeros.
     """
@@ -82,10 +82,10 @@ class LoadPart:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """The message that no more parts of a load follow.
+    """Message to the ranks that no more parts of a load follow.
 
     Attributes:
-        key: key of the load.
+        key: name of the load.
         failure: reason why parts are missing; None if the load is complete.
     """
 
@@ -110,16 +110,18 @@ class ChunkOrders:
     ends: list[LoadEnd] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return whether there is any order in this step."""
+        """Return whether this step has any orders to copy chunks."""
         return bool(self.arena or self.stores or self.parts or self.ends)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One rank's report that an order was carried out or has failed. No copy of it is under way.
+    """One rank's report that it has carried out an order to copy chunks, or has failed to.
+
+    No copy of the order is under way any more.
 
     Attributes:
-        key: key of the store or of the part of a load.
+        key: name of the order: of a store, or of one part of a load.
         failure: reason for the failure; None if the order was carried out.
         bytes_by_group: number of bytes that this rank copied, per KV cache group of the storage format.
         seconds: seconds that the copy took.
@@ -133,10 +135,11 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class MovedByAll:
-    """The merged reports of several ranks about the same order.
+    """The merged reports of several ranks about the same order to copy chunks.
 
     Attributes:
-        key, failure: same as in `Moved`.
+        key: name of the order: of a store, or of one part of a load.
+        failure: reason for the failure of one of the ranks; None if all of them have carried out the order.
         bytes_by_group: number of bytes that these ranks copied together, per KV cache group of the storage
             format.
         seconds: seconds that the slowest rank took.
@@ -151,7 +154,7 @@ class MovedByAll:
 
     @classmethod
     def of(cls, moved: Moved) -> MovedByAll:
-        """Return one rank's report in the form of a merged report."""
+        """Convert one rank's report about an order to the form of a merged report."""
         return cls(moved.key, moved.failure, moved.bytes_by_group, moved.seconds)
 
     def with_other(self, other: MovedByAll) -> MovedByAll:

@@ -20,27 +20,37 @@ CHANGED = "the weights of this engine have changed since it was started"
 
 @dataclass(slots=True)
 class StaleEpochs:
-    """The set of stale epochs. Only the engine's thread calls it.
+    """Record of the epochs (times between two cache resets) in which the model weights have changed.
+
+    KV of these epochs must not be stored or loaded. Only the engine's thread calls this class.
 
     Attributes:
-        last: number of the last stale epoch; None if the weights have not changed since the start.
+        last: number of the last epoch in which the weights changed; None if they have not changed since the
+            start.
     """
 
     last: int | None = None
     _current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Return whether the weights have changed in epoch `epoch` or in a later one."""
+        """Return whether the weights have changed in epoch `epoch` or in a later one.
+
+        An epoch is the time between two cache resets. It is numbered by the resets before it.
+        """
         return self.last is not None and epoch <= self.last
 
     def on_step(self, epoch: int) -> None:
-        """Record the epoch of a step that computes tokens or begins a load."""
+        """Record the epoch of a step that computes tokens or begins a load.
+
+        Args:
+            epoch: number of cache resets of the engine before the step was scheduled.
+        """
         self._current = epoch
 
     def on_weights_changed(self) -> None:
-        """Mark the current epoch as stale.
+        """Mark the current epoch (time between two cache resets) as one in which the weights have changed.
 
-        The current epoch is the epoch of the last step that used the cache. Before any such step the current
-        epoch is the first one, whose names contain the digest of the weights at the start.
+        The current epoch is the epoch of the last step that used the cache. Before any such step it is the
+        first epoch, whose names contain the digest of the weights at the start.
         """
         self.last = self._current
