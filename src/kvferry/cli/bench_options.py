@@ -13,7 +13,7 @@ REPEATS_HELP = "Rounds; each moves the bytes once in every way."
 
 
 def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ...]:
-    """Return the names in a text, separated by commas.
+    """Parse the value of an option that is a list of names, separated by commas.
 
     Args:
         text: value of the option, such as ``lookup,hooks``.
@@ -30,7 +30,10 @@ def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ..
 
 
 def parse_layouts(text: str) -> tuple[str, ...]:
-    """Return the names of memory layouts in a text, separated by commas, in upper or lower case.
+    """Parse a list of memory layouts, and return their names in upper case.
+
+    Args:
+        text: names of layouts, separated by commas, in upper or lower case.
 
     Raises:
         ConfigError: a layout is unknown.
@@ -42,7 +45,7 @@ def parse_layouts(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that replaces the text of a status line on standard error."""
+    """Show a status line on standard error, and yield a function that replaces its text."""
     from rich.console import Console
 
     with Console(stderr=True).status("starting") as status:
@@ -51,11 +54,11 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def work_folder(path: Path | None) -> Iterator[Path]:
-    """Yield the folder for a measurement's files.
+    """Yield the folder for the files of a measurement.
 
     Args:
-        path: existing folder, the value of `--path`; None for a new one in the user's cache, which is removed
-            at the end.
+        path: existing folder, the value of `--path`; None for a new folder in the user's cache, which is
+            removed at the end.
 
     Raises:
         ConfigError: the folder does not exist, or a new one cannot be created.

@@ -178,14 +178,14 @@ def clear(
 
 
 def _cache(where: str, options: list[str] | None) -> CacheAdmin:
-    """Return the cache of chunks at a path or URL.
+    """Open the cache of chunks at a path or URL, to inspect or change its content.
 
     Args:
         where: directory of a file tier, or URL of an object tier.
-        options: options of the object storage, ``name=value``.
+        options: options of the object storage, each as ``name=value``; None for no options.
 
     Raises:
-        ConfigError: there is no cache, or it cannot be accessed.
+        ConfigError: there is no cache at this place, or the cache cannot be accessed.
     """
     from kvferry.tiers.objects.options import is_url
 
@@ -201,14 +201,24 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
 
 
 def _said(facts: Mapping[str, object]) -> list[str]:
-    """Return a namespace's facts with short values, and the first line of its chunk format, as texts."""
+    """Return short texts that describe a namespace of chunk keys, such as ``model NAME``.
+
+    Args:
+        facts: facts about the namespace by name. Facts whose values are not texts or numbers are left out,
+            except for the first line of the chunk format.
+    """
     said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
     return [printable(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]
 
 
 def _lines(words: list[str], width: int) -> list[str]:
-    """Return the words, joined with commas, in lines of at most `width` characters (a long word has more)."""
+    """Join words with commas, and divide them into lines of at most `width` characters.
+
+    Args:
+        words: texts to join. No text is divided.
+        width: maximum length of a line. Only a text that is longer gives a longer line.
+    """
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + len(word) + 3 <= width:

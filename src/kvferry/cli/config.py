@@ -56,10 +56,10 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command so that it has one option per key of `SETTINGS` in place of ``**settings``.
+    """Decorate a command that takes ``**settings``, so that it gets one option per key of `SETTINGS` instead.
 
-    Replaces the signature of `command`, from which Typer creates the options. They follow the first
-    parameter.
+    Replaces the signature of `command`, from which Typer creates the options. The new options follow the
+    first parameter.
     """
     first, *others = (
         one

@@ -58,7 +58,12 @@ def explain(
 
 
 def _nothing(answers: AllAnswers, request_id: str | None) -> str:
-    """Return the error message for the case that no engine has the request."""
+    """Return the error message if no engine on this machine remembers a request.
+
+    Args:
+        answers: answers of all engines.
+        request_id: requested id; None if the last requests of all engines were requested.
+    """
     engines = [answer.engine for answer in answers.answers]
     if not engines:
         return (
@@ -75,7 +80,11 @@ def _nothing(answers: AllAnswers, request_id: str | None) -> str:
 
 
 def _plain(told: EngineTrace) -> dict[str, Any]:
-    """Return a trace and a description of its engine as values that can be written as JSON."""
+    """Return the trace of a request, and a description of its engine, as values that can be written as JSON.
+
+    Args:
+        told: trace (recorded events of the request) that an engine sent.
+    """
     from kvferry.observe.wire import trace_to_dict
 
     engine = told.answer.engine

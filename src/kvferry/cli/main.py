@@ -40,7 +40,11 @@ app.add_typer(bench.app, name="bench")
 
 
 def _print_versions(asked: bool) -> None:
-    """Print the versions of kvferry and, if they are installed, of vLLM and NIXL, and exit."""
+    """Print the versions of kvferry and, if installed, of vLLM and NIXL, and end the command.
+
+    Args:
+        asked: True if the user gave the option ``--version``; False to do nothing.
+    """
     if not asked:
         return
     from kvferry import __version__
@@ -69,7 +73,13 @@ def main() -> None:
 
 
 def run(commands: typer.Typer) -> None:
-    """Run a command-line application. A kvferry error is printed as one sentence and sets the exit code."""
+    """Run a command-line application and flush standard output.
+
+    If the application raises a kvferry error, print the error as one sentence and exit with an error code.
+
+    Args:
+        commands: application to run.
+    """
     with flushed_output():
         try:
             commands()

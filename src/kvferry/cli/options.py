@@ -15,7 +15,10 @@ def without_none(**options: Any) -> dict[str, Any]:
 
 
 def parse_pairs(texts: list[str] | None) -> dict[str, str]:
-    """Return the values by name in texts such as ``name=value``; empty for None.
+    """Parse texts such as ``name=value``, and return the values by name.
+
+    Args:
+        texts: values of the option `--option`; None if the option is not given.
 
     Raises:
         ConfigError: a text has no equals sign, or a name is given twice.
@@ -30,7 +33,11 @@ def parse_pairs(texts: list[str] | None) -> dict[str, str]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write text to the file whose path an option gives.
+    """Write text to a file whose path is the value of an option. Overwrites an existing file.
+
+    Args:
+        path: path of the file.
+        text: content of the file.
 
     Raises:
         ConfigError: the file cannot be written.

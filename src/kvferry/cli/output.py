@@ -17,9 +17,10 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush standard output when the ``with`` block ends. Exit with code 1 if output cannot be written.
+    """Flush standard output at the end of a ``with`` statement, and handle errors of writing to it.
 
-    The error is printed, except for a closed pipe (``kvferry cache ls DIR | head -1``).
+    If not all output could be written, the process exits with code 1. The error is printed, except for a
+    closed pipe (``kvferry cache ls DIR | head -1``).
 
     Raises:
         SystemExit: not all output was written.
@@ -41,7 +42,9 @@ def flushed_output() -> Iterator[None]:
 
 
 def check_output() -> None:
-    """Check before a long task that standard output can be written. This does not detect a full disk.
+    """Check that standard output can be written. Commands call this before a long task.
+
+    The check does not detect a full disk.
 
     Raises:
         OSError: standard output cannot be written. `flushed_output` reports this error.
@@ -58,7 +61,11 @@ def check_output() -> None:
 
 
 def print_error(sentence: str) -> None:
-    """Print an error to standard error, with unprintable characters replaced. Ignore failures of writing."""
+    """Print an error message to standard error. Ignore errors of writing.
+
+    Args:
+        sentence: error message. Unprintable characters are replaced.
+    """
     with suppress(OSError):
         print("\n".join(map(printable, f"kvferry: {sentence}".split("\n"))), file=sys.stderr)
 

@@ -88,7 +88,15 @@ def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
 
 
 def _checked(tokens: int, kv: str) -> bool:
-    """Check two options, and return whether K and V are stored on separate pages."""
+    """Check the values of `--tokens` and `--kv`, and return whether K and V are on separate pages.
+
+    Args:
+        tokens: length of the prompt in tokens.
+        kv: "packed" for pages that hold K and V, "apart" for separate pages.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
     if tokens < 1:
         raise ConfigError(f"--tokens is {tokens}; a prompt has at least 1")
     if kv not in ("packed", "apart"):

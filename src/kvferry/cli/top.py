@@ -66,7 +66,11 @@ def top(
 
 
 def as_plain(value: Any) -> Any:
-    """Return the value with None in place of infinite numbers and NaN, which JSON cannot represent."""
+    """Return a copy of a value in which None replaces infinite numbers and NaN, which JSON cannot represent.
+
+    Args:
+        value: value of dicts, lists, tuples, texts and numbers. Tuples become lists.
+    """
     if isinstance(value, dict):
         return {key: as_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

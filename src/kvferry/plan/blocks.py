@@ -32,19 +32,22 @@ _SIMILAR = 1.5
 
 
 def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tuple[int, str]:
-    """Return the number of tokens per block, and the reason in words.
+    """Return the number of tokens per block that vLLM chooses for a model, and the reason for this number.
 
-    The reason is empty if the size is the requested one, vLLM's ordinary one or the model's own.
-
-    For models with recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the smallest multiple of
-    16 for which an attention page is at least as large as a snapshot of state. If the model has MLA latents,
-    vLLM takes multiples of 128. If the requested size is larger, vLLM takes multiples of the requested size.
-    Pages and snapshots shrink differently with tensor parallelism, so the block size depends on `tp`.
+    For models with attention and recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the
+    smallest multiple of 16 for which an attention page (one block in one layer) is at least as large as the
+    recurrent state of a layer. If the model has MLA latents, vLLM takes multiples of 128. If the configured
+    size is larger, vLLM takes multiples of the configured size. Attention pages and recurrent state shrink
+    differently with tensor parallelism, so the block size depends on `tp`.
 
     Args:
-        stores: caches of the layers.
+        stores: KV cache of each layer.
         tp: number of tensor-parallel ranks.
         asked: configured number of tokens per block; None for vLLM's choice.
+
+    Returns:
+        The number of tokens per block, and the reason as a sentence. The reason is empty if the number is
+        the configured number, vLLM's ordinary number, or fixed by the model.
 
     Raises:
         GeometryError: the heads cannot be distributed evenly over the ranks.
@@ -69,14 +72,17 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
 
 
 def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, str]:
-    """Return the number of tokens per block in a model without a mix of attention and state, and the reason.
+    """Return the tokens per block of a model that does not combine attention with recurrent state.
 
-    Without a requested size, it is the size that vLLM's attention kernels need. The reason is empty for the
-    requested size and for vLLM's ordinary size.
+    If no size is configured, this is the block size that vLLM's attention kernels need.
 
     Args:
-        stores: caches of the layers.
-        asked: requested number of tokens per block; None for vLLM's choice.
+        stores: KV cache of each layer.
+        asked: configured number of tokens per block; None for vLLM's choice.
+
+    Returns:
+        The number of tokens per block, and the reason as a sentence. The reason is empty if the number is
+        the configured number or vLLM's ordinary number.
     """
     if asked is not None:
         return asked, ""
@@ -91,17 +97,21 @@ def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, s
 def block_sizes(
     stores: Iterable[LayerCache], tp: int, layout: str, tokens: int
 ) -> tuple[dict[LayerCache, int], str]:
-    """Return the number of tokens per block for each kind of layer, and the reason for larger blocks.
+    """Return the number of tokens per block for each kind of layer.
 
-    If the largest page is a multiple of a smaller page, vLLM (`unify_kv_cache_spec_page_size`) multiplies the
-    tokens of the smaller page's block by the quotient. Otherwise vLLM pads the smaller page. The reason is
-    empty if no block is larger than `tokens`.
+    A page holds one block in one layer. If the largest page is a multiple of a smaller page, vLLM
+    (`unify_kv_cache_spec_page_size`) puts that many times more tokens into the smaller page's block.
+    Otherwise vLLM pads the smaller page.
 
     Args:
-        stores: caches of the layers.
+        stores: KV cache of each layer. Layers with equal caches are of the same kind.
         tp: number of tensor-parallel ranks.
-        layout: order of the axes in memory.
+        layout: name of the memory layout, such as ``LBNHC``: the axes from the outermost to the innermost.
         tokens: number of tokens per block, from `base_tokens`.
+
+    Returns:
+        The number of tokens per block for each kind of layer, and the reason as a sentence why some blocks
+        have more than `tokens` tokens. The reason is empty if no block has more.
 
     Raises:
         GeometryError: the layout does not suit this model.
@@ -131,18 +141,18 @@ def block_sizes(
 def group_counts(
     layers: Iterable[LayerCache], tp: int, layout: str, sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Return the number of groups over which the layers of each kind are distributed.
+    """Return the number of KV cache groups over which vLLM distributes the layers of each kind.
 
-    If all layers need the same tokens of a prompt, vLLM uses one block table for all of them. Otherwise each
-    group has as many layers as the rarest kind. But if the most frequent kind has less than 1.5 times as many
-    layers as the rarest kind, each group has as many layers as the most frequent kind
-    (`_get_kv_cache_groups_uniform_page_size`). If blocks are outermost and pages differ in size, the rule in
-    `_packed` applies (vLLM's `_get_packed_kv_cache_groups`).
+    If all layers need the same tokens of a prompt, vLLM uses one block table for all layers, and every kind
+    is one group. Otherwise each group has as many layers as the rarest kind. But if the most frequent kind
+    has less than 1.5 times as many layers as the rarest kind, each group has as many layers as the most
+    frequent kind (`_get_kv_cache_groups_uniform_page_size`). If blocks are the outermost axis of the layout
+    and pages differ in size, the rule in `_packed` applies (vLLM's `_get_packed_kv_cache_groups`).
 
     Args:
-        layers: cache of every layer.
+        layers: KV cache of each layer. Layers with equal caches are of the same kind.
         tp: number of tensor-parallel ranks.
-        layout: order of the axes in memory.
+        layout: name of the memory layout, such as ``LBNHC``: the axes from the outermost to the innermost.
         sizes: number of tokens per block for each kind of layer, from `block_sizes`.
     """
     alike = Counter(layers)
@@ -159,18 +169,19 @@ def group_counts(
 def _packed(
     alike: Mapping[LayerCache, int], pages: Mapping[LayerCache, int], sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Return the number of groups of each kind of layer, if blocks are outermost and pages differ in size.
+    """Return the number of KV cache groups for each kind of layer in a layout whose outermost axis is blocks.
 
-    A *bucket* contains all layers that need the same tokens and have the same block size. If some bucket
-    contains several kinds of layers in equal numbers, every such bucket is one group. The layers of a bucket
-    with a single kind are then distributed over groups of about as many layers. Without a bucket of several
-    kinds, only sliding-window layers are distributed, such that a group fits into the block that the other
-    buckets need.
+    This is vLLM's rule for models whose pages (one block in one layer) differ in size. A *bucket* contains
+    all layers that need the same tokens and have the same block size. If some bucket contains several kinds
+    of layers in equal numbers, every such bucket is one group. The layers of a bucket with a single kind are
+    then distributed over groups of about as many layers. If no bucket contains several kinds in equal
+    numbers, only sliding-window layers are distributed. A group then gets as many of them as fit into the
+    bytes of a block, which the other layers determine.
 
     Args:
         alike: number of layers of each kind.
-        pages: bytes of a page of each kind of layer.
-        sizes: number of tokens per block for each kind of layer.
+        pages: bytes of a page, for each kind of layer.
+        sizes: number of tokens per block, for each kind of layer.
     """
     buckets: dict[object, list[LayerCache]] = {}
     for store in alike:
@@ -195,10 +206,13 @@ def _packed(
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
-    """Return the number of layers per group that needs the least padding; in a tie, the largest such number.
+    """Return the number of layers per KV cache group with which the fewest empty places remain in groups.
+
+    The layers of each bucket (set of layers) fill groups of equal size, and the last group of a bucket may
+    remain partly empty. If several numbers leave equally few empty places, the largest number is returned.
 
     Args:
-        counts: number of layers of each bucket, which are distributed over groups of this size.
+        counts: number of layers in each bucket.
         least: minimum number of layers per group.
     """
     return min(
@@ -207,26 +221,38 @@ def _least_padding(counts: Sequence[int], least: int) -> int:
 
 
 def _differ(pages: Mapping[LayerCache, int]) -> bool:
-    """Return True if pages differ in size. Snapshots of state do not count, because vLLM pads them."""
+    """Return True if attention pages differ in size. Recurrent state is ignored, because vLLM pads it.
+
+    Args:
+        pages: bytes of a page (one block in one layer), for each kind of layer.
+    """
     return len({page for store, page in pages.items() if store.kind is not GroupKind.STATE}) > 1
 
 
 def _one_table(stores: Iterable[LayerCache]) -> bool:
-    """Return True if all layers can share a block table: they need the same tokens and block size."""
+    """Return True if all layers can share a block table: they need the same tokens and the same block size.
+
+    Args:
+        stores: KV cache of each layer.
+    """
     return len({(*_needs(store), store.block_tokens) for store in stores}) == 1
 
 
 def _needs(store: LayerCache) -> tuple[GroupKind, int]:
-    """Return the kind and span that decide which tokens a layer needs. MLA counts as full attention."""
+    """Return the properties of a layer that decide which tokens of a prompt the layer needs.
+
+    Returns:
+        The kind of the layer's cache, with MLA as full attention, and the attention span in tokens.
+    """
     return GroupKind.FULL if store.kind is GroupKind.MLA else store.kind, store.attention_span
 
 
 def page_bytes(store: LayerCache, tp: int, tokens: int) -> int:
-    """Return the bytes of a page of `tokens` tokens on one rank; for a state layer, of a snapshot.
+    """Return the bytes of a page (one block in one layer) on one rank.
 
     Args:
-        store: cache of the layer, over all ranks.
+        store: KV cache of the layer, over all ranks.
         tp: number of tensor-parallel ranks.
-        tokens: number of tokens per block; ignored for a snapshot.
+        tokens: number of tokens per block; ignored for recurrent state, whose page has one state.
     """
     return page_interior(store, tokens, 1, 0, tp).page_bytes

@@ -24,16 +24,17 @@ _THINNED = (16, 128)
 
 @dataclass(frozen=True, slots=True)
 class StorageChoice:
-    """The storage that a prompt takes under given settings.
+    """The storage that a prompt's KV takes in a tier under given settings.
 
     Attributes:
-        steps: settings of the engine that decide where it leaves snapshots.
-        snapshot_tokens: number of tokens between positions at which windows and snapshots are stored.
-        snapshots: number of snapshots of recurrent state that are stored.
-        bytes: total bytes of all chunk files.
-        gap_tokens: largest distance in tokens between neighbouring ends of loadable prefixes; start and end
-            of the prompt count too. A prompt that shares a prefix may have to recompute up to as many of its
-            tokens.
+        steps: settings of the engine that decide at which positions it leaves snapshots (recurrent states).
+        snapshot_tokens: number of tokens between the positions at which sliding windows and snapshots are
+            stored.
+        snapshots: number of snapshots that are stored.
+        bytes: total size of all chunk files, in bytes.
+        gap_tokens: largest distance in tokens between the ends of two neighbouring loadable prefixes. The
+            start and the end of the prompt count as such ends. A prompt that shares a prefix with the stored
+            prompt may have to recompute up to this number of shared tokens.
     """
 
     steps: SnapshotSteps
@@ -45,11 +46,11 @@ class StorageChoice:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrompt:
-    """A prompt whose KV cache the tiers store.
+    """A prompt whose KV the tiers store, in chunks with a fixed number of tokens.
 
     Attributes:
-        canonical: form of the stored chunks.
-        file_bytes: size in bytes of a chunk's file, for each group.
+        canonical: format in which chunks are stored.
+        file_bytes: size in bytes of a chunk's file, for each KV cache group.
         tokens: length of the prompt in tokens.
     """
 
@@ -58,14 +59,18 @@ class StoredPrompt:
     tokens: int
 
     def choices(self, steps: SnapshotSteps, every: int) -> tuple[StorageChoice, ...]:
-        """Return the storage that the prompt takes under the given settings, then under alternative settings.
+        """Return the storage that the prompt takes under the given settings and under alternative settings.
 
-        Under the alternative settings, the engine leaves more snapshots. If the model has no recurrent state,
-        fewer windows are stored instead.
+        Under the alternative settings, the engine leaves more snapshots (recurrent states). If the model has
+        no recurrent state, sliding windows are stored at fewer positions instead. An alternative that changes
+        neither the bytes nor the gap is left out.
 
         Args:
-            steps: settings of the engine that decide where it leaves snapshots.
-            every: number of tokens between positions at which windows and snapshots are stored.
+            steps: settings of the engine that decide at which positions it leaves snapshots.
+            every: number of tokens between the positions at which sliding windows and snapshots are stored.
+
+        Returns:
+            The storage under the given settings, followed by the alternatives.
         """
         settings = _finer(steps, every) if self._has_state else self._coarser(steps, every)
         found = [self._choice(*each) for each in settings]
@@ -77,7 +82,15 @@ class StoredPrompt:
         return any(group.kind is GroupKind.STATE for group in self.canonical.groups)
 
     def _coarser(self, steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-        """Yield the given settings (steps, every), then settings under which fewer windows are stored."""
+        """Yield the given settings, then settings under which sliding windows are stored at fewer positions.
+
+        Args:
+            steps: settings of the engine that decide at which positions it leaves snapshots.
+            every: number of tokens between the positions at which sliding windows are stored.
+
+        Yields:
+            (steps, every).
+        """
         yield steps, every
         if any(group.attention_span for group in self.canonical.groups):
             thinned = (chunks * self.canonical.chunk_tokens for chunks in _THINNED)
@@ -94,10 +107,13 @@ class StoredPrompt:
         return StorageChoice(steps, every, snapshots, total, max(high - low for low, high in pairwise(ends)))
 
     def _kept_chunks(self, steps: SnapshotSteps, every: int) -> Bools:
-        """Return a mask of the stored chunks, bool of shape (groups, chunks). Only complete chunks count.
+        """Return the mask of the complete chunks that are stored, bool of shape (groups, chunks).
+
+        In a group of recurrent state, a chunk is stored if a snapshot at the end of the chunk is stored.
 
         Args:
-            steps, every: same as in `choices`.
+            steps: settings of the engine that decide at which positions it leaves snapshots.
+            every: number of tokens between the positions at which sliding windows and snapshots are stored.
         """
         chunk = self.canonical.chunk_tokens
         ends = last_prefix_ends(self.tokens, chunk, steps.block_tokens if self._has_state else 0)
@@ -111,7 +127,7 @@ class StoredPrompt:
         return found
 
     def _usable(self, kept_chunks: Bools) -> Iterator[int]:
-        """Yield the lengths in tokens of all prefixes that a longer prompt can load, ascending.
+        """Yield the length in tokens of every prefix that a longer prompt can load, in ascending order.
 
         Args:
             kept_chunks: mask of the stored chunks, bool of shape (groups, chunks).
@@ -125,7 +141,15 @@ class StoredPrompt:
 
 
 def _finer(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, int]]:
-    """Yield the given settings (steps, every), then settings under which a prompt gets more snapshots."""
+    """Yield the given settings, then settings under which an engine leaves more snapshots (recurrent states).
+
+    Args:
+        steps: settings of the engine that decide at which positions it leaves snapshots.
+        every: number of tokens between the positions at which snapshots are stored. It is not changed.
+
+    Yields:
+        (steps, every).
+    """
     dense = replace(steps, retention=None)
     quarter = max(steps.apart // 4 // steps.block_tokens, 1) * steps.block_tokens
     finer = (replace(dense, step_tokens=tokens) for tokens in (quarter, steps.block_tokens))

@@ -25,12 +25,12 @@ ROOM_BYTES = TransferSettings().staging_bytes // 4
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The expected transfer of a route.
+    """The expected strategy, duration and READs of a route (layers that are copied alike between two ranks).
 
     Attributes:
-        strategy: strategy that the planner chooses.
+        strategy: transfer strategy that the planner chooses.
         seconds: expected duration in seconds.
-        read_descriptors, read_bytes: number of descriptors and bytes of all READs.
+        read_descriptors, read_bytes: total number of descriptors, and of bytes, of all READs.
     """
 
     strategy: Strategy
@@ -41,11 +41,11 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """The costs and the strategy that a forecast assumes.
+    """The costs of transfer work, and the transfer strategy, that a forecast assumes.
 
     Attributes:
         costs: costs of transfer work on the machine and the network link.
-        pin: strategy to use if it is possible; None for the cheapest strategy.
+        pin: strategy to use where it is possible; None for the cheapest strategy.
     """
 
     costs: Costs
@@ -53,10 +53,10 @@ class Pricing:
 
 
 def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
-    """Return the costs of transfers over a network link with limited bandwidth.
+    """Return the costs of transfer work if a network link limits the bandwidth.
 
     Args:
-        costs: costs of the machine.
+        costs: costs of transfer work on the machine.
         gigabytes_per_second: bandwidth of the link in 1e9 bytes per second; None to leave the costs as they
             are.
 
@@ -73,7 +73,10 @@ def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
 
 
 def pinned(name: str) -> Strategy | None:
-    """Return the strategy called `name`. If `name` is `AUTO`, return None, which stands for the cheapest one.
+    """Return the transfer strategy with a name; None, which stands for the cheapest strategy, for `AUTO`.
+
+    Args:
+        name: name of a strategy, or `AUTO`.
 
     Raises:
         ConfigError: no strategy has this name.
@@ -89,13 +92,15 @@ def pinned(name: str) -> Strategy | None:
 
 
 def expected(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> Expected:
-    """Return the expected transfer of a route's cells.
+    """Return the expected strategy, duration and READs for transferring cells of a route.
+
+    A cell is the part of a block that is copied as one unit.
 
     Args:
-        route: route to transfer.
+        route: layers that are copied alike between two ranks.
         cells: cells of the route that a request transfers.
-        counts: totals over these cells.
-        pricing: costs, and the strategy to use if one is required.
+        counts: number of descriptors and of bytes of these cells.
+        pricing: costs of transfer work, and the required strategy if there is one.
     """
     costs = pricing.costs
     found = transfer_methods(route, costs, ROOM_BYTES)

@@ -19,11 +19,11 @@ from kvferry.user_cache import expanded
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One model of the built-in table.
+    """A model of the built-in table.
 
     Attributes:
         name: name of the model.
-        source: origin of the configuration.
+        source: origin of the configuration, as a text for users.
         also: names of other models with the same KV cache geometry.
         config: keys and values of the model's ``config.json`` that affect the KV cache.
     """
@@ -45,16 +45,17 @@ def entries() -> tuple[ModelEntry, ...]:
 
 
 def lookup(name: str) -> ModelEntry | None:
-    """Return the model with this name in the built-in table; None if there is none.
+    """Return the model with a name from the built-in table; None if no model has this name.
 
-    Upper and lower case are equal, and a leading organisation name (``meta-llama/``) is ignored.
+    Args:
+        name: name of the model, in upper or lower case. A leading organisation (``meta-llama/``) is ignored.
     """
     wanted = _plain(name)
     return next((entry for entry in entries() if wanted in map(_plain, (entry.name, *entry.also))), None)
 
 
 def nearest(name: str) -> list[str]:
-    """Return up to two names in the built-in table that are similar to `name`, the most similar first."""
+    """Return up to two model names of the built-in table that are similar to `name`, most similar first."""
     known = {_plain(each): each for entry in entries() for each in (entry.name, *entry.also)}
     return [known[each] for each in get_close_matches(_plain(name), known, 2, 0.5)]
 
@@ -68,15 +69,15 @@ _FILE = "config.json"
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
-    """Return a model's display name and the content of its ``config.json``.
+    """Find a model, and return its display name and the content of its ``config.json``.
 
-    An existing path takes precedence over the built-in table, and the table over the hub.
+    Looks for an existing path first, then in the built-in table, then on the Hugging Face hub.
 
     Args:
         model: path of a ``config.json`` or of its folder, name in the built-in table, or name on the hub.
 
     Raises:
-        ConfigError: the model is unknown, or its file cannot be read. The message is one sentence.
+        ConfigError: the model is unknown, or its ``config.json`` cannot be read.
     """
     path = expanded(model)
     if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
@@ -118,7 +119,10 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-    """Return the path of the model's ``config.json`` in the local hub cache, after a download if needed.
+    """Return the path of a model's ``config.json`` in the local Hugging Face cache. Download it if needed.
+
+    Args:
+        model: name of the model on the Hugging Face hub, such as ``organisation/model``.
 
     Raises:
         ConfigError: huggingface_hub is not installed, or the download failed.

@@ -18,17 +18,17 @@ from kvferry.planning.select import needed_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForecast:
-    """The forecast for all layers with equal caches.
+    """The forecast of transferring a prompt's KV in one kind of layer. Layers of a kind have equal caches.
 
     Attributes:
-        store: cache of each of these layers, over all ranks.
+        store: KV cache of a layer of this kind, over all ranks.
         layers: number of layers.
         tables: number of block tables of these layers at the destination.
         tokens: number of tokens of the prompt that are transferred; for recurrent state, the position of the
-            snapshot.
-        page_bytes, to_page_bytes: content bytes of the largest page (one block in one layer on one rank), at
-            the source and at the destination.
-        moved: transfer of all these layers.
+            transferred state.
+        page_bytes, to_page_bytes: bytes, without padding, of the largest page (one block in one layer on one
+            rank), at the source and at the destination.
+        moved: expected transfer of all these layers together.
     """
 
     store: LayerCache
@@ -41,22 +41,22 @@ class LayerForecast:
 
     @property
     def is_state(self) -> bool:
-        """True if the layers cache recurrent state instead of tokens."""
+        """True if these layers cache recurrent state instead of tokens."""
         return self.store.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The forecast for the handover of one request.
+    """The forecast of a handover: the transfer of one request's KV from one engine to another.
 
     Attributes:
         model: name of the model.
-        source, destination: settings of both engines.
-        blocks: number of tokens per block at the source and at the destination.
+        source, destination: settings of the engine that sends and of the engine that receives.
+        blocks: number of tokens per block at the source, and at the destination.
         tokens: length of the prompt in tokens.
         rows: forecast for each kind of layer.
-        whole: transfer of all layers.
-        notes: assumptions and choices that were made, one sentence each.
+        whole: expected transfer of all layers together.
+        notes: assumptions of the forecast, one sentence each.
     """
 
     model: str
@@ -70,12 +70,15 @@ class Forecast:
 
     @property
     def token_bytes(self) -> int:
-        """KV cache bytes per token over all layers. Copies on several ranks count once."""
+        """Number of KV cache bytes per token, over all layers. Copies on several ranks count once."""
         return sum(row.layers * row.store.bytes_of(1) for row in self.rows if not row.is_state)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent state per sequence over all layers. Copies on several ranks count once."""
+        """Number of bytes of recurrent state per sequence, over all layers.
+
+        Copies on several ranks count once.
+        """
         return sum(row.layers * row.store.whole_bytes for row in self.rows if row.is_state)
 
 
@@ -87,17 +90,17 @@ def forecast(
     *,
     separate: bool = False,
 ) -> Forecast:
-    """Return the forecast for the handover of a prompt from one engine to another.
+    """Forecast a handover: the transfer of a prompt's KV from one engine to another.
 
     Args:
-        reading: caches of the model's layers.
-        sides: settings of the source and of the destination.
+        reading: description of the model's KV cache.
+        sides: settings of the source engine and of the destination engine.
         tokens: length of the prompt in tokens.
-        pricing: costs, and the strategy to use if one is required.
-        separate: True if K and V are separate pages on both sides, False if a page holds both.
+        pricing: costs of transfer work, and the required strategy if there is one.
+        separate: True if K and V are on separate pages in both engines, False if a page holds both.
 
     Raises:
-        KVFerryError: an engine cannot have these settings, or the two cannot exchange this model's cache.
+        KVFerryError: an engine cannot have these settings, or the engines cannot exchange this model's KV.
     """
     setting = set_up(reading, sides, tokens, separate=separate)
     sums = [TransferTotals() for _ in setting.kinds]
@@ -151,11 +154,13 @@ def _without_window(kind: GroupKind) -> GroupKind:
 
 
 def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
-    """Return the content bytes of the largest page in the groups with these indices; 0 without pages.
+    """Return the bytes, without padding, of the largest page (one block in one layer) in several groups.
+
+    Return 0 if these groups have no layers.
 
     Args:
-        ranks: geometry of all ranks of an engine.
-        groups: indices of groups.
+        ranks: memory geometry of all ranks of an engine.
+        groups: indices of the KV cache groups.
     """
     pages = [layer.page for rank in ranks for number in groups for layer in rank.groups[number].layers[:1]]
     return max((page.content_bytes for page in pages), default=0)
@@ -167,17 +172,19 @@ def _full_bytes(
     totals: Sequence[int],
     counts: Mapping[LayerCache, int],
 ) -> list[int | None]:
-    """Return the bytes that would be transferred for each kind of layer if all layers were full attention.
+    """Return the bytes that would be transferred for each kind of layer if all layers had full attention.
 
-    A layer that caches only recurrent state counts as much as the attention layer with the most bytes. State
-    in a layer that also has attention counts as 0. If the model has no attention, the result for state is
-    None.
+    A layer that caches only recurrent state counts as much as the attention layer with the most bytes.
+    Recurrent state in a layer that also has attention counts as 0.
 
     Args:
-        reading: caches of the model's layers.
-        kinds: kinds of layers.
-        totals: for each kind, the bytes that would be transferred if its attention were full attention.
+        reading: description of the model's KV cache.
+        kinds: KV cache of each kind of layer.
+        totals: for each kind, the bytes that would be transferred with full attention instead of windows.
         counts: number of layers of each kind.
+
+    Returns:
+        The number of bytes for each kind; None for recurrent state if the model has no attention layers.
     """
     attention = [
         total / counts[kind]

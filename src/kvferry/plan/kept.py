@@ -28,14 +28,15 @@ _NAME = bytes(NAMESPACE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class KeptSettings:
-    """Requested settings of the engine and of the tiers.
+    """The requested settings of an engine and its tiers, for a forecast of what the tiers store.
 
     Attributes:
-        step_tokens: maximum number of tokens per engine step, same as in `SnapshotSteps`.
-        retention: number of tokens between retained snapshots, same as in `SnapshotSteps`.
+        step_tokens: maximum number of tokens per engine step (``max_num_batched_tokens``).
+        retention: number of tokens between the snapshots (recurrent states) that the engine retains
+            (``prefix_cache_retention_interval``); 0 to retain only the last snapshot, None to retain all.
         chunk_tokens: number of tokens per chunk; None for the connector's default.
-        snapshot_tokens: number of tokens between positions at which windows and snapshots are stored; None
-            to store them at the end of every chunk.
+        snapshot_tokens: number of tokens between the positions at which sliding windows and snapshots are
+            stored; None to store them at the end of every chunk.
         prompt: length in tokens of the prompt that is stored.
     """
 
@@ -55,12 +56,14 @@ class KeptSettings:
 
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
-    """The format and the file size of one stored chunk of a group. In a state group, a chunk is a snapshot.
+    """The format and the file size of a stored chunk of one KV cache group.
+
+    In a group of recurrent state, a chunk is a snapshot: the state at one position.
 
     Attributes:
-        group: canonical form of the group.
+        group: format in which chunks of the group are stored.
         layers: number of layers in the group.
-        file_bytes: size in bytes of the chunk's file, with header and padding.
+        file_bytes: size in bytes of a chunk's file, with header and padding.
     """
 
     group: CanonicalGroup
@@ -69,22 +72,24 @@ class KeptGroup:
 
     @property
     def is_state(self) -> bool:
-        """True if the chunk is a snapshot of recurrent state."""
+        """True if a chunk of the group is a snapshot (recurrent state at one position)."""
         return self.group.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierForecast:
-    """A forecast of what an engine's tiers would store for a prompt.
+    """A forecast of the storage that a prompt's KV takes in an engine's tiers.
 
     Attributes:
         prompt: length of the prompt in tokens.
-        chunk_tokens: number of tokens per chunk; 0 if this cache cannot be stored.
-        first_tokens: length in tokens of the shortest prefix that can be loaded; 0 if this cache cannot be
+        chunk_tokens: number of tokens per chunk; 0 if this model's KV cannot be stored.
+        first_tokens: length in tokens of the shortest prefix that can be loaded; 0 if this model's KV cannot
+            be stored.
+        groups: format and file size of a chunk, for each KV cache group; empty if this model's KV cannot be
             stored.
-        groups: format and file size of one chunk, for each group; empty if this cache cannot be stored.
-        choices: what would be stored under the requested settings, then under alternative settings.
-        why_not: reason why the cache cannot be stored or no prefix of the prompt can be loaded; empty if a
+        choices: storage under the requested settings, followed by the storage under alternative settings;
+            empty if this model's KV cannot be stored.
+        why_not: reason why the KV cannot be stored, or why no prefix of the prompt can be loaded; empty if a
             prefix can be loaded.
     """
 
@@ -97,10 +102,10 @@ class TierForecast:
 
 
 def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierForecast:
-    """Return the forecast of what an engine's tiers would store for a prompt.
+    """Forecast the storage that a prompt's KV takes in an engine's tiers.
 
     Args:
-        reading: caches of the model's layers.
+        reading: description of the model's KV cache.
         side: settings of the engine that decide its memory layout.
         asked: requested settings of the engine and the tiers.
 

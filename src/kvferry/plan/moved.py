@@ -23,19 +23,22 @@ MIXED = "mixed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEstimate:
-    """The transfer of one kind of layer, or of all layers.
+    """The expected transfer of a prompt's KV, for one kind of layer or for all layers.
+
+    A *run* is a range of bytes that is contiguous at the source and at the destination.
 
     Attributes:
         pages: number of pages (one block in one layer) that are written at the destination, over all ranks.
-        descriptors: number of runs, after adjacent runs of consecutive cells are merged.
+        descriptors: number of runs, after adjacent runs of consecutive cells are merged. A cell is the part
+            of a block that is copied as one unit.
         bytes: number of useful bytes, over all ranks of the destination.
-        full_bytes: value that `bytes` would have if all layers were full attention; None if the model has no
-            attention to compare with.
-        run_bytes: weighted median of the run length in bytes: half of all bytes are in runs at least as long.
-        block_run_bytes: length in bytes of the longest run inside one cell (part of a block that is copied as
-            one unit).
-        strategy: name of the strategy, or `MIXED`.
-        read_descriptors, read_bytes: number of descriptors and bytes of all READs.
+        full_bytes: value that `bytes` would have if all layers had full attention; None if the model has no
+            attention layers.
+        run_bytes: weighted median of the run length in bytes: half of all bytes are in runs of this length
+            or longer runs.
+        block_run_bytes: length in bytes of the longest run inside one cell.
+        strategy: name of the transfer strategy; `MIXED` if several strategies are used.
+        read_descriptors, read_bytes: total number of descriptors, and of bytes, of all READs.
         seconds: expected duration in seconds on the slowest rank.
     """
 
@@ -53,13 +56,14 @@ class TransferEstimate:
 
 @dataclass(slots=True)
 class TransferTotals:
-    """Running totals of a transfer.
+    """Totals of a transfer, to which routes (layers that are copied alike between two ranks) are added.
 
     Attributes:
-        pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: same as in `TransferEstimate`.
-        runs: total bytes of all runs, by run length in bytes.
-        strategies: distinct strategies of the added routes.
-        seconds: expected duration in seconds, by index of the destination's rank.
+        pages, descriptors, bytes, full_bytes, read_descriptors, read_bytes: totals over the added routes.
+            `TransferEstimate` explains them.
+        runs: number of bytes in runs of each length. Keys: run length in bytes.
+        strategies: distinct transfer strategies of the added routes.
+        seconds: expected duration in seconds for each destination rank. Keys: index of the rank.
     """
 
     pages: int = 0
@@ -73,14 +77,16 @@ class TransferTotals:
     seconds: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, rank: int, route: Route, cells: Cells, full: Cells, pricing: Pricing) -> None:
-        """Add one route of one destination rank to these totals.
+        """Add a route to these totals.
+
+        A cell is the part of a block that is copied as one unit.
 
         Args:
-            rank: index of the rank at the destination.
-            route: route to add.
+            rank: index of the destination rank.
+            route: layers that are copied alike from one source rank to the destination rank.
             cells: cells of the route that are transferred.
-            full: cells of the route that would be transferred if its layers were full attention.
-            pricing: costs, and the strategy to use if one is required.
+            full: cells of the route that would be transferred if its layers had full attention.
+            pricing: costs of transfer work, and the required strategy if there is one.
         """
         counted = count_transfer(route, cells)
         self.pages += len(route.layers) * len(set(cells.dst_block.tolist()))
@@ -99,7 +105,7 @@ class TransferTotals:
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:
-        """Return the sum of several totals. The `full_bytes` of the sum is 0, because it is not summed."""
+        """Return the sum of several totals. The attribute `full_bytes` is not summed, but 0 in the result."""
         whole = cls()
         for part in parts:
             whole.pages += part.pages
@@ -114,11 +120,11 @@ class TransferTotals:
         return whole
 
     def moved(self, full_bytes: int | None) -> TransferEstimate:
-        """Return the estimate for these totals.
+        """Return the expected transfer that these totals describe.
 
         Args:
-            full_bytes: bytes if all layers were full attention, same as in `TransferEstimate`. It replaces
-                the attribute of these totals.
+            full_bytes: number of bytes that would be transferred if all layers had full attention; None if
+                the model has no attention layers. The attribute `full_bytes` of these totals is not used.
         """
         runs = {length: total for length, total in self.runs.items() if total}
         strategies = sorted(self.strategies) or [Strategy.DIRECT]
@@ -137,13 +143,16 @@ class TransferTotals:
 
 
 def median_run(runs: Mapping[int, int]) -> int:
-    """Return the run length such that half of all bytes are in runs at least as long; 0 without runs.
+    """Return the weighted median of the run length: half of all bytes are in runs of this length or longer.
+
+    A run is a range of bytes that is contiguous at the source and at the destination. The result is 0 if
+    there are no runs.
 
     >>> median_run({1024: 3000, 65536: 5000}), median_run({1024: 5000, 65536: 3000})
     (65536, 1024)
 
     Args:
-        runs: total bytes of all runs, by run length in bytes.
+        runs: number of bytes in runs of each length. Keys: run length in bytes.
     """
     half, seen = sum(runs.values()) / 2, 0
     for length in sorted(runs, reverse=True):

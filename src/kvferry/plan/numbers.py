@@ -12,7 +12,10 @@ from kvferry.plan.side import EngineSide
 
 
 def kept_as_json(kept: TierForecast) -> dict[str, Any]:
-    """Return the forecast of the tiers as a JSON object. Sizes are in bytes, lengths in tokens."""
+    """Return the forecast of the tiers as values that can be written as JSON.
+
+    Sizes are in bytes, and lengths in tokens.
+    """
     return {
         "prompt_tokens": kept.prompt,
         "chunk_tokens": kept.chunk_tokens,
@@ -46,7 +49,10 @@ def _choice(one: StorageChoice) -> dict[str, Any]:
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """Return the forecast of a handover as a JSON object, in bytes, tokens and seconds."""
+    """Return the forecast of a handover as values that can be written as JSON.
+
+    Sizes are in bytes, lengths in tokens, and times in seconds.
+    """
     rows = forecast.rows
     sides = zip((forecast.source, forecast.destination), forecast.blocks, strict=True)
     source, destination = (_side(side, tokens) for side, tokens in sides)

@@ -18,13 +18,16 @@ from kvferry.planning.template import Route, Template, build_templates
 
 
 def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
-    """Replace every layer that caches K and V by one layer for K and one for V.
+    """Return a description of the model in which K and V of a layer are the caches of two separate layers.
 
     Engines laid out K and V like this before they packed both per head and token.
 
+    Args:
+        reading: description of the model's KV cache.
+
     Returns:
-        (new model, origin). The origin maps each kind of layer in the new model to the kind in `reading` from
-        which it comes.
+        (new description, origin). The origin maps each kind of layer in the new description to the kind of
+        layer in `reading` from which it was made.
     """
     origin: dict[LayerCache, LayerCache] = {}
     parts: dict[LayerCache, tuple[LayerCache, ...]] = {}
@@ -45,9 +48,9 @@ _STEP = 2
 
 
 def span_of(tokens: int) -> LoadSpan:
-    """Return the span that a handover transfers: all tokens of a prompt except the last one.
+    """Return the range of tokens that a handover transfers: all tokens of a prompt except the last token.
 
-    The destination has no cached tokens, and it computes the last prompt token itself.
+    The destination has no cached tokens. It computes the last token of the prompt itself.
 
     Args:
         tokens: length of the prompt in tokens.
@@ -57,12 +60,12 @@ def span_of(tokens: int) -> LoadSpan:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The block tables of the request on one side.
+    """The block tables of a request in one engine.
 
     Attributes:
-        by_group: block ids by position for each group, int64 of shape (blocks,). A state group has one block,
-            which holds the snapshot.
-        num_blocks: number of blocks in the pool.
+        by_group: block table of each KV cache group: block ids in the order of the tokens, int64 of shape
+            (blocks,). A group of recurrent state has one block, which holds the state.
+        num_blocks: number of blocks in the engine's pool.
     """
 
     by_group: tuple[Int64s, ...]
@@ -70,12 +73,14 @@ class Tables:
 
 
 def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
-    """Return the block tables of all groups on one side. No table contains the null block or a shared block.
+    """Make up block tables for a request in one engine.
+
+    No block is in two tables, and no table contains the null block.
 
     Args:
-        reading: caches of the model's layers.
-        side: settings of the engine on this side.
-        tokens: length of the prompt in tokens.
+        reading: description of the model's KV cache.
+        side: settings of the engine.
+        tokens: length of the request's prompt in tokens.
     """
     layers = reading.cache.layers
     return scattered(
@@ -87,10 +92,13 @@ def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
 
 
 def scattered(blocks: Sequence[int]) -> Tables:
-    """Return block tables with the given numbers of blocks. No two blocks are adjacent.
+    """Make up block tables with the given numbers of blocks. No two blocks are adjacent in memory.
 
     >>> [table.tolist() for table in scattered([2, 1]).by_group], scattered([2, 1]).num_blocks
     ([[1, 3], [5]], 7)
+
+    Args:
+        blocks: number of blocks in each table.
     """
     ids = 1 + _STEP * np.arange(sum(blocks), dtype=np.int64)
     cuts = np.cumsum(blocks)[:-1]
@@ -99,14 +107,14 @@ def scattered(blocks: Sequence[int]) -> Tables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """Two engines and a request between them, at made-up addresses.
+    """Two hypothetical engines with memory at made-up addresses, and a request to transfer between them.
 
     Attributes:
-        kinds: distinct caches of the model's layers.
-        src_rows, dst_rows: index in `kinds` of each group of the source and of the destination.
-        srcs, dsts: geometry of all ranks of the source and of the destination.
+        kinds: KV cache of each kind of layer. Layers with equal caches are of the same kind.
+        src_rows, dst_rows: index in `kinds` for each KV cache group of the source and of the destination.
+        srcs, dsts: memory geometry of all ranks of the source and of the destination.
         src_tables, dst_tables: block tables of the request at the source and at the destination.
-        span: tokens that are transferred.
+        span: range of the prompt's tokens to transfer.
     """
 
     kinds: tuple[LayerCache, ...]
@@ -119,22 +127,25 @@ class PlannedTransfer:
     span: LoadSpan
 
     def templates(self, number: int) -> tuple[Template, ...]:
-        """Return the templates by which one destination rank reads from every source rank.
+        """Return the templates (copies computed in advance) by which one destination rank reads.
+
+        There is one template per source rank.
 
         Args:
             number: index of the destination rank.
 
         Raises:
-            Incompatible: the two engines cannot exchange this model's cache.
+            Incompatible: the two engines cannot exchange this model's KV.
         """
         return build_templates(self.srcs, self.dsts[number])
 
     def cells(self, route: Route, kind: GroupKind, attention_span: int) -> Cells:
-        """Return the cells of a route that the request transfers.
+        """Return the cells (parts of blocks that are copied as one unit) that the request transfers.
 
         Args:
-            route: route of a template.
-            kind, attention_span: assumed kind and attention span of the route's destination group.
+            route: layers that are copied alike between two ranks.
+            kind: assumed kind of these layers' cache, such as full attention.
+            attention_span: assumed attention span of these layers in tokens; 0 for all tokens.
         """
         src, dst = self.src_tables.by_group[route.src_group], self.dst_tables.by_group[route.dst_group]
         return select_cells(
@@ -145,13 +156,13 @@ class PlannedTransfer:
 def set_up(
     reading: ModelReading, sides: tuple[EngineSide, EngineSide], tokens: int, *, separate: bool = False
 ) -> PlannedTransfer:
-    """Lay out the memory of both engines, and allocate blocks for the request on both sides.
+    """Lay out the memory of two hypothetical engines, and make up the block tables of a request in both.
 
     Args:
-        reading: caches of the model's layers.
-        sides: settings of the source and of the destination.
-        tokens: length of the prompt in tokens.
-        separate: True if K and V are separate pages on both sides, False if a page holds both.
+        reading: description of the model's KV cache.
+        sides: settings of the source engine and of the destination engine.
+        tokens: length of the request's prompt in tokens.
+        separate: True if K and V are on separate pages in both engines, False if a page holds both.
 
     Raises:
         KVFerryError: an engine cannot have these settings.

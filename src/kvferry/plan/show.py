@@ -30,7 +30,7 @@ _NAMES = {
 
 
 def show(forecast: Forecast, console: Console) -> None:
-    """Print the forecast of a handover to `console`."""
+    """Print the forecast of a handover: both engines, a table with one row per kind of layer, and notes."""
     for line in _heading(forecast):
         console.print(line, highlight=False)
     console.print()
@@ -46,7 +46,11 @@ def show(forecast: Forecast, console: Console) -> None:
 
 
 def describe(store: LayerCache) -> str:
-    """Return a short name of a layer's cache, such as ``full attention``, ``window 1,024`` or ``latent``."""
+    """Return a short name for a kind of layer, such as ``full attention``, ``window 1,024`` or ``latent``.
+
+    Args:
+        store: KV cache of a layer of this kind.
+    """
     name = store.fields[0].name if store.kind is GroupKind.MLA else _NAMES[store.kind]
     return f"{name} {store.attention_span:,}" if store.attention_span else name
 
@@ -62,7 +66,12 @@ def _heading(forecast: Forecast) -> Iterator[str]:
 
 
 def engine(side: EngineSide, block_tokens: int) -> str:
-    """Return a description of one engine: parallel sizes, layout and block size."""
+    """Return a short description of an engine: parallel sizes, layout and block size.
+
+    Args:
+        side: settings of the engine.
+        block_tokens: number of tokens per block.
+    """
     return f"{side.label}, blocks of {block_tokens:,}"
 
 
@@ -86,7 +95,7 @@ def _table(forecast: Forecast) -> Table:
 
 
 def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
-    """Yield the texts of each table row.
+    """Yield the rows of the table that shows a forecast. A row is a tuple of texts, one per column.
 
     There is one row per kind of layer. If there are several kinds, a row for all layers follows.
     """
@@ -107,7 +116,7 @@ def _moved(moved: TransferEstimate) -> Iterator[str]:
 
 
 def show_table(console: Console) -> None:
-    """Print all models of the built-in table, with their kinds of layers and the origin of each entry."""
+    """Print each model of the built-in table with its kinds of layers and the origin of its configuration."""
     for entry in entries():
         reading = read_model(entry.config)
         kinds = Counter(reading.cache.layers)

@@ -17,7 +17,12 @@ PER_TOKENS = 1024
 
 
 def show_kept(kept: TierForecast, console: Console) -> None:
-    """Print the forecast of the tiers to `console`."""
+    """Print the forecast of what an engine's tiers store for a prompt.
+
+    Args:
+        kept: forecast to print.
+        console: console to print to.
+    """
     console.print()
     if not kept.groups:
         console.print(
@@ -61,7 +66,10 @@ def _group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
 
 
 def _choices(kept: TierForecast) -> Table:
-    """Return a table with one row per storage choice. The requested settings come first."""
+    """Return a table of the storage that the prompt takes, with one row per combination of settings.
+
+    The first row is for the requested settings, and the other rows are for alternative settings.
+    """
     state = any(group.is_state for group in kept.groups)
     thinned = any(group.group.attention_span for group in kept.groups) or any(
         choice.snapshot_tokens != kept.chunk_tokens for choice in kept.choices

@@ -23,11 +23,11 @@ _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """The requested settings of one engine.
+    """The requested settings of one engine that decide its memory layout.
 
     Attributes:
         tp, pp: number of tensor-parallel ranks, and of pipeline ranks.
-        layout: order of the axes in memory: one of `LAYOUTS`, NHD or HND.
+        layout: name of the memory layout (order of the axes in memory): one of `LAYOUTS`, NHD or HND.
         block_tokens: number of tokens per block; None for vLLM's choice.
     """
 
@@ -48,21 +48,22 @@ class EngineSide:
 
     @property
     def label(self) -> str:
-        """Short description for people, e.g. ``TP2 LBNHC``, without the block size."""
+        """Short description of the engine for users, such as ``TP2 LBNHC``, without the block size."""
         parallel = [f"TP{self.tp}", *([f"PP{self.pp}"] if self.pp > 1 else [])]
         return f"{' '.join(parallel)} {self.layout}"
 
 
 def layout_of(name: str, reading: ModelReading) -> str:
-    """Return the layout called `name`; for `AUTO`, the default of an engine with kvferry's connector.
+    """Return the name of an engine's memory layout, after replacing `AUTO` by the default for the model.
 
-    The default has blocks outermost if vLLM supports that. MLA backends do not declare support, so their
-    default is LBNHC, as in vLLM. Compressed latents (DeepSeek V4) require blocks outermost. If layers have
-    different caches, heads cannot be outside of layers.
+    The default is the layout of an engine with kvferry's connector. Its outermost axis is blocks, if vLLM
+    supports that for the model. vLLM's MLA backends do not declare support, so their default is LBNHC, as in
+    vLLM. Models with compressed latents (DeepSeek V4) require blocks as the outermost axis. If layers have
+    different caches, heads cannot be an outer axis of layers.
 
     Args:
-        name: name of a layout, or `AUTO`. It is not checked.
-        reading: caches of the model's layers.
+        name: name of a layout, or `AUTO`. A name other than `AUTO` is returned without a check.
+        reading: description of the model's KV cache.
     """
     if name.lower() != AUTO:
         return name
@@ -75,16 +76,21 @@ def layout_of(name: str, reading: ModelReading) -> str:
 
 
 def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
-    """Return the number of tokens per block in most layers, and the reason in words.
+    """Return the engine's number of tokens per block, and the reason for this number.
 
-    The reason is empty if all layers have the requested or ordinary block size.
+    Some layers may have more tokens per block. The reason then explains these layers too.
 
     Args:
-        reading: caches of the model's layers.
+        reading: description of the model's KV cache.
         side: requested settings of the engine.
 
+    Returns:
+        The number of tokens per block, and the reason as a text. The reason is empty if all layers have the
+        requested or the ordinary block size.
+
     Raises:
-        GeometryError: the ranks can neither share nor copy the heads evenly.
+        GeometryError: the heads cannot be distributed evenly over the tensor-parallel ranks, or the layout
+            does not suit this model.
     """
     tokens, why = base_tokens(reading.cache.layers, side.tp, side.block_tokens)
     _, more = block_sizes(reading.cache.layers, side.tp, side.layout, tokens)
@@ -92,10 +98,10 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
 
 def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
-    """Return the settings that decide the engine's memory layout.
+    """Return an engine's parallel sizes, block sizes, KV cache groups and layout, as vLLM would choose them.
 
     Args:
-        reading: caches of the model's layers.
+        reading: description of the model's KV cache.
         side: requested settings of the engine.
         num_blocks: number of blocks in each rank's pool.
 
@@ -113,12 +119,17 @@ def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineSha
 
 
 def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
-    """Return the number of entries in `reading.cache.layers` on each pipeline rank.
+    """Return the number of entries in `reading.cache.layers` that each pipeline rank has.
 
-    Layers without a cache count when layers are distributed over the ranks.
+    The ranks get equal numbers of the model's layers, as far as possible. A layer of the model may have no
+    entry in `reading.cache.layers`, or several.
+
+    Args:
+        reading: description of the model's KV cache.
+        pp: number of pipeline ranks.
 
     Raises:
-        ConfigError: a rank has no layer with a cache.
+        ConfigError: a pipeline rank has no layer with a cache.
     """
     cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]

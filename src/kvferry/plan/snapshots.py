@@ -29,10 +29,13 @@ _EVERY = ("none", "")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSteps:
-    """The settings of an engine that decide where it leaves snapshots.
+    """The settings of an engine that decide at which positions it leaves snapshots.
 
-    Example: a prompt of 2,000 tokens in blocks of 128 tokens. It is computed in one step, in steps of 512
-    tokens, and in steps of 512 tokens with snapshots retained every 1,024 tokens.
+    A *snapshot* is the recurrent state of a sequence at one position.
+
+    Example: an engine with blocks of 128 tokens computes a prompt of 2,000 tokens. The engine computes the
+    prompt in one step, then in steps of 512 tokens, then in steps of 512 tokens with snapshots retained every
+    1,024 tokens.
 
     >>> settings = ((2048, 0), (600, None), (600, 1024))
     >>> [list(SnapshotSteps(128, step, keep).positions(2000)) for step, keep in settings]
@@ -61,11 +64,14 @@ class SnapshotSteps:
 
     @property
     def apart(self) -> int:
-        """Number of tokens per step, rounded down to whole blocks, at least one block."""
+        """Number of tokens that a prefill step computes: `step_tokens`, rounded down to whole blocks.
+
+        It is at least one block.
+        """
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
     def positions(self, prompt: int) -> Iterator[int]:
-        """Yield the positions at which vLLM leaves a snapshot of a prompt, ascending.
+        """Yield, in ascending order, the positions at which vLLM leaves a snapshot of the recurrent state.
 
         Args:
             prompt: length of the prompt in tokens.
@@ -88,6 +94,12 @@ def retention_of(text: str) -> int | None:
 
     >>> retention_of("0"), retention_of("8448"), retention_of("None")
     (0, 8448, None)
+
+    Args:
+        text: number of tokens, or "None".
+
+    Returns:
+        The number of tokens; None, with which the engine retains all snapshots, for "None" or an empty text.
 
     Raises:
         ConfigError: the text is neither a number of tokens nor "None".

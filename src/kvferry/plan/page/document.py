@@ -52,12 +52,14 @@ _COLUMNS = (
 
 
 def picture(forecast: Forecast, reading: ModelReading, *, separate: bool = False) -> str:
-    """Return the text of the HTML file. The file loads no other files and runs no scripts.
+    """Return the HTML page that shows a handover forecast: a table, and pictures of the copied memory.
+
+    The page loads no other files and runs no scripts.
 
     Args:
         forecast: forecast to show.
-        reading: caches of the model's layers, from which the forecast was computed.
-        separate: True if the forecast was computed with K and V as separate pages.
+        reading: description of the model's KV cache, from which the forecast was computed.
+        separate: True if the forecast was computed with K and V on separate pages.
     """
     setting = set_up(reading, (forecast.source, forecast.destination), forecast.tokens, separate=separate)
     body = [*_heading(forecast), _table(forecast), *_notes(forecast), _legend()]
@@ -109,8 +111,8 @@ def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Itera
     """Yield the HTML of the section for one kind of layer: a picture of all layers, then of one layer.
 
     Args:
-        setting: engines and request.
-        number: index of the kind in `setting.kinds`.
+        setting: both engines, and the request to transfer.
+        number: index of the kind of layer in `setting.kinds`.
         row: forecast for this kind of layer.
     """
     yield f"<section><h2>{row.layers} {escape(describe(row.store))}</h2>"

@@ -27,11 +27,13 @@ _LONGEST_RULE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Ribbon:
-    """A copied run, drawn between two lanes.
+    """A drawn band that connects copied bytes in the source's memory to the same bytes at the destination.
+
+    A lane is the row of memory pieces of one rank in the picture.
 
     Attributes:
-        src, dst: index of the lane of the source, and of the destination.
-        run: range of bytes that is copied.
+        src, dst: index of the lane among the source's lanes, and among the destination's lanes.
+        run: copied bytes.
     """
 
     src: int
@@ -42,12 +44,15 @@ class Ribbon:
 def drawing(
     title: str, src: Sequence[MemoryLane], dst: Sequence[MemoryLane], ribbons: Sequence[Ribbon]
 ) -> str:
-    """Return the SVG element of a picture.
+    """Draw memory copies as an SVG element: the source's memory above, the destination's memory below.
+
+    A lane is the row of strips (contiguous pieces of memory) of one rank. A ribbon is a band that connects
+    copied bytes of both sides.
 
     Args:
         title: description of the picture for screen readers.
-        src, dst: lanes of both sides, each with at least one strip.
-        ribbons: copied runs between the lanes.
+        src, dst: lanes of the source and of the destination, each with at least one strip.
+        ribbons: bands to draw between the lanes.
     """
     above, below = place(src), place(dst)
     top, bottom = _LABEL, _LABEL + _BAR + _BETWEEN
@@ -99,11 +104,13 @@ def _where(placed: DrawnLane, address: int) -> str:
 
 
 def _rule(per_byte: float, y: int) -> str:
-    """Return the SVG of a scale bar. Its length is a power of two in bytes, up to a fifth of the width.
+    """Return the SVG of a scale bar. The bar stands for a power of two of bytes, labelled with this size.
+
+    The bar is the longest that takes at most a fifth of the picture's width.
 
     Args:
-        per_byte: width of a byte in the picture.
-        y: vertical position of the bar.
+        per_byte: width of a byte in the picture, in SVG units.
+        y: vertical position of the label, in SVG units.
     """
     step = 1
     while 2 * step * per_byte <= _LONGEST_RULE * WIDTH:

@@ -21,7 +21,7 @@ _MOST_GAPS = WIDTH / 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryLane:
-    """The drawn memory of one rank.
+    """The memory of one rank to draw as a row in a picture.
 
     Attributes:
         label: name of the rank.
@@ -34,13 +34,15 @@ class MemoryLane:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLane:
-    """A lane with its horizontal positions in the picture.
+    """The memory of one rank, with its horizontal positions in a picture.
+
+    A strip is a contiguous piece of the rank's memory.
 
     Attributes:
         lane: memory of the rank.
-        addresses: address of each strip.
-        starts: position of the first byte of each strip.
-        per_byte: width of a byte in the picture.
+        addresses: memory address of the first byte of each strip.
+        starts: horizontal position of the first byte of each strip, in SVG units.
+        per_byte: width of a byte in the picture, in SVG units.
     """
 
     lane: MemoryLane
@@ -49,16 +51,17 @@ class DrawnLane:
     per_byte: float
 
     def at(self, address: int) -> float:
-        """Return the horizontal position of an address.
+        """Return the horizontal position, in SVG units, of a memory address.
 
-        An address between two strips has the position of the end of the first one.
+        An address between two strips (contiguous pieces of memory) has the position of the end of the first
+        of them.
         """
         number = max(bisect_right(self.addresses, address) - 1, 0)
         inside = min(address - self.addresses[number], self.lane.strips[number].length)
         return self.starts[number] + inside * self.per_byte
 
     def interval(self, address: int, length: int) -> tuple[float, float]:
-        """Return the horizontal positions at which a range of memory begins and ends.
+        """Return the horizontal positions, in SVG units, at which a range of memory begins and ends.
 
         Args:
             address: address of the first byte.
@@ -68,7 +71,13 @@ class DrawnLane:
 
 
 def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
-    """Place all lanes of one side next to each other, and return them with their positions."""
+    """Compute the horizontal positions of the memory of all ranks of one engine, placed next to each other.
+
+    Memory that is not contiguous is separated by a gap.
+
+    Args:
+        lanes: memory of each rank.
+    """
     total = sum(strip.length for lane in lanes for strip in lane.strips) or 1
     breaks = sum(_breaks(lane) for lane in lanes)
     gap = min(_GAP, _MOST_GAPS / breaks) if breaks else 0.0
@@ -88,5 +97,5 @@ def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
 
 
 def _breaks(lane: MemoryLane) -> int:
-    """Return the number of gaps between the strips of a lane."""
+    """Return the number of gaps between the strips (contiguous pieces of memory) of one rank."""
     return sum(before.stop != after.address for before, after in pairwise(lane.strips))

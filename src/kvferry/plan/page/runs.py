@@ -16,14 +16,17 @@ from kvferry.planning.template import Route
 
 @dataclass(frozen=True, slots=True)
 class DrawnRun:
-    """A run or a part of one, or several parts that are drawn as one.
+    """Copied bytes that are drawn as one band: a run, a part of a run, or parts of several runs.
+
+    A run is a range of bytes that is contiguous at the source and at the destination.
 
     Attributes:
-        src, dst: address of the first byte on either side.
-        src_span, dst_span: number of bytes from the first byte to the last one on either side, gaps included.
+        src, dst: address of the first byte at the source, and at the destination.
+        src_span, dst_span: number of bytes from the first to the last byte, gaps included, at the source and
+            at the destination.
         bytes: number of copied bytes.
-        longest: length in bytes of the longest run to which the parts belong.
-        pieces: number of parts.
+        longest: length in bytes of the longest run of which bytes are drawn.
+        pieces: number of runs, or parts of runs, that are drawn as one band.
     """
 
     src: int
@@ -36,11 +39,13 @@ class DrawnRun:
 
 
 def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
-    """Yield the contiguous runs of a route that lie within the drawn blocks, the first ones of each side.
+    """Yield the runs that are copied between the first blocks of the source and of the destination.
+
+    A run is a range of bytes that is contiguous on both sides.
 
     Args:
-        route: route to draw.
-        src_blocks, dst_blocks: number of drawn blocks on either side.
+        route: layers to draw, which are copied alike between two ranks.
+        src_blocks, dst_blocks: number of drawn blocks at the source, and at the destination.
     """
     cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
     for cell in range(cells):
@@ -60,11 +65,14 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun
 
 
 def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, DrawnRun]]:
-    """Divide a run at the ends of strips, and yield the parts that lie inside a strip on both sides.
+    """Divide a copied range of bytes into parts, so that each part is inside one strip on both sides.
+
+    A strip is a contiguous piece of memory that is drawn as a rectangle. Bytes outside of all strips are left
+    out.
 
     Args:
-        run: one run, which is contiguous on both sides.
-        src, dst: strips of both sides, sorted by address.
+        run: range of bytes that is contiguous at the source and at the destination.
+        src, dst: strips of the source and of the destination, sorted by address.
 
     Yields:
         (index of the source's strip, index of the destination's strip, part of the run).
@@ -95,10 +103,12 @@ def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[t
 
 
 def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
-    """Join all parts that connect the same two strips, and return one `DrawnRun` per pair of strips.
+    """Join the copied bytes that connect the same two strips, and return one `DrawnRun` per pair of strips.
+
+    A strip is a contiguous piece of memory that is drawn as a rectangle.
 
     Args:
-        parts: (index of the source's strip, index of the destination's strip, part of a run).
+        parts: tuples (index of the source's strip, index of the destination's strip, copied bytes).
     """
     joined: dict[tuple[int, int], DrawnRun] = {}
     for a, b, part in parts:
@@ -108,9 +118,14 @@ def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
 
 
 def _next(strips: Sequence[Strip], address: int) -> int | None:
-    """Return the index of the first strip that ends after `address`; None if there is none.
+    """Return the index of the strip that contains an address; if no strip does, the index of the next strip.
 
-    This is the strip that contains the address, or else the next strip.
+    Args:
+        strips: contiguous pieces of memory, sorted by address.
+        address: memory address.
+
+    Returns:
+        The index; None if all strips end at or before the address.
     """
     number = bisect_right(strips, address, key=lambda strip: strip.stop)
     return number if number < len(strips) else None

@@ -26,14 +26,17 @@ MAX_RIBBONS = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The content of a picture.
+    """The content of a picture of the copies of one KV cache group.
+
+    A lane is the row of strips (contiguous pieces of memory) of one rank. A ribbon is a band that connects
+    copied bytes of both sides. A run is a range of bytes that is contiguous on both sides.
 
     Attributes:
-        src, dst: lanes of both sides, each with at least one strip.
-        ribbons: copied runs between the lanes.
+        src, dst: lanes of the source and of the destination, each with at least one strip.
+        ribbons: bands between the lanes.
         layers: names of the drawn layers.
         of_layers: number of layers of the group on the drawn ranks.
-        src_blocks, dst_blocks: number of drawn blocks on either side.
+        src_blocks, dst_blocks: number of drawn blocks at the source, and at the destination.
         runs: number of copied runs between the drawn blocks.
         joined: True if some ribbon stands for several runs.
     """
@@ -50,16 +53,21 @@ class Scene:
 
 
 def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | None:
-    """Return the picture of a group; None if none of its layers is copied between the drawn ranks.
+    """Return the content of the picture that shows the copies of one KV cache group.
 
     At most `MAX_RANKS` ranks are drawn per side. If the source groups layers differently, the picture shows
-    only layers that share a block table on both sides. Layers are left out if there are too many strips.
+    only layers that share a block table on both sides. Layers are left out if the picture would have more
+    than `MAX_STRIPS` strips (contiguous pieces of memory).
 
     Args:
-        setting: engines and request.
+        setting: both engines, and the request to transfer.
         group: index of the group at the destination.
-        one_layer: True to draw only the first layer, with one ribbon per run if there are at most
-            `MAX_RIBBONS` runs. False to draw all layers, with all runs between two strips as one ribbon.
+        one_layer: True to draw only the first layer, with one band per copied range of bytes if there are at
+            most `MAX_RIBBONS` ranges. False to draw all layers, with one band for all copies between two
+            strips.
+
+    Returns:
+        The content; None if no layer of the group is copied between the drawn ranks.
     """
     srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
     routes = [
@@ -105,14 +113,15 @@ def _shown(
     blocks: tuple[int, int],
     runs: int,
 ) -> Scene:
-    """Return the content of the picture. Lanes without strips are left out.
+    """Return the content of the picture, without the ranks that have no memory to draw.
 
     Args:
-        above, below: lanes of the source and of the destination.
-        ribbons: copied runs between these lanes.
+        above, below: memory of each rank of the source, and of each rank of the destination.
+        ribbons: bands to draw between the memory of the ranks.
         names: names of the drawn layers.
-        of_layers, runs: same as in `Scene`.
-        blocks: number of drawn blocks at the source and at the destination.
+        of_layers: number of layers of the group on the drawn ranks.
+        blocks: number of drawn blocks at the source, and at the destination.
+        runs: number of copied ranges of bytes between the drawn blocks.
     """
     src = [number for number, lane in enumerate(above) if lane.strips]
     dst = [number for number, lane in enumerate(below) if lane.strips]
@@ -130,10 +139,13 @@ def _shown(
 
 
 def _blocks(route: Route) -> tuple[int, int]:
-    """Return the number of blocks to draw at the source and at the destination.
+    """Return the number of blocks to draw at the source, and at the destination.
 
     On the side with larger blocks, one block is drawn. On the other side, as many whole blocks are drawn as
     fit into that block.
+
+    Args:
+        route: layers to draw, which are copied alike between two ranks.
     """
     if route.cell_tokens == 0:
         return 1, 1
@@ -141,7 +153,12 @@ def _blocks(route: Route) -> tuple[int, int]:
 
 
 def _names(ranks: Sequence[RankGeometry], group: int) -> Iterator[str]:
-    """Yield the name of every layer that the group has on these ranks, each once."""
+    """Yield the name of every layer that a KV cache group has on several ranks, each name once.
+
+    Args:
+        ranks: memory geometry of the ranks.
+        group: index of the group.
+    """
     yield from dict.fromkeys(layer.name for rank in ranks for layer in rank.groups[group].layers)
 
 
@@ -152,13 +169,13 @@ def _sides(
     names: Sequence[str],
     blocks: tuple[int, int],
 ) -> tuple[list[MemoryLane], list[MemoryLane]]:
-    """Return the lanes of the source and of the destination.
+    """Return the memory to draw for each rank of the source, and for each rank of the destination.
 
     Args:
-        srcs, dsts: drawn ranks of both sides.
-        groups: index of the group on either side.
+        srcs, dsts: drawn ranks of the source and of the destination.
+        groups: index of the KV cache group at the source, and at the destination.
         names: names of the drawn layers.
-        blocks: number of drawn blocks on either side.
+        blocks: number of drawn blocks at the source, and at the destination.
     """
     above = [_lane("source", rank, groups[0], names, blocks[0]) for rank in srcs]
     return above, [_lane("destination", rank, groups[1], names, blocks[1]) for rank in dsts]

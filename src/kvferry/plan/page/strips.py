@@ -22,7 +22,8 @@ class Strip:
     Attributes:
         address: address of the first byte.
         length: length in bytes.
-        layer, block: index of the layer in the group, and id of the block.
+        layer: index of the layer in its KV cache group.
+        block: id of the block.
         name: name of the layer.
     """
 
@@ -39,12 +40,12 @@ class Strip:
 
 
 def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
-    """Return the strips of the first blocks in some layers of a group, sorted by address.
+    """Return the strips (contiguous pieces of memory) of the first blocks in some layers, sorted by address.
 
     Args:
-        group: group of one rank.
-        layers: indices of layers in the group.
-        blocks: number of blocks, from block 0 on.
+        group: KV cache group on one rank.
+        layers: indices of the layers in the group.
+        blocks: number of blocks. The blocks are 0 to ``blocks - 1``.
     """
     found = []
     for number in layers:
@@ -60,13 +61,17 @@ def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
 
 
 def rank_label(rank: RankGeometry) -> str:
-    """Return a short name of a rank, e.g. ``TP rank 0 of 2``."""
+    """Return a short name of a rank, such as ``TP rank 0 of 2``."""
     stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
     return f"{stage}TP rank {rank.tp_rank} of {rank.tp_size}"
 
 
 def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:
-    """Return the byte offset and the length in bytes of each contiguous piece of a page, int64."""
+    """Return the contiguous pieces of memory of a page (one block in one layer), in ascending order.
+
+    Returns:
+        (byte offset of each piece in the page, length of each piece in bytes), both int64 of shape (pieces,).
+    """
     starts, lengths = [], []
     for field in page.fields:
         offsets = np.array([field.offset], np.int64)
