@@ -160,10 +160,10 @@ class PeerSource:
         return SourceMiss(PEER, MissReason.REFUSED, detail=self._stopped) if self._stopped else None
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return this source's bid, its offer to load a part of the request's prompt, or an empty sequence.
+        """Return this source's offer (bid) to load tokens of a request's prompt; empty if it has no offer.
 
         The bid covers the tokens that a peer offers after the first `local_tokens` tokens. Until the peer has
-        answered, the bid is marked as not certain yet (looking).
+        answered, the bid is marked as uncertain (looking).
 
         Args:
             request: request that waits to be scheduled.

@@ -15,7 +15,7 @@ _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLIN
 
 
 def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
-    """Return why a look-up found no usable prefix beyond the tokens that the engine has.
+    """Return the reason why the tiers hold no usable prefix beyond the tokens that the engine has.
 
     The result names the chunks that are missing for the prefix that comes closest to being usable. The reason
     is EVICTED if every missing chunk was cached recently, so that a larger cache would have hit. It is LOCAL
@@ -23,9 +23,9 @@ def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
 
     Args:
         chunks: chunk keys of the request.
-        found: result of the look-up.
+        found: result of the look-up of the request's chunks in the tiers.
         labels: label (number and kind) of each KV cache group in the storage format.
-        cache: cache that was searched.
+        cache: host memory and slower tiers, which were searched.
     """
     chunked, lacking = found.chunked, found.missing
     short = SourceMiss(

@@ -24,11 +24,13 @@ def open_tiers(
 
     Args:
         tiers: settings of the tiers, the fastest first.
-        named: function that returns the namespace of the chunk keys.
+        named: function that returns the namespace of the chunk keys (facts about model and storage format).
+            It is called at most once if it succeeds, and only if there is a tier.
         table: table of chunk keys that all tiers share.
 
     Returns:
-        (tier, weight) of each tier that can be used.
+        (tier, weight) for each tier that can be used, the fastest first. The weight is the configured weight
+        of the tier's tokens when sources are compared.
     """
     found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()

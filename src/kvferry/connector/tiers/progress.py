@@ -9,15 +9,16 @@ from kvferry.connector.engine import Request
 
 @dataclass(slots=True)
 class Progress:
-    """The chunks of one request that are complete and not stored yet. `take` returns each chunk once.
+    """The progress of storing the chunks of one running request. `take` returns each complete chunk once.
 
     Attributes:
-        request: the request.
-        computed: number of tokens that are computed, or will be after the steps scheduled so far.
-        preemptions: number of the request's preemptions when it was last admitted; -1 before its first step.
-        found: number of the request's tokens that came from the engine's prefix cache or from a load when the
-            request was last admitted.
-        chunks: number of complete chunks that `take` has returned.
+        request: request whose chunks are stored.
+        computed: number of tokens that will be computed after the steps scheduled so far.
+        preemptions: number of times the request had been preempted when it was last admitted; -1 before its
+            first step.
+        found: number of tokens that came from the engine's prefix cache or from a load when the request was
+            last admitted.
+        chunks: number of whole chunks that `take` has returned.
         tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
         due: number of computed tokens at which the next chunk is complete.
     """
@@ -31,7 +32,10 @@ class Progress:
     due: int = 0
 
     def step(self, tokens: int) -> bool:
-        """Add the `tokens` tokens of the coming step. Return whether this step may complete a chunk."""
+        """Count the tokens of the request that the coming step computes.
+
+        Return True if this step may complete a chunk.
+        """
         request = self.request
         if self.preemptions != request.num_preemptions:
             self.preemptions, self.found = request.num_preemptions, request.num_computed_tokens
@@ -39,19 +43,20 @@ class Progress:
         return self.computed >= self.due
 
     def end(self) -> bool:
-        """Record that the request has ended. Return whether its blocks still hold the computed KV."""
+        """Record that the request has ended. Return True if its blocks still hold the computed KV."""
         # While a load is under way, its tokens are not in the blocks yet.
         self.computed = min(self.computed, self.request.num_computed_tokens)
         return self.preemptions == self.request.num_preemptions  # a preemption frees its blocks
 
     def take(self, chunk_tokens: int) -> tuple[range, bool]:
-        """Return the complete chunks that were not returned before, and mark them as taken.
+        """Return the complete chunks that have not been returned before.
 
         Args:
             chunk_tokens: number of tokens per chunk.
 
         Returns:
-            The indices of these chunks, and whether the shorter last chunk of the prompt is to be stored too.
+            (indices, tail). `indices` are those of the whole chunks in the request. `tail` is True if the
+            shorter last chunk of the prompt is complete now.
         """
         prompt = self.request.num_prompt_tokens
         until = min(self.computed, self.request.num_tokens)

@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 class Prompts:
-    """The chunk keys of requests, by request id.
+    """The chunk keys of all requests whose KV may be stored in the tiers or loaded from them.
 
-    A chunk key names the content of a chunk. A prompt whose content is not certain has no keys. It is neither
-    stored nor looked up.
+    A chunk key names the content of a chunk (fixed number of tokens). A request whose content is not certain
+    has no keys, and its KV is neither stored nor looked up.
     """
 
     def __init__(self, canonical: CanonicalForm, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Create the record without requests.
+        """Create the object without requests.
 
         Args:
             canonical: format in which chunks are stored.
             adapters: the engine's LoRA adapters.
-            prompts_only: True to give generated tokens no keys, because their KV differs from the KV of the
-                same tokens in a prompt.
+            prompts_only: True to compute no keys for generated tokens, because their KV differs from the KV
+                of equal tokens in a prompt.
         """
         self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
         self._known: dict[str, PromptChunks] = {}
@@ -41,10 +41,10 @@ class Prompts:
 
     @property
     def widest(self) -> int:
-        """Index, in the storage format, of the KV cache group that needs most chunks of a prefix.
+        """Index of the KV cache group that needs most chunks of a prefix, among the groups as stored.
 
-        It is a group that attends to all tokens, else the group with the longest window, else a group of
-        recurrent state.
+        It is a group that attends to all tokens. If there is none, it is the group with the longest window.
+        If there is no attention, it is a group of recurrent state.
         """
         groups = self._canonical.groups
         kinds = [
@@ -53,7 +53,10 @@ class Prompts:
         return kinds.index(max(kinds))
 
     def add(self, request: Request) -> PromptChunks | None:
-        """Add a new request and return its chunks; None if their keys are not certain, or not known yet."""
+        """Compute the chunk keys of a new request and return its chunks.
+
+        Return None if the keys are not certain or not known yet. The reason is remembered.
+        """
         self._unnamed.pop(request.request_id, None)
         try:
             keys = self._keys(request)
@@ -65,7 +68,11 @@ class Prompts:
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
-        """Return the chunks of a request's prompt and generated tokens; None if they have no keys."""
+        """Return the chunks of a request's tokens so far, prompt and generated; None if they have no keys.
+
+        Keys of tokens that were generated since the last call are computed now. The keys are dropped if the
+        content of the request is no longer certain.
+        """
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(request.request_id)
         if self.are_pending(request.request_id):
@@ -87,30 +94,38 @@ class Prompts:
         return chunks
 
     def are_pending(self, request_id: str) -> bool:
-        """Return whether the chunks of a request have no keys yet but may have them later."""
+        """Return True if the chunk keys of a request are not known yet but may become known.
+
+        The digest of the request's LoRA adapter is then being computed.
+        """
         return isinstance(self._unnamed.get(request_id), NotYetNamed)
 
     def why_unnamed(self, request_id: str) -> str:
-        """Return the reason why the chunks of a request have no keys, as text for people."""
+        """Return the reason why a request has no chunk keys (names of its content), as text for people."""
         return str(self._unnamed.get(request_id, self._suspended or "the cache was reset since it came in"))
 
     def remove(self, request_id: str) -> None:
-        """Forget a request."""
+        """Forget the chunk keys of a request, and the reason why it has none."""
         self._known.pop(request_id, None)
         self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Change all keys from now on, so that chunks stored before are not found.
+        """Change all chunk keys from now on, because the engine's cache was reset. Ends a `suspend`.
 
-        The new keys are random, so that other engines do not find the chunks stored from now on. Running
-        requests are no longer stored or looked up, because their blocks mix KV from before and after.
+        Chunks from before the reset are not found any more. The new keys contain a random number, so other
+        engines do not find the chunks that are stored from now on. KV of running requests is no longer stored
+        or looked up, because their blocks mix KV from before and after the reset.
         """
         self._known.clear()
         self._unnamed.clear()
         self._epoch, self._suspended = f"{secrets.token_hex(16)} ", ""
 
     def suspend(self, why: str) -> None:
-        """Drop all keys, and compute none until `start_anew`, for the reason `why`."""
+        """Drop the chunk keys of all requests, and compute no keys until `start_anew` is called.
+
+        Args:
+            why: reason, as text for people.
+        """
         self._known.clear()
         self._unnamed.clear()
         self._suspended = why

@@ -58,13 +58,14 @@ MOST_LOADS = 32
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that the tiers may be able to serve.
+    """The state of a request whose KV the tiers may hold.
 
     Attributes:
         bidding: the request's excluded sources and remaining attempts.
-        without: names of the tiers that are no longer asked for the request's chunks.
+        without: names of the tiers that are no longer used for this request: a read from them failed or was
+            late.
         looked: result of the last look-up of the request's chunks; None before the first look-up.
-        declined: True if the last call of `bids` returned no bid because too many loads were under way.
+        declined: True if the tiers last made no offer only because too many loads were under way.
     """
 
     bidding: Bidding
@@ -75,12 +76,12 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Loading:
-    """A load whose end has not been ordered yet.
+    """A load of chunks that is under way, until the ranks are ordered to end it.
 
     Attributes:
-        load: the load.
+        load: load that the scheduler has begun.
         fetch: reads of the load's chunks into host memory.
-        parts: number of parts of the load that were ordered so far.
+        parts: number of parts (sets of chunks that have arrived) that the ranks were ordered to copy.
     """
 
     load: Load
@@ -90,11 +91,11 @@ class _Loading:
 
 @dataclass(slots=True)
 class _Brought:
-    """The bytes of a load that the ranks have copied so far.
+    """The bytes that the ranks have copied for one load, and the reason to report if the load fails.
 
     Attributes:
         sizes: number of bytes over all ranks, by index of the KV cache group in the storage format.
-        miss: reason to report if the load has failed.
+        miss: reason for a failure.
     """
 
     sizes: Counter[int] = field(default_factory=Counter)
@@ -102,9 +103,9 @@ class _Brought:
 
 
 class TierSource:
-    """Makes bids for the chunks that this engine's tiers hold, and orders their loads.
+    """The source of KV from this engine's tiers. It bids for requests, and orders the loads of chunks.
 
-    Only the engine's thread calls it.
+    A bid is the offer of a source to load a part of a prompt. Only the engine's thread calls the methods.
     """
 
     name = TIERS
@@ -122,7 +123,7 @@ class TierSource:
         """Create the source without requests.
 
         Args:
-            cache: the chunks in host memory and in the slower tiers.
+            cache: chunks in host memory and in the slower tiers.
             prompts: chunk keys of the engine's requests.
             groups: the engine's KV cache groups, as one rank describes them.
             canonical: format in which chunks are stored.
@@ -147,24 +148,36 @@ class TierSource:
 
     @property
     def busy(self) -> bool:
-        """Whether a load is under way, or ranks still copy chunks out of host memory."""
+        """Whether a load of chunks is under way, or ranks still copy chunks out of host memory."""
         return bool(self._loading or self._slots or self._ends)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Add a new request if its chunk keys are known or may become known. Return whether it was added."""
+        """Compute the chunk keys of a new request. Return True if the tiers may be able to serve the request.
+
+        They cannot serve a request whose content has no certain name.
+
+        Args:
+            request: new request.
+            bidding: excluded sources and remaining attempts of the request.
+        """
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
         self._asked[request.request_id] = _Asked(bidding)
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why the chunk keys of a request cannot be computed."""
+        """Return the reason why the tiers cannot serve a request: its chunk keys cannot be computed."""
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return a bid for the longest prefix that every KV cache group can continue from.
+        """Return the tiers' offers (bids) to load tokens of a request's prompt; empty if there are none.
 
-        With `apart`, also return bids for shorter prefixes that need no chunk of the slowest tiers.
+        The first bid is for the longest prefix from which every KV cache group can continue. If the source
+        was created with `apart`, further bids are for shorter prefixes without chunks of the slowest tiers.
+
+        Args:
+            request: request that waits to be scheduled.
+            local_tokens: number of tokens that the engine has already, from the start of the prompt.
         """
         chunks = self._prompts.get(request)
         asked = self._asked[request.request_id]
@@ -189,9 +202,10 @@ class TierSource:
         return bids
 
     def _naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return a bid marked as looking while the digest of the request's LoRA adapter is computed.
+        """Return a placeholder bid for a request whose chunk keys are not known yet.
 
-        Return no bid if the request's chunk keys can never be known, or if no token is left to load.
+        The bid is marked as uncertain (looking) while the digest of the request's LoRA adapter is computed.
+        Return no bid if the keys can never be known, or if no token is left to load.
         """
         most = request.num_tokens - 1 - local_tokens
         if most <= 0 or not self._prompts.are_pending(request.request_id):
@@ -199,9 +213,14 @@ class TierSource:
         return (Bid("names of chunks", (Part(HOST, most),), looking=True),)
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
-        """Return a bid for the start of a prefix whose rest another source loads; None if there is none.
+        """Return the tiers' offer (bid) to load the first part of a prefix; another source loads the rest.
 
-        The bid covers the layers that attend to all tokens. It ends at a multiple of `alignment_tokens`.
+        The bid covers only the layers that attend to all tokens. Return None if no token remains.
+
+        Args:
+            request: request for which `bids` was called.
+            local_tokens: number of tokens that the engine has already, from the start of the prompt.
+            alignment_tokens: multiple, in tokens, at which the first part must end.
         """
         found = self._asked[request.request_id].looked
         return (
@@ -213,12 +232,23 @@ class TierSource:
         )
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
-        """Return a bid for the rest of the prefix, from token `first` on; None if there is none."""
+        """Return the tiers' offer (bid) to load the last part of a prefix; another source loads the first.
+
+        Return None if the tiers hold no usable prefix that is longer than `first`.
+
+        Args:
+            request: request for which `bids` was called.
+            local_tokens: number of tokens that the engine has already; unused.
+            first: number of tokens, from the start of the prompt, at which the other source's part ends.
+        """
         found = self._asked[request.request_id].looked
         return None if found is None else self._part_of(found, first, found.after(first))
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
-        """Return which chunks are missing, and why, as far as the tiers remember."""
+        """Return the reason why the tiers made no offer (bid) to load tokens of a request's prompt.
+
+        If chunks are missing, the result names them, with the reason as far as the tiers remember it.
+        """
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
             return SourceMiss(TIERS, MissReason.BUSY, detail=f"{len(self._loading)} loads are under way")
@@ -227,11 +257,18 @@ class TierSource:
         return miss_of(chunks, asked.looked, self._labels, self._cache)
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return True, because chunks that arrive late stay in host memory and are not copied to blocks."""
+        """Return True: a load from tiers may always begin.
+
+        Chunks that arrive after the load's deadline stay in host memory. They are not copied to KV blocks, so
+        no blocks have to wait for them.
+        """
         return True
 
     def begin(self, load: Load, request: Request) -> None:
-        """Start to fetch the chunks of a load. `hand_over` orders the copies as chunks arrive."""
+        """Start to fetch the chunks of a load into host memory.
+
+        As chunks arrive, `hand_over` orders the ranks to copy them to KV blocks.
+        """
         chunks, asked = self._prompts.get(request), self._asked[load.request_id]
         if chunks is None or asked.looked is None:
             fetch = self._cache.reading.fetch(())
@@ -242,26 +279,26 @@ class TierSource:
         self._brought[load.key] = _Brought()
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of chunks, in tokens, for each KV cache group.
+        """Return the alignment of loaded content, in tokens, for each KV cache group.
 
-        The content of every chunk begins at a multiple of its group's alignment. The alignments are the same
-        for all requests, and for all engines that write this storage format.
+        The content of every stored chunk begins at a multiple of its group's alignment. The alignments are
+        equal for all requests, and for all engines that use this storage format.
         """
         return self._alignments
 
     def origin(self, load: Load) -> str:
-        """Return the name of the slowest tier that a load uses."""
+        """Return the name of the slowest tier from which a load fetches chunks."""
         return self._cache.reading.origin(self._loading[load.key].fetch)
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that ranks have copied, per KV cache group of the storage format."""
+        """Return the number of bytes that all ranks have copied for a load, per KV cache group as stored."""
         sizes = self._brought[load.key].sizes
         return tuple(
             GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
         )
 
     def failure_reason(self, load: Load, report: Report) -> MissReason:
-        """Return DEADLINE for a late load, else the reason why a chunk could not be read."""
+        """Return why a load failed: DEADLINE if it is late, else the reason why a chunk could not be read."""
         return MissReason.DEADLINE if report.late else self._brought[load.key].miss
 
     def ended(self, load: Load, report: Report) -> None:
@@ -278,7 +315,7 @@ class TierSource:
             self._end(loading, report.failure)
 
     def forget(self, load: Load) -> None:
-        """Forget the byte counts of a load that all workers have reported."""
+        """Forget the byte counts of a load whose end all workers have reported."""
         del self._brought[load.key]
 
     def take_copy_seconds(self) -> list[float]:
@@ -295,7 +332,7 @@ class TierSource:
             self._end(loading, "nobody waits for it any more")
 
     def settled(self, request_id: str) -> None:
-        """Do nothing: tiers hold no lease for a request."""
+        """Do nothing when a request will load no more KV. The tiers keep no lease for the request."""
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -304,7 +341,8 @@ class TierSource:
     def hand_over(self, orders: StepOrders) -> None:
         """Order the ranks to copy the chunks that have arrived, and to end the loads that are complete.
 
-        Mutates `orders`.
+        Args:
+            orders: orders of the coming step to all ranks. They are mutated.
         """
         chunks = orders.chunks
         for loading in list(self._loading.values()):
@@ -319,9 +357,13 @@ class TierSource:
         chunks.ends, self._ends = self._ends, []
 
     def moved(self, moved: MovedByAll) -> bool:
-        """Release the slots (places in host memory) of a part of a load that all ranks have copied.
+        """Release the host memory of chunks that all ranks have copied to KV blocks.
 
-        Return False if the reported order is not a part of a load.
+        Args:
+            moved: merged report of all ranks about one order to copy chunks.
+
+        Returns:
+            False if the order belongs to no load, else True.
         """
         load, slots = self._slots.pop(moved.key, ("", None))
         if slots is None:
@@ -334,7 +376,7 @@ class TierSource:
         return True
 
     def start_anew(self) -> None:
-        """Cancel all loads under way: their chunks were computed before the cache was reset."""
+        """Cancel all loads under way, because their chunks were computed before the cache was reset."""
         for loading in list(self._loading.values()):
             self._end(loading, "the cache was reset")
 
@@ -344,10 +386,14 @@ class TierSource:
         return Bid(TIERS, self._parts(found, first, last))
 
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[Part, ...]:
-        """Return the number of tokens of ``[first, last)`` that each tier provides.
+        """Return the number of prompt tokens that each tier provides for an offer to load.
 
-        Tokens are counted by the chunks of the KV cache group that needs most of them. A chunk that no tier
-        has is not needed, and is counted as a chunk in host memory.
+        The tokens are counted in the KV cache group that needs most chunks. A chunk that no tier holds is not
+        needed. It is counted as a chunk in host memory.
+
+        Args:
+            found: result of the look-up of the request's chunks.
+            first, last: token range ``[first, last)`` that the offer covers.
         """
         size = found.chunked.chunk_tokens
         low, high = first // size, -(-last // size)
@@ -359,10 +405,14 @@ class TierSource:
         return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
     def _keeps_windows(self, tokens: int) -> bool:
-        """Return whether a load of the whole prompt keeps all blocks that its last token attends to.
+        """Return True if, after a load of the whole prompt, its last token can still be computed.
 
-        The engine computes the last token again, but by then it has freed the blocks that the token after the
-        prompt does not attend to.
+        The engine computes the last prompt token again. By then it has freed the blocks to which the next
+        token does not attend. In groups with windows, these may contain tokens that the last prompt token
+        needs.
+
+        Args:
+            tokens: length of the prompt in tokens.
         """
         return all(
             first_attended(one.kind, one.attention_span, tokens - 1) // one.block_tokens

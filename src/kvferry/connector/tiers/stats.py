@@ -19,7 +19,16 @@ from kvferry.tiers.names import HOST
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """The counts of one tier since the start of the engine. `TierChanged` documents the attributes."""
+    """The counts of one tier since the start of the engine.
+
+    Attributes:
+        fetched: number of chunks read from the tier.
+        stored: number of chunks stored.
+        stored_bytes: total size of the stored chunks in bytes.
+        evicted: number of chunks evicted.
+        missed: number of chunks not found, by reason.
+        dropped: number of chunks that were not stored, by reason.
+    """
 
     fetched: int
     stored: int
@@ -34,11 +43,13 @@ _NOTHING = _Totals(fetched=0, stored=0, stored_bytes=0, evicted=0, missed={}, dr
 
 @dataclass(slots=True)
 class TierEvents:
-    """Emits the events about all tiers, one per tier in each step in which any tier has changed.
+    """Emits events about what tiers have read, stored, missed, dropped and evicted since the last step.
+
+    In each step in which any tier has changed, there is one event per tier.
 
     Attributes:
-        cache: the chunks in host memory and in the slower tiers.
-        stores: stores under way, which count the chunks dropped for lack of blocks.
+        cache: chunks in host memory and in the slower tiers.
+        stores: stores under way, with counts of the chunks that were dropped.
         events: stream that receives the events.
     """
 
@@ -50,11 +61,11 @@ class TierEvents:
 
     @log_errors
     def emit_changes(self, times: TransferTimes, copies: Sequence[float]) -> None:
-        """Emit an event for every tier if any tier has changed since the last call.
+        """Emit a `TierChanged` event for every tier if any tier has changed since the last call.
 
         Args:
-            times: seconds that each read and write of a chunk in storage took, since the last call.
-            copies: seconds that each copy from host memory to KV blocks took, since the last call.
+            times: durations in seconds of reads and writes of chunks in storage since the last call.
+            copies: durations in seconds of copies from host memory to KV blocks since the last call.
         """
         looked = self._signs()  # before counting, so that the next call sees concurrent changes
         if looked == self._looked and not copies:
@@ -64,7 +75,10 @@ class TierEvents:
             self.events.emit(event)
 
     def _signs(self) -> tuple[object, ...]:
-        """Return a value that changes whenever a tier changes. The call takes about a microsecond."""
+        """Return a value that differs from the last one if any tier has changed.
+
+        The call takes about a microsecond.
+        """
         around = [one.slow_tier.queue.usage for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
 

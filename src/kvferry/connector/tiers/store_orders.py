@@ -28,12 +28,12 @@ MOST_PINNED = 0.25
 
 @dataclass(slots=True)
 class _Store:
-    """A store that not all ranks have carried out yet.
+    """A store (copy of chunks from KV blocks to host memory) that some rank has not carried out yet.
 
     Attributes:
         request_id: id of the request that the chunks belong to.
         slots: (slot in host memory, number of tokens) of each chunk.
-        blocks: blocks pinned for the store.
+        blocks: KV blocks that stay allocated (pinned) until the store ends.
     """
 
     request_id: str
@@ -42,25 +42,25 @@ class _Store:
 
 
 class StoreOrders:
-    """Orders and completes stores, copies of chunks from KV blocks to host memory.
+    """Orders and completes stores: copies of chunks from the engine's KV blocks to host memory.
 
-    Only the engine's thread calls it.
+    Only the engine's thread calls the methods.
 
     Attributes:
         dropped: number of chunks that were not stored, by reason.
-        most_pinned: maximum number of blocks that stores may pin.
+        most_pinned: maximum number of blocks that stores may keep allocated (pin) at a time.
     """
 
     def __init__(
         self, cache: ChunkCache, pool: BlockPool, labels: Sequence[str], events: EventStream
     ) -> None:
-        """Create the record without stores.
+        """Create the object without stores.
 
         Args:
-            cache: the chunks in host memory and in the slower tiers.
+            cache: chunks in host memory and in the slower tiers.
             pool: the engine's block pool.
             labels: label (number and kind) of each KV cache group in the storage format.
-            events: stream that receives the events of each store.
+            events: stream that receives an event when a store begins, and when it ends.
         """
         self.dropped: Counter[str] = Counter()
         self.most_pinned = int(MOST_PINNED * len(pool.blocks))
@@ -73,7 +73,7 @@ class StoreOrders:
 
     @property
     def busy(self) -> bool:
-        """Whether any store is under way and pins blocks."""
+        """Whether any store (copy from KV blocks to host memory) is under way and keeps blocks allocated."""
         return bool(self._stores)
 
     def order(
@@ -84,16 +84,18 @@ class StoreOrders:
         stretches: Sequence[TableSlice | None],
         available: range,
     ) -> None:
-        """Order a store: reserve slots in host memory, pin the blocks, and queue the order for the ranks.
+        """Order the ranks to copy chunks from KV blocks to host memory.
 
-        A chunk is not stored if there is no slot for it. No chunk is stored if too many blocks are pinned.
+        Reserve slots in host memory, and keep the blocks allocated (pinned) until the copy ends. A chunk is
+        not stored if host memory has no slot for it. No chunk is stored if too many blocks would be pinned.
 
         Args:
             request_id: id of the request that the chunks belong to.
             group: index of the KV cache group in the storage format.
-            wanted: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a state snapshot.
-            stretches: part of the block table that holds the chunks, for each KV cache group of the engine;
-                None for groups without chunks in this order.
+            wanted: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a snapshot
+                (recurrent state at one position).
+            stretches: for each KV cache group of the engine, the part of the block table that holds the
+                chunks; None for groups without chunks in this order.
             available: range of prompt tokens that these blocks hold.
         """
         ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}
@@ -118,15 +120,20 @@ class StoreOrders:
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(stretches), available))
 
     def take(self) -> list[StoreOrder]:
-        """Return the orders queued since the last call, and clear the queue."""
+        """Return the orders to the ranks that were queued since the last call, and clear the queue."""
         orders, self._orders = self._orders, []
         return orders
 
     def moved(self, moved: MovedByAll) -> bool:
-        """Complete a store that all ranks have reported.
+        """Complete a store (copy of chunks from KV blocks to host memory) that all ranks have reported.
 
-        Release the store's blocks, and make its chunks available if it succeeded.
-        Return False if the reported order is not a store.
+        Release the store's blocks. If the store succeeded, make its chunks available to requests.
+
+        Args:
+            moved: merged report of all ranks about one order to copy chunks.
+
+        Returns:
+            False if the order is not a store, else True.
         """
         store = self._stores.pop(moved.key, None)
         if store is None:
@@ -150,7 +157,9 @@ class StoreOrders:
         return True
 
     def ended(self, request_id: str, keys: list[bytes]) -> None:
-        """Record that a request has ended, so that none of its chunks will be ordered any more.
+        """Record that a request has ended. No more stores of its chunks will be ordered.
+
+        When its last store has ended, the chunks of its prompt are marked as used.
 
         Args:
             request_id: id of the request.
@@ -160,10 +169,13 @@ class StoreOrders:
         self._rank(request_id)
 
     def start_anew(self) -> None:
-        """Forget the chunk keys of ended requests, so that they are not marked as used any more."""
+        """Forget the chunks of ended requests that are still to be marked as used. The cache was reset."""
         self._ended.clear()
 
     def _rank(self, request_id: str) -> None:
-        """Mark the chunks of a request as used if it has ended and none of its stores is under way."""
+        """Mark the chunks of a request as used if the request has ended and none of its stores is under way.
+
+        The chunks at the end of the prompt are then evicted before those at the start.
+        """
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
             self._cache.used(self._ended.pop(request_id))

@@ -41,7 +41,10 @@ Resolve = Callable[[str], BlockIds]
 
 
 class Storing:
-    """Selects the chunks to store, and orders their stores. Only the engine's thread calls it."""
+    """Selects the chunks of running requests to store in the tiers, and orders their stores.
+
+    A chunk is a fixed number of tokens of a KV cache group. Only the engine's thread calls the methods.
+    """
 
     def __init__(
         self,
@@ -53,17 +56,17 @@ class Storing:
         orders: StoreOrders,
         snapshot_tokens: int,
     ) -> None:
-        """Create the selection without requests.
+        """Create the object without requests.
 
         Args:
-            cache: the chunks in host memory and in the slower tiers.
+            cache: chunks in host memory and in the slower tiers.
             prompts: chunk keys of the engine's requests.
             canonical: format in which chunks are stored.
             groups: the engine's KV cache groups, as one rank describes them.
-            parts: record of the blocks that loads fill only in part, which are not stored.
-            orders: record of the stores under way, which passes new orders to the ranks.
-            snapshot_tokens: distance in tokens between positions at which windows and snapshots are kept, a
-                multiple of the number of tokens per chunk.
+            parts: record of the blocks that loads fill only in part. These blocks are not stored.
+            orders: stores under way, to which new stores are added.
+            snapshot_tokens: distance in tokens between the positions at which windows and snapshots
+                (recurrent states at one position) are stored, a multiple of the number of tokens per chunk.
         """
         self._orders = orders
         self._cache, self._prompts, self._part_blocks = cache, prompts, parts
@@ -82,11 +85,15 @@ class Storing:
         self._progress: dict[str, Progress] = {}
 
     def on_new_request(self, request: Request) -> None:
-        """Prepare to store the chunks of a new request, whose keys are known or may become known."""
+        """Prepare to store the chunks of a new request.
+
+        Args:
+            request: new request. Its chunk keys (names of content) are known or may become known.
+        """
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
 
     def schedule(self, step: Step) -> None:
-        """Order the stores of the chunks and snapshots that the coming step completes."""
+        """Order the stores of the chunks and snapshots (recurrent states) that the coming step completes."""
         for request_id, tokens in step.tokens.items():
             progress = self._progress.get(request_id)
             if progress is not None and progress.step(tokens):
@@ -100,7 +107,7 @@ class Storing:
         """Order the stores of the last complete chunks of a request that has ended.
 
         Args:
-            request: the request.
+            request: request that has ended.
             block_ids: block table of the request for each KV cache group, up to the last computed token.
         """
         progress = self._progress.pop(request.request_id, None)
@@ -112,12 +119,17 @@ class Storing:
             self._orders.ended(request.request_id, chunks.all_keys(request.num_prompt_tokens))
 
     def start_anew(self) -> None:
-        """Store no more chunks of the requests that are running now."""
+        """Store no more chunks of the requests that are running now, because the cache was reset."""
         self._progress.clear()
         self._orders.start_anew()
 
     def _look_at(self, progress: Progress, resolve: Resolve) -> None:
-        """Order the stores of the chunks of a request that are complete now."""
+        """Order the stores of those chunks of a request that have become complete.
+
+        Args:
+            progress: progress of storing the request's chunks.
+            resolve: function that takes the request's id and returns its block table for each KV cache group.
+        """
         request, prompt = progress.request, progress.request.num_prompt_tokens
         chunks = self._prompts.get(request)
         if chunks is None and self._prompts.are_pending(request.request_id):
@@ -143,10 +155,12 @@ class Storing:
     def _store(
         self, progress: Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
     ) -> None:
-        """Order the stores of chunks of one group, except those that are stored already or not in the blocks.
+        """Order the stores of chunks of one KV cache group.
+
+        Chunks that are stored already, or whose tokens are not in the blocks any more, are left out.
 
         Args:
-            progress: progress of the request.
+            progress: progress of storing the request's chunks.
             group: index of the KV cache group in the storage format.
             keys: key of each candidate chunk by its index in the prompt.
             tables: block table of each KV cache group of the engine.
@@ -195,11 +209,14 @@ class Storing:
         tables: BlockIds,
         available: range,
     ) -> None:
-        """Order one store of the chunks `numbers` of a group. Takes the arguments of `_store`, and two more.
+        """Order one store of chunks of a KV cache group.
 
         Args:
-            progress, group, keys, tables: same as in `_store`.
+            progress: progress of storing the request's chunks.
+            group: index of the KV cache group in the storage format.
             numbers: indices of the chunks in the prompt, ascending.
+            keys: key of each of these chunks, by its index in the prompt.
+            tables: block table of each KV cache group of the engine.
             available: range of prompt tokens that the blocks hold.
         """
         low, high = available.start, min((numbers[-1] + 1) * self._chunk, available.stop)
@@ -211,11 +228,19 @@ class Storing:
         self._orders.order(progress.request.request_id, group, wanted, stretches, available)
 
     def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
-        """Return the first token of a chunk that the engine's blocks still hold; None if too few are left.
+        """Return the position of the first token of a chunk that can be stored from the engine's blocks.
 
-        A chunk may lack the tokens that the window has left behind, because a request that continues from its
-        end or later does not attend to them. Tokens from a prefix cache or a load are trusted
-        only from the block in which the window at their end begins, because a load brings no earlier ones.
+        A chunk may lack tokens before the window, because no request that continues from the chunk's end or
+        later attends to them. Return None if other tokens are missing too. If the first tokens of the prompt
+        came from a prefix cache or a load, only their last window is stored, from the start of its first
+        block. A load does not bring earlier tokens.
+
+        Args:
+            group: index of the KV cache group in the storage format.
+            number: index of the chunk in the prompt.
+            tables: block table of each KV cache group of the engine.
+            until: number of tokens, from the start of the prompt, that the blocks hold.
+            found: number of tokens, from the start of the prompt, that came from a prefix cache or a load.
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
         needed = max(
@@ -239,11 +264,12 @@ class Storing:
         return since if since <= needed else None
 
     def _snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
-        """Order the stores of the snapshots that a step writes at the end of a chunk.
+        """Order the stores of snapshots (recurrent states at one position) at the ends of chunks.
 
         Args:
-            request: the request.
-            snapshots: (group number, block id, number of tokens that the state has seen) of each snapshot.
+            request: request to which the snapshots belong.
+            snapshots: (group number, block id, number of tokens that the state has seen) for each snapshot
+                that the step writes.
         """
         assert self._state is not None
         chunks = self._prompts.get(request)

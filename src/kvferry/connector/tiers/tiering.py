@@ -49,11 +49,13 @@ NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
 
 
 class Tiering:
-    """Opens the tiers, drives them once per step, and closes them. Only the engine's thread calls it.
+    """The tiers of one engine: opens them, stores and loads chunks once per step, and closes them.
+
+    Tiers are host memory, files and object stores. Only the engine's thread calls the methods.
 
     Attributes:
-        source: source that bids the tiers' chunks for requests.
-        weights: weight in bids of a token from each tier, by name of the tier.
+        source: source that offers to load the tiers' chunks for requests.
+        weights: weight of a token from each tier when offers to load are compared, by name of the tier.
     """
 
     def __init__(
@@ -66,12 +68,11 @@ class Tiering:
     ) -> None:
         """Open the tiers, and allocate the host memory that holds chunks (the arena).
 
-        Called when all workers have started.
+        Create this object after all workers have started.
 
         Args:
             tiers: settings of the tiers.
-            composition: the engine's facts and settings, and the objects that its sources and its admission
-                share.
+            composition: facts and settings of the engine, and the objects that its sources of KV share.
             namespace: function that takes the format in which chunks are stored, and returns the namespace of
                 their keys.
             ranks: geometry of all workers' KV caches.
@@ -119,16 +120,19 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether stores, loads or writes to storage need engine steps even without requests."""
+        """Whether the engine must run steps although it has no requests.
+
+        Steps are needed for stores, loads and writes to storage that are under way.
+        """
         return self._stores.busy or self.source.busy or self._cache.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether stores pin blocks that become free soon, without preempting a request."""
+        """Whether stores keep KV blocks allocated that become free soon, without preempting a request."""
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """Prepare to store the chunks of a new request, unless its chunks can have no keys."""
+        """Prepare to store the chunks of a new request, unless its content has no certain name."""
         if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
@@ -136,8 +140,8 @@ class Tiering:
         """Process the results of the tiers' threads, and order the stores of the coming step.
 
         Args:
-            step: the coming step.
-            orders: orders of the coming step, to which the stores are added. Admission adds the loads.
+            step: tokens and blocks of the requests that the coming step computes.
+            orders: orders of the coming step to all ranks. The stores are added. Loads are added elsewhere.
         """
         self._cache.poll()
         orders.chunks.arena, self._card = self._card, None
@@ -145,7 +149,13 @@ class Tiering:
         orders.chunks.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
-        """Process the ranks' reports. Complete the stores and parts of loads that all ranks have reported."""
+        """Process the ranks' reports about copies of chunks.
+
+        Complete each store, and each part of a load, that all ranks have reported.
+
+        Args:
+            reports: reports of one step, which may come from only some of the ranks.
+        """
         for key, moved in reports.moved.items():
             whole = self._moved[key].with_other(moved) if key in self._moved else moved
             self._moved[key] = whole
@@ -157,20 +167,20 @@ class Tiering:
                     self.source.moved(whole)
 
     def _say(self, failure: str) -> None:
-        """Log the reason why ranks could not carry out an order, unless it has been logged before."""
+        """Log the reason why ranks could not copy chunks, unless it has been logged before."""
         self._failures[failure] += 1
         if self._failures[failure] == 1:
             logger.warning("tiers: ranks could not copy chunks: %s", failure)
 
     def step_done(self) -> None:
-        """Emit events about the changes in the tiers since the last step."""
+        """Emit events about the chunks that tiers have read, stored or evicted since the last step."""
         self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Order the last stores of a request that has ended, and forget the request.
 
         Args:
-            request: the request.
+            request: request that has ended.
             block_ids: block table of the request for each KV cache group, up to the last computed token.
         """
         self._storing.finished(request, block_ids)
@@ -184,16 +194,20 @@ class Tiering:
         self._cache.clear()
 
     def suspend(self, why: str) -> None:
-        """Stop storing and loading until `start_anew`, for the reason `why`.
+        """Stop storing and loading until `start_anew` is called. Stored chunks stay valid for other engines.
 
-        Chunks stored before stay valid for other engines.
+        Args:
+            why: reason, as text for people.
         """
         self._prompts.suspend(why)
         self._storing.start_anew()
         self.source.start_anew()
 
     def shutdown(self) -> None:
-        """Write queued chunks for at most `_CLOSING_SECONDS`, end all threads, and free the arena."""
+        """Write queued chunks to storage, then end all threads and free the host memory of the tiers.
+
+        Writing takes at most `_CLOSING_SECONDS`. Chunks that are not written by then are lost.
+        """
         self._cache.shutdown(_CLOSING_SECONDS)
         self._arena.close()
 
