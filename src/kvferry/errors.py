@@ -30,7 +30,7 @@ class ConfigError(KVFerryError):
 
 
 class GeometryError(KVFerryError):
-    """Raised if the layout of memory cannot be described, or a description contradicts itself."""
+    """Raised if the layout of KV cache memory cannot be described, or a description contradicts itself."""
 
 
 class SilentCopy(KVFerryError):
@@ -42,11 +42,14 @@ class Unnameable(KVFerryError):
 
 
 class NotYetNamed(Unnameable):
-    """Raised if a thread is still computing a digest, as of a LoRA adapter. A later call may succeed."""
+    """Raised if a thread is still computing a digest, such as that of a LoRA adapter.
+
+    A later call may succeed.
+    """
 
 
 class Incompatible(KVFerryError):
-    """Raised if bytes cannot be moved between two engines or formats, because their descriptions differ.
+    """Raised if KV cannot be moved between two engines or formats, because their descriptions differ.
 
     Attributes:
         differences: descriptions of all differences, one sentence each.
@@ -62,12 +65,18 @@ class ProtocolError(KVFerryError):
 
 
 class TransferError(KVFerryError):
-    """Raised if bytes could not be moved, or if the moved bytes may be wrong."""
+    """Raised if KV could not be transferred, or if the transferred bytes may be wrong."""
 
 
 class ChunkError(KVFerryError):
-    """Raised if a chunk cannot be written to a tier, or a chunk in a tier is damaged."""
+    """Raised if a chunk cannot be written to a tier, or if a chunk in a tier is damaged.
+
+    A chunk is the stored KV of a fixed number of tokens. A tier is a store of chunks, such as host memory.
+    """
 
 
 class OtherVersion(ChunkError):
-    """Raised if a chunk was written in another version of the format, by another release of kvferry."""
+    """Raised if a stored chunk of KV has another version of the format.
+
+    The kvferry release that wrote the chunk can read it.
+    """

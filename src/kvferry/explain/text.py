@@ -107,7 +107,11 @@ _TIMES = 11
 
 
 def render(traced: EngineTrace) -> str:
-    """Render the trace of a request as text: id, engine, a line per event, and a line about the times."""
+    """Render the trace of a request as text.
+
+    The text has the request's id, a description of the engine, sentences about all events in the order of
+    time, and the times that the request spent loading, waiting and queued.
+    """
     engine = traced.answer.engine
     came = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))
     lines = [

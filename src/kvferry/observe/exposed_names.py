@@ -26,7 +26,7 @@ _VLLM = (
 
 
 def exposed_name(metric: Metric, prefix: str = PREFIX) -> str:
-    """Return the name that a metric has on `/metrics`; for a histogram, without ``_bucket`` and so on.
+    """Return the name that a metric has on `/metrics`; a histogram's has no suffix such as ``_bucket``.
 
     Args:
         metric: definition of the metric.

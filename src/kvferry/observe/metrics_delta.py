@@ -62,7 +62,10 @@ class MetricsDelta:
             self.samples[name, labels] += seen
 
     def add(self, other: MetricsDelta) -> None:
-        """Merge a later delta into this one: add its counters, take its gauges, append its observations."""
+        """Merge a later delta into this one.
+
+        Counters are added, gauges are overwritten, and observations are appended.
+        """
         self.counters.update(other.counters)
         self.gauges.update(other.gauges)
         for series, seen in other.samples.items():
@@ -72,8 +75,8 @@ class MetricsDelta:
         """Return the delta as values that can be written as JSON.
 
         Returns:
-            Dict with the keys ``counters``, ``gauges`` and ``samples``. Each value is a list of entries
-            [name, label values, value]. For samples the last is a list of observations.
+            Dict with the keys ``counters``, ``gauges`` and ``samples``. Each value is a list of triples: the
+            name, the label values, and the increment, the current value or the list of observations.
         """
         return {
             "counters": [[name, list(labels), n] for (name, labels), n in self.counters.items()],

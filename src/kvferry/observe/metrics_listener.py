@@ -95,7 +95,7 @@ class MetricsListener:
         }
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended, without those that no source can serve."""
+        """Return the number of requests that have not ended and that at least one source may serve."""
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:
@@ -128,7 +128,7 @@ class MetricsListener:
             request.until[event.attempt] = max(event.end, request.until.get(event.attempt, 0))
 
     def _load_ended(self, event: events.LoadEnded) -> None:
-        """Count a load that has ended by its outcome, and remember for its request whether it succeeded."""
+        """Count the outcome of a load, and remember for its request whether the load succeeded."""
         began = self._loads.pop(event.load, None)
         if began is None:
             return
@@ -239,6 +239,8 @@ class MetricsListener:
 
 def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
     """Shorten the parts of a bid to the tokens that were really loaded, and yield the remaining parts.
+
+    A bid is the offer of a source to load tokens of a prompt.
 
     Args:
         parts: number of tokens by place (peer or tier), in the order of the prompt.

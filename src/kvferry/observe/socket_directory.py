@@ -157,7 +157,7 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the Unix sockets of engines that have ended from a directory."""
+    """Remove all Unix sockets from a directory whose engines have ended."""
     for path in engine_sockets(directory):
         with suppress(OSError):
             if (connection := connect(path, 0.0)) is not None:

@@ -16,19 +16,24 @@ from kvferry.errors import ConfigError
 
 @cache
 def corpus() -> str:
-    """Return the text of all topics, sorted by name, with blank lines between: about 400,000 characters."""
+    """Return the Python language reference as one English text of about 400,000 characters.
+
+    Its topics are sorted by name and separated by blank lines.
+    """
     topics: dict[str, str] = pydoc_data.topics.topics
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
 
 
 @cache
 def corpus_digest() -> str:
-    """Return the SHA-256 of the text of `corpus`, in hex."""
+    """Return the SHA-256, in hex, of the text that `corpus` returns."""
     return hashlib.sha256(corpus().encode()).hexdigest()
 
 
 def passages(characters: int) -> Iterator[str]:
-    """Yield disjoint passages of `corpus` in the order of the text. Each starts at a paragraph.
+    """Yield passages of the text that `corpus` returns, in the order of the text.
+
+    The passages do not overlap, and each starts at a paragraph.
 
     Args:
         characters: exact length of each passage, in characters.

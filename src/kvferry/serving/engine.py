@@ -76,7 +76,8 @@ class EngineProcess:
     """A started engine and its guard (small process that ends the engine).
 
     The guard ends the engine when the lifeline closes. The lifeline is a pipe whose write end only this
-    process holds. It closes when `begin_stop` or `kill` is called, or when this process ends for any reason.
+    process holds. The pipe closes when `begin_stop` or `kill` is called, or when this process ends for any
+    reason.
 
     Attributes:
         spec: specification of the engine.
@@ -90,7 +91,7 @@ class EngineProcess:
         Args:
             spec: specification of the engine.
             log_path: path of the log file; an existing file is overwritten.
-            grace_seconds: time that a stopped engine has to end before the guard kills it.
+            grace_seconds: time that the engine has to end after it is asked to, before the guard kills it.
 
         Raises:
             OSError: the log file or the process cannot be created.

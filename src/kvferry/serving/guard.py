@@ -46,11 +46,12 @@ class _Killed(Exception):
 def main(arguments: list[str]) -> int:
     """Run an engine's command until the command or the launcher ends, and return the exit code.
 
-    All processes of the engine have ended when this function returns.
+    The launcher is the process that has started this one. All processes of the engine have ended when
+    this function returns.
 
     Args:
-        arguments: file descriptor of the lifeline (pipe whose closing shows that the launcher has ended),
-            grace period in seconds, then the words of the command.
+        arguments: file descriptor of the lifeline (pipe that closes when the launcher ends), grace period in
+            seconds, then the words of the command.
 
     Returns:
         Exit code of the command; 128 + n if signal n ended it.

@@ -75,7 +75,9 @@ def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, A
 
 
 def parse_connectors(text: str) -> Any:
-    """Parse the JSON list of other connectors from a command line. Its content is not checked.
+    """Parse a JSON list of connectors to combine with kvferry's, as given on a command line.
+
+    The content of the list is not checked.
 
     Raises:
         ConfigError: the text is not JSON.
@@ -84,7 +86,9 @@ def parse_connectors(text: str) -> Any:
 
 
 def parse_tiers(text: str | None) -> Any:
-    """Parse the value of the key ``tiers`` from a command line. Its content is not checked.
+    """Parse the value of the connector's setting ``tiers``, as given on a command line.
+
+    The content of the value is not checked.
 
     Args:
         text: ``default``, or JSON: a list of objects with a "type"; None if the option is not given.

@@ -38,8 +38,8 @@ def run_app(app: RouterApp, sock: socket.socket, keep_on: Callable[[], bool]) ->
     Args:
         app: router application.
         sock: listening socket; closed at the end.
-        keep_on: function that is called five times a second. If it raises an exception, the
-            server stops, and the exception is raised again.
+        keep_on: function that is called five times a second and returns whether to continue. If it raises
+            an exception, the server stops, and the exception is raised again.
     """
     map_large_allocations()
     config = uvicorn.Config(

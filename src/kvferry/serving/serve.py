@@ -40,8 +40,8 @@ def serve_fleet(
         specs: specifications of the engines.
         sock: listening socket of the router.
         log_dir: folder for the engines' logs.
-        console: console that shows the progress of the start, and engines that end.
-        signals: received signals. The first one stops everything, and a second one kills the engines.
+        console: console for the progress of the start, and for messages about engines that end.
+        signals: handler of stop signals. The first signal stops the engines, and a second one kills them.
         announce: function that is called with one line about the endpoint, once it can serve requests.
         startup_timeout_seconds: longest time from the start of an engine until it must be ready.
 

@@ -46,8 +46,8 @@ class StopSignals:
     def interruptible(self) -> Iterator[None]:
         """Let the first signal raise KeyboardInterrupt inside this ``with`` block.
 
-        Python drops an exception that is raised while a finalizer runs. So `received` is checked again at the
-        end of the block.
+        Python drops an exception that is raised while a finalizer runs. The attribute `received` is therefore
+        checked again at the end of the block.
 
         Raises:
             StopRequested: a signal was received before the block, or its exception was dropped.

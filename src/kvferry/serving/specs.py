@@ -70,7 +70,7 @@ def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
 
 
 def _size(arguments: Sequence[str], names: tuple[str, str]) -> int | None:
-    """Return the value of a size flag, such as ``-pp``; None if the arguments do not have the flag.
+    """Return the value of a flag for a parallel size, such as ``-pp``; None if the flag is not given.
 
     If the flag is given several times, the last value is returned.
 

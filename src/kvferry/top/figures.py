@@ -56,7 +56,8 @@ class ConnectorFigures:
     """The queries and loads of one of several connectors in an engine.
 
     Attributes:
-        queries: number of requests for which the connector was queried: the sum of the next three.
+        queries: number of requests for which the connector was queried: the sum of `hits`,
+            `passed_over` and `misses`.
         hits: number of requests for which the connector was chosen to load.
         passed_over: number of requests for which the connector had tokens but was not chosen.
         misses: number of requests for which the connector had no tokens, or did not answer in time.

@@ -47,7 +47,10 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of metrics by name and labels, of one engine or summed over several engines.
+    """The values of metrics of one engine, or their sums over several engines.
+
+    Attributes:
+        of: values by metric name, then by labels.
 
     >>> hits = Values({"hits": {(("source", "peer"),): 3.0, (("source", "tiers"),): 2.0}})
     >>> hits.total("hits"), hits.total("hits", source="peer"), hits.by("hits", "source")

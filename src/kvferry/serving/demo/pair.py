@@ -199,7 +199,7 @@ class _Run:
         ]
 
     def _judge(self, body: Mapping[str, Any], text: str, answer: StreamedAnswer) -> AnswerVerdict:
-        """Ask one engine alone for the same completion, and return how its answer compares.
+        """Ask one engine alone to complete a prompt, and compare its answer with `answer`.
 
         Args:
             body: body of the request without the prompt.

@@ -36,7 +36,7 @@ class Screen:
         """Show the progress of starting engines during the ``with`` block, then print that they are ready.
 
         Yields:
-            Function that redraws the progress. It takes the engines that were started.
+            Function that takes the started engines and redraws their progress.
         """
         with startup_progress(self._console) as show:
             yield show

@@ -12,7 +12,7 @@ _SIDES = 2
 
 
 class AnswerVerdict(StrEnum):
-    """Result of the comparison of two answers.
+    """The result of comparing a prefill and decode engine's answer with a single engine's answer.
 
     YES: all tokens are equal. OWN_GAP: the tokens differ, but the difference is within the single engine's
     own numerical deviation (see `compare`). NO: the difference is larger.

@@ -108,7 +108,7 @@ class _Router:
     async def pass_through(self, call: Call, send: Send) -> None:
         """Relay a request to a decode engine, and its answer to the client.
 
-        If the engine is unreachable or fails, try another engine. After two failures, send an error.
+        If the engine is unreachable or fails, try another engine. After two failures, answer with an error.
 
         Args:
             call: request of the client.

@@ -18,8 +18,8 @@ class Backend:
         up: True while the router may send requests to the engine; initially True.
         reason: reason why the engine is down; None while it is up.
         outstanding: number of this router's requests that the engine is working on.
-        last_turn: sequence number of the last request sent to the engine, counted over all requests of the
-            pool; 0 before the first.
+        last_turn: sequence number of the last request sent to the engine, among the requests to all engines
+            of this role; 0 before the first request.
     """
 
     def __init__(self, role: str, url: str) -> None:
@@ -69,7 +69,7 @@ class Pool:
         self._turn = 0
 
     def next(self, tried: Sequence[Backend], *, even_down: bool = False) -> Backend | None:
-        """Return the engine with the fewest requests under way; None if no engine is left.
+        """Return the engine that is up and has the fewest requests under way; None if no engine is left.
 
         If several engines have equally few requests, the least recently used of them is returned.
 

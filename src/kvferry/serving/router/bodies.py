@@ -80,7 +80,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body without ``kv_transfer_params``, which only an engine or a trusted proxy may set.
+    """Return a copy of a request body without ``kv_transfer_params``.
+
+    Only an engine or a trusted proxy may set that field.
 
     >>> without_kv_params({"prompt": "x", "vllm_xargs": {"kv_transfer_params": "a", "b": 1}})
     {'prompt': 'x', 'vllm_xargs': {'b': 1}}
@@ -93,7 +95,7 @@ def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def encoded(body: dict[str, Any]) -> bytes:
-    """Return a body as JSON.
+    """Encode the body of a request as JSON.
 
     Raises:
         MalformedBody: the body's objects are nested too deeply.
@@ -156,9 +158,10 @@ def wants_stream(body: dict[str, Any]) -> bool:
 
 
 def decodes_alone(path: str, body: dict[str, Any]) -> bool:
-    """Return whether to skip the prefill engine, because the decode engine could not use its KV.
+    """Return whether a request skips the prefill engine and only goes to a decode engine.
 
-    The reasons are:
+    This is the case if the KV that a prefill engine computes would be of no use to the decode engine. The
+    possible reasons are:
 
     - The client is a trusted proxy and sends its own ``kv_transfer_params``.
     - There are several prompts. A prefill engine's answer has ``kv_transfer_params`` for only one of them,

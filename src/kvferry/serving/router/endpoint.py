@@ -44,7 +44,7 @@ class _TooLarge(Exception):
 
 
 class ActiveRequests:
-    """The requests under way, so that all can be cancelled when the router stops.
+    """The set of requests that are under way. The router uses it to cancel all of them when it stops.
 
     Attributes:
         ending: True once `end` was called.
@@ -127,13 +127,16 @@ class RouterEndpoint:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """Return the client's request id; a new id if it is missing, too long or has forbidden characters."""
+    """Return the request id that the client sent, or a new id.
+
+    A new id is created if the client's id is missing, too long, or has characters that are not allowed.
+    """
     given = dict(scope["headers"]).get(_REQUEST_ID, b"")
     return given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 class _Answer:
-    """Sends the messages of an answer, and records whether the answer has begun and is complete."""
+    """A wrapper of an ASGI `send` function that records whether the answer has begun and is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

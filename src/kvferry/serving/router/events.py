@@ -67,6 +67,10 @@ async def relay_events(response: httpx.Response, send: Send, extra: Headers) -> 
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Split received bytes, and return those of all whole events and those of the incomplete last event."""
+    """Split received bytes of an event stream after the last complete event.
+
+    Returns:
+        Bytes of all complete events, and bytes of the incomplete event after them.
+    """
     cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
     return data[:cut], data[cut:]

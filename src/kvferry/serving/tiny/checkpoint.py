@@ -36,7 +36,9 @@ def cache_directory() -> Path:
 
 
 def tiny_checkpoint(name: str, directory: Path) -> Path:
-    """Return the folder of a model family's checkpoint. If it does not exist, write it, which takes seconds.
+    """Return the folder with the tiny checkpoint of a model family.
+
+    If the checkpoint does not exist, it is written, which takes seconds.
 
     The folder's name contains a digest of everything that determines its content: the family's settings, the
     version of transformers and the tokenizer. Several callers may call this at the same time.
