@@ -211,7 +211,7 @@ class Admission:
         self._begin(known, request, blocks, plan.parts(local_tokens, external, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
-        """Return the number of tokens that a request waits for, by the place that they are loaded from.
+        """Return the number of tokens that a request waits for, by the place that holds them.
 
         The place is ``peer``, or the name of the slowest tier that the load uses.
         """
@@ -221,7 +221,7 @@ class Admission:
         return found
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. Its loads in flight count as late from now on."""
+        """Forget a request that has ended. The blocks that its loads may still write to stay pinned."""
         self._phases.forget(request_id)
         known = self._known.pop(request_id, None)
         if known is None:

@@ -27,8 +27,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings in ``kv_connector_extra_config`` of a `KVFerryConnector`.
 
     Attributes:
-        host: address on which the control channel and the workers' gather channels listen. In an engine that
-            spans several machines, ``node`` stands for the address of each rank's machine.
+        host: address on which this engine listens for peers: the control channel, and each worker's channel
+            for peers that need KV packed. In an engine that spans several machines, ``node`` stands for the
+            address of each rank's machine.
         port: port of the control channel, to which the engine's data-parallel index is added; 0 for any free
             port.
         advertise_host: host name or address to advertise to peers; None for `host`.
@@ -36,24 +37,25 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             from this secret. None for the key that this user's engines share on this machine, which is
             created on first use.
         peers: host names, addresses and networks of the machines that may be peers. This engine connects only
-            to them and accepts connections only from them. None for this machine if `host` is loopback, else
-            for all machines. Only names in this list are resolved; if it is None, only `advertise_host`.
+            to these machines and accepts connections only from them. None for this machine if `host` is
+            loopback, else for all machines. Only host names in this list are resolved; if the list is None,
+            only `advertise_host`.
         lease_seconds: seconds for which blocks are kept for a consumer that sends no heartbeat. While other
             requests wait for blocks, a lease that no consumer has claimed ends after a quarter of this time.
         load_timeout_seconds: seconds after which a load has failed.
         handshake_seconds: seconds to wait for a peer's answer in the handshake.
         attempts: maximum number of attempts to load one request's KV before this engine computes it.
         late_blocks: maximum share of the block pool that loads from peers hold, including loads past their
-            deadline. One peer holds at most half of what the others leave. A single load without others may
-            exceed both limits.
+            deadline. Loads from one peer hold at most half of the blocks that other peers leave. A load may
+            exceed both limits if no other load holds blocks.
         transfer_log: path of a file that gets one JSON line per finished load; None for no log.
         layout: memory layout to request from the engine. ``auto`` requests a layout with blocks outermost if
-            the attention backend declares one. ``engine`` leaves the choice to vLLM. Any other
-            value requires exactly that layout.
+            the attention backend declares one. ``engine`` leaves the choice to vLLM. Any other value requires
+            exactly that layout.
         strategy: transfer strategy: ``auto`` for the fastest, or ``direct``, ``over-read`` or ``staged`` to
-            use that one wherever it is possible.
+            use that strategy wherever possible.
         staging_mib: memory for packing short runs of bytes, in MiB per direction and worker; 0 for none.
-        lanes: number of threads per worker that read from peers. They share large requests.
+        lanes: number of threads per worker that read from peers. Several threads share a large read.
         costs: path of a file that ``kvferry bench calibrate`` wrote. None for the user's file on this
             machine, or built-in costs if there is none.
         host_buffer: True to transfer through host memory with the engine's copy operation; None to do so only
@@ -76,7 +78,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             blocks.
         whole_blocks: True to refuse loads that fill a block only in part. Required beside another connector,
             which cannot recognize such a block and would store it.
-        name: name of this connector in ``kvferry explain``, if an engine has several.
+        name: name of this connector in ``kvferry explain``, if an engine has several connectors.
         explain_requests: number of requests to remember for ``kvferry explain``; 0 for none.
     """
 

@@ -33,7 +33,7 @@ class LoadPlan:
 
     @property
     def last(self) -> Source:
-        """The source that loads the last part."""
+        """The source that loads the last part of the prefix."""
         return self.legs[-1][0]
 
     def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:

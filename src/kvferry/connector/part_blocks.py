@@ -46,7 +46,7 @@ class _Watch:
         request: the engine's request.
         admission: number of the request's preemptions when the request was admitted. A higher number now
             means that the blocks were freed.
-        parts: the partly filled blocks that are still watched.
+        parts: partly filled blocks that vLLM has not cached yet and that the request still attends to.
     """
 
     request: Request
@@ -101,7 +101,9 @@ class PartBlocks:
     def begin(
         self, request: Request, tables: Sequence[Int64s], span: LoadSpan, alignments: Sequence[int]
     ) -> None:
-        """Record and watch the blocks that a load fills only in part. Forget those of an earlier load.
+        """Record the blocks that a load fills only in part, to evict each from the engine's prefix cache.
+
+        Forget the blocks of the request's earlier load.
 
         Args:
             request: the request.

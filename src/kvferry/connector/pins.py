@@ -102,7 +102,7 @@ class Pins(Generic[BlockT]):
         return sum(self._late.values())
 
     def landed(self, key: str, workers: int = 1) -> Sequence[BlockT]:
-        """Record that on further workers no transfer of a load is in flight any more.
+        """Record that a load has no transfer in flight any more on some of the workers.
 
         Args:
             key: unique name of the load.
@@ -110,7 +110,7 @@ class Pins(Generic[BlockT]):
 
         Returns:
             The blocks whose references the caller must drop now: all blocks of the load if these were the
-                last workers, else none.
+            last workers, else none.
         """
         pin = self._pins.get(key)
         if pin is None:

@@ -19,7 +19,9 @@ _NO_TOKENS = "the prompt is not made of token ids"
 
 
 def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptContent:
-    """Return digests of everything in the first `tokens` tokens of a prompt that determines their KV.
+    """Return digests of everything that determines the KV of a prompt's first `tokens` tokens.
+
+    They cover the tokens, images and clips, the LoRA adapter and the cache salt.
 
     Args:
         request: the request.

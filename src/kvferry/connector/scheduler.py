@@ -179,7 +179,7 @@ class SchedulerHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether the producer or the tiers need engine steps even without requests."""
+        """Whether the engine must run steps even without requests, for the tiers or for KV kept for peers."""
         return self._producer.busy or (self._tiering is not None and self._tiering.busy)
 
     @property
@@ -188,7 +188,7 @@ class SchedulerHalf:
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:
-        """Tell the producer, the admission and the tiers about a new request."""
+        """Handle a new request: ask which sources can load its KV, and prepare to offer and to store it."""
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)
@@ -203,7 +203,8 @@ class SchedulerHalf:
             block_ids: block table of the request for each KV cache group, up to the last computed token.
 
         Returns:
-            Whether the engine must keep the blocks, and the ``kv_transfer_params`` of the response.
+            Whether the engine must keep the blocks, and the ``kv_transfer_params`` of the response, None for
+            a response without any.
         """
         self.admission.finished(request.request_id)
         whole = self.parts.without(request.request_id, block_ids)

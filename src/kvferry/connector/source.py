@@ -34,9 +34,10 @@ class Source(Protocol):
         """
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why this source cannot serve the request.
+        """Return why this source cannot serve the request; None if the request did not ask for it.
 
-        Return None if the request did not ask for this source.
+        Args:
+            request: the request.
         """
 
     def bids(self, request: Request, local_tokens: int) -> Sequence[Bid]:
@@ -149,7 +150,13 @@ class Source(Protocol):
         """
 
     def settled(self, request_id: str) -> None:
-        """Release leases held for a request: its loads have succeeded, or the engine computes its prompt."""
+        """Release the leases on peers' blocks that this source holds for a request, which loads nothing more.
+
+        The request's loads have succeeded, or the engine computes its prompt, or the request has ended.
+
+        Args:
+            request_id: id of the request.
+        """
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""

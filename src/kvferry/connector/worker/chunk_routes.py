@@ -59,7 +59,7 @@ class ChunkRoutes:
         place: tuple[int, int],
         memory: npt.NDArray[uint8],
     ) -> None:
-        """Compute the copies between this rank's KV blocks and the arena.
+        """Compute the copies between this rank's KV blocks and the arena (host memory that holds chunks).
 
         Args:
             canonical: format in which chunks are stored.
@@ -91,7 +91,7 @@ class ChunkRoutes:
         """Copy this rank's part of chunks from its blocks to the host memory that holds chunks.
 
         Args:
-            order: chunks to store, their offsets in the arena, and the blocks that hold their tokens.
+            order: chunks to store, their byte offsets in host memory, and the blocks that hold their tokens.
 
         Returns:
             Number of bytes copied, per KV cache group of the storage format.

@@ -136,7 +136,7 @@ class WorkerHalf:
     def begin(self, orders: StepOrders) -> None:
         """Begin to carry out the orders of a step, except its stores and its copies to the host buffer.
 
-        `save` starts the exceptions after the forward pass.
+        `save` handles these two after the forward pass.
 
         Args:
             orders: orders of the step.

@@ -33,7 +33,7 @@ class Settled:
 
 
 class Joined:
-    """Combines the results of loads that each load a part of the same prefix, as one attempt."""
+    """Combines the results of all loads of an attempt. Each of these loads brings a part of one prefix."""
 
     def __init__(self) -> None:
         self._heard: dict[str, list[str | None]] = {}

@@ -34,7 +34,7 @@ class ArenaCard:
     """The description of the arena, the host memory that holds chunks. Ranks need it before the first order.
 
     Attributes:
-        name: handle by which a process attaches the arena.
+        name: handle by which a process attaches the arena's memory.
         ranks: geometry of all ranks of the engine.
         chunk_tokens: number of tokens per chunk.
     """
@@ -95,13 +95,13 @@ class LoadEnd:
 
 @dataclass(slots=True)
 class ChunkOrders:
-    """All orders of one step to copy chunks.
+    """All orders of one step to copy chunks between KV blocks and the arena (host memory that holds chunks).
 
     Attributes:
         arena: description of the arena, sent with the first orders; None afterwards.
         stores: chunks to copy from KV blocks to the arena, in this order, after all parts of loads.
         parts: chunks to copy from the arena to KV blocks, in this order.
-        ends: loads of which no more parts follow.
+        ends: messages that no more parts of a load follow.
     """
 
     arena: ArenaCard | None = None

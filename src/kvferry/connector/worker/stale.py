@@ -51,6 +51,6 @@ class StaleEpochs:
         """Mark the current epoch (time between two cache resets) as one in which the weights have changed.
 
         The current epoch is the epoch of the last step that used the cache. Before any such step it is the
-        first epoch, whose names contain the digest of the weights at the start.
+        first epoch, because its chunk names contain the digest of the weights at the start.
         """
         self.last = self._current
