@@ -28,5 +28,8 @@ def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def expanded(path: str) -> Path:
-    """Replace a leading ``~`` of a path by the user's home directory; change nothing if there is no home."""
+    """Replace a leading ``~`` of a path with the user's home directory.
+
+    The path is returned unchanged if it has no ``~``, or if the user has no home directory.
+    """
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises

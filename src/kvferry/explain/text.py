@@ -40,10 +40,7 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """Return the time before scheduling in which the request neither loaded KV nor waited for a source.
-
-        The unit is seconds.
-        """
+        """Return the seconds before scheduling without a KV load and without a wait for a source."""
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 

@@ -26,7 +26,9 @@ _VLLM = (
 
 
 def exposed_name(metric: Metric, prefix: str = PREFIX) -> str:
-    """Return the name that a metric has on `/metrics`; a histogram's has no suffix such as ``_bucket``.
+    """Return the name that a metric has on `/metrics`, such as ``kvferry_loads_total``.
+
+    For a histogram, the name has no suffix such as ``_bucket``.
 
     Args:
         metric: definition of the metric.

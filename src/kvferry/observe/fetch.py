@@ -40,7 +40,7 @@ class HttpReply(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the body as text."""
+        """Return the body as text, decoded as UTF-8. Invalid bytes are replaced."""
         return self.body.decode(errors="replace")
 
     @property
@@ -53,7 +53,7 @@ class HttpReply(NamedTuple):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The answer of a kvferry router to `/health`: the router's engines by role."""
+    """The answer of a kvferry router to `/health`, with the state of each of the router's engines."""
 
     class Engine(msgspec.Struct, frozen=True):
         """The state of one of the router's engines, with the reason if the engine is down."""

@@ -23,7 +23,7 @@ from kvferry.tiers.names import HOST
 
 @dataclass(slots=True)
 class _RequestCounts:
-    """The events of a request so far that decide how it is counted in the metrics. Mutable.
+    """The history of a request, from which the metrics count its hits, misses and tokens. Mutable.
 
     A source is a provider of KV: a peer or the tiers. An attempt is the set of loads that together serve a
     request. After a failure there may be another attempt.

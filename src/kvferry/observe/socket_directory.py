@@ -157,7 +157,11 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove all Unix sockets from a directory whose engines have ended."""
+    """Remove the Unix sockets of engines that have ended.
+
+    Args:
+        directory: directory with the sockets of engines.
+    """
     for path in engine_sockets(directory):
         with suppress(OSError):
             if (connection := connect(path, 0.0)) is not None:

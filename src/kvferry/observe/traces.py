@@ -112,7 +112,7 @@ class TraceBuffer:
         return len(self._kept)
 
     def __call__(self, event: Event) -> None:
-        """Remember an event of a request. Events that belong to no request are ignored."""
+        """Add an event to the trace of its request. Events that belong to no request are ignored."""
         if isinstance(event, events.Arrived):
             self._begin(event)
         elif not isinstance(event, _OF_REQUEST):
@@ -179,7 +179,7 @@ def _ended(stored: StoredChunks, chunks: int, event: events.StoreEnded) -> Store
 def _cut(event: RequestEvent) -> RequestEvent:
     """Return an event with its texts cut to `MAX_TEXT` characters.
 
-    A peer or a client may have written the texts, so that their length is not limited.
+    The texts may come from a peer or a client, so they can have any length.
     """
     if all(len(text) <= MAX_TEXT for text in _texts(event)):
         return event

@@ -83,7 +83,7 @@ def _watch(root: subprocess.Popen[bytes], lifeline: int, grace_seconds: float) -
     Args:
         root: main process of the engine.
         lifeline: file descriptor of a pipe from the launcher. A byte on the pipe asks to kill the engine at
-            once, so this function returns without a signal.
+            once, so this function returns without sending SIGTERM.
         grace_seconds: longest time to wait after SIGTERM, in seconds.
     """
     ended = os.pidfd_open(root.pid)

@@ -45,7 +45,7 @@ class Parallel:
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
-        """Return the sizes above 1, for example ``tensor 2 x data 2``."""
+        """Return the sizes above 1 as text, such as ``tensor 2 x data 2``; ``1 rank`` if all are 1."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "data": self.data}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 

@@ -42,7 +42,10 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def read_transfer(log: Path, request_id: str) -> Transfer | None:
-    """Return the last successful load of a request, or else its last load; None if there is no load.
+    """Read the KV load of a request from the transfer log.
+
+    If there are several loads, return the last successful load, or the last load if all failed. Return None
+    if there is no load.
 
     Args:
         log: path of the decode engine's transfer log; it may not exist yet.

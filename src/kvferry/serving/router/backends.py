@@ -10,7 +10,7 @@ _log = logging.getLogger("kvferry.router")
 
 
 class Backend:
-    """An engine and its state, as this router knows it.
+    """An engine to which the router sends requests, and the engine's state as the router knows it.
 
     Attributes:
         role: ``prefill`` or ``decode``.
@@ -32,7 +32,11 @@ class Backend:
         self._hands_over = True
 
     def mark_down(self, reason: str) -> None:
-        """Stop sending requests to the engine until `mark_up` is called."""
+        """Stop sending requests to the engine until `mark_up` is called.
+
+        Args:
+            reason: reason why the engine is down, as text.
+        """
         if self.up:
             _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
         self.up, self.reason = False, reason

@@ -55,7 +55,7 @@ class ActiveRequests:
         self._scopes: set[anyio.CancelScope] = set()
 
     def add(self, scope: anyio.CancelScope) -> None:
-        """Add a request that is under way.
+        """Add a request to the set of requests that are under way.
 
         Args:
             scope: cancel scope in which the request is handled.
@@ -63,7 +63,7 @@ class ActiveRequests:
         self._scopes.add(scope)
 
     def discard(self, scope: anyio.CancelScope) -> None:
-        """Remove a request that has ended.
+        """Remove a request that has ended from the set of requests that are under way.
 
         Args:
             scope: cancel scope in which the request was handled.

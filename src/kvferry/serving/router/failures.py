@@ -75,7 +75,7 @@ def is_failure(status: int) -> bool:
 
 
 def failure_of(reply: Reply) -> str:
-    """Describe an engine's error answer: its status and, if it has one, its error message, shortened."""
+    """Describe an engine's error answer by its status and, if the answer has one, its shortened message."""
     try:
         message = str(json.loads(reply.body)["error"]["message"])[:_MAX_CHARS]
     except (ValueError, KeyError, TypeError, RecursionError):
