@@ -40,11 +40,11 @@ MAX_SOURCES = 256
 
 
 class ConnectedPeer:
-    """A connection to a peer engine, with the descriptor lists that are needed to read its KV cache.
+    """A connection to a peer engine, with the descriptor lists that are needed to read the peer's KV cache.
 
     Attributes:
-        sources: all ranks of the peer, in the order of their descriptions. A rank that supplies nothing to
-            this rank has no routes.
+        sources: all ranks of the peer, in the order of their descriptions. This includes ranks that supply
+            nothing to this rank.
         src_groups: number of KV cache groups of the peer.
     """
 

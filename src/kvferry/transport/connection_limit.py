@@ -122,7 +122,9 @@ class ConnectionLimiter:
         return event, value
 
     def _on_failed_handshake(self, cause: int) -> None:
-        """Log that a client could not authenticate, if the cause is that the client has another key.
+        """Log that a client was refused because it has another key.
+
+        Ignore other causes of a failed handshake.
 
         The message cannot name the client, because ZeroMQ hides the client's address.
 

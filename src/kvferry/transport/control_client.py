@@ -90,15 +90,16 @@ class ControlClient:
         handshake_seconds: float = 5.0,
         heartbeat_seconds: float = 5.0,
     ) -> None:
-        """Start the thread.
+        """Start the client's thread.
 
         Args:
             facts: facts about this engine, which the thread sends to peers in handshakes.
             check: function that takes the descriptions of a peer's ranks, and raises Incompatible if this
-                engine cannot read from them. The client's thread calls it.
+                engine cannot read from them. The client's thread calls this function.
             keys: CURVE keys, with which peers authenticate each other.
             peers: machines that the engine may connect to.
-            handshake_seconds: timeout in seconds of a handshake, and of the exchange of a ticket for a lease.
+            handshake_seconds: timeout in seconds of a handshake, and of the exchange of a ticket (random id)
+                for a lease.
             heartbeat_seconds: seconds between two heartbeats to the same peer.
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
@@ -145,14 +146,14 @@ class ControlClient:
         self._handshakes.forget(address)
 
     def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
-        """Start to exchange a ticket for block tables and a lease. Return the number of this exchange.
+        """Start to exchange a ticket (random id) for block tables and a lease. Return the exchange's number.
 
         Args:
             address: (host, port) of the producer's control channel.
             ticket: random id that names the lease.
             tokens: number of tokens whose KV the producer has offered.
-            content: digests of the first `tokens` tokens of this engine's prompt, which the producer compares
-                with its own digests.
+            content: digests of the first `tokens` tokens of this engine's prompt. The producer compares them
+                with the digests of its own prompt.
         """
         self._questions.note_ticket(address)
         message = self._redemptions.begin(address, ticket, tokens, content)
@@ -160,13 +161,13 @@ class ControlClient:
         return message.number
 
     def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the producer's reply to the exchange of a ticket for block tables and a lease.
+        """Return the producer's reply to the exchange of a ticket (random id) for block tables and a lease.
 
-        If the producer has not replied in time, forget the producer's status, so that its next use starts a
-        new handshake.
+        If the producer has not replied in time, forget the producer's status. Then the next use of this
+        producer starts a new handshake.
 
         Args:
-            number: number that `redeem` returned.
+            number: number of the exchange, from `redeem`.
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
@@ -179,10 +180,10 @@ class ControlClient:
         return answer
 
     def end_redemption(self, number: int) -> bool:
-        """Forget the exchange of a ticket for block tables and a lease. Later replies to it are ignored.
+        """Forget the exchange of a ticket (random id) for block tables and a lease. Ignore later replies.
 
         Args:
-            number: number that `redeem` returned.
+            number: number of the exchange, from `redeem`.
 
         Returns:
             True if the producer may hold the lease for this engine. Then the caller must release the lease.
@@ -246,7 +247,7 @@ class ControlClient:
         self._questions.drop(number)
 
     def close(self) -> None:
-        """Send the queued messages, end the thread, and wait until it has ended."""
+        """Send the queued messages, and wait until the client's thread has ended."""
         self._stop = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()

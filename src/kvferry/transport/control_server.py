@@ -92,7 +92,7 @@ def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class LeasesClaimed:
-    """Event: a consumer redeemed the tickets of these leases, or sent a heartbeat for the leases.
+    """Event: a consumer claimed these leases by their tickets (random ids), or sent a heartbeat for them.
 
     Attributes:
         leases: names of the leases in this engine.

@@ -8,11 +8,12 @@ import zmq
 
 
 def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
-    """Return the ZeroMQ endpoint (``tcp://host:port``) of an address. Enable IPv6 on the socket if needed.
+    """Return the ZeroMQ endpoint of an address, such as ``tcp://10.0.0.1:5555``.
+
+    If `host` is an IPv6 address, also enable IPv6 on the socket.
 
     Args:
-        socket: ZeroMQ socket that is not bound or connected yet. If `host` is an IPv6 address, IPv6 is
-            enabled on this socket.
+        socket: ZeroMQ socket that is not bound or connected yet.
         host: name, IPv4 address, or IPv6 address with or without brackets.
         port: port number; ``*`` to bind any free port.
     """

@@ -17,11 +17,11 @@ from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
 def resolve_gather_address(
     card: RankCard, address: Address, names: PeerResolver, log: LimitedLog
 ) -> RankCard:
-    """Return a copy of a rank's description in which the address of its gather channel is numeric.
+    """Return a copy of a rank's description with a numeric address of the rank's gather channel.
 
     Over the gather channel, readers ask the rank to pack cells (units of transfer) into staging memory. If
-    this address is not allowed or not resolved yet, the copy has no gather channel. Workers connect to the
-    address in the description, so they never resolve a name.
+    its address is not allowed or not resolved yet, the copy has no gather channel. Workers connect to the
+    address in the description, so workers never resolve a name.
 
     Args:
         card: peer's description of one of its ranks.

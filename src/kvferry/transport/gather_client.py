@@ -58,7 +58,8 @@ class GatherClient:
 
         Args:
             context: ZeroMQ context.
-            host: numeric address of the rank's gather channel, over which it is asked to pack cells.
+            host: numeric address of the rank's gather channel, over which readers ask the rank to pack cells
+                (units of transfer).
             port: port of the gather channel.
             routes: routes (sets of layers that are read with the same copies) that `ask` names by index.
             keys: CURVE keys, with which peers authenticate each other.
@@ -84,19 +85,19 @@ class GatherClient:
 
     @property
     def waiting(self) -> bool:
-        """True while any request to pack cells is open.
+        """True while any request to pack cells (units of transfer) is open.
 
         A request is closed when `answer` has returned the reply to it, or when `done` is called.
         """
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the rank did not reply in time recently, and has not replied since.
+        """Return whether the rank recently failed to reply in time, and has not replied since.
 
         Replies that have arrived are processed first.
 
         Args:
-            now: current time of the lane's clock, in seconds.
+            now: current time in seconds, by the clock of the caller.
         """
         self._receive()
         return now < self.silent_until
@@ -105,8 +106,10 @@ class GatherClient:
         """Ask the rank to pack cells (units of transfer) into its staging memory.
 
         Args:
-            route: index of the cells' route in the argument `routes` of the constructor.
-            lease: word that shows whether the lease on the source blocks is valid.
+            route: index of the cells' route (set of layers that are read with the same copies) in the
+                argument `routes` of the constructor.
+            lease: lease word: an integer in the rank's memory that shows whether the lease on the source
+                blocks is valid.
             blocks: source block id of each cell, int64 of shape (n,).
             cell: index of the first cell within its block; the other cells follow it.
 
@@ -129,9 +132,12 @@ class GatherClient:
         return segment
 
     def answer(self, segment: int) -> Gathered | NotGathered | None:
-        """Return the rank's reply about a segment (the cells of one request), and forget the segment.
+        """Return the rank's reply to a request to pack cells, and close the request.
 
         Return None if no reply has arrived yet.
+
+        Args:
+            segment: number of the segment (the cells of the request), from `ask`.
         """
         self._receive()
         found = self._answers.pop(segment, None)
@@ -140,9 +146,12 @@ class GatherClient:
         return found
 
     def done(self, segment: int) -> None:
-        """Tell the rank to free the staging memory of a segment (the packed cells of one request).
+        """Tell the rank to free the staging memory of a segment: the packed cells of one request.
 
-        This reader no longer needs the segment, and ignores later replies about it.
+        This reader no longer needs the segment. Later replies about it are ignored.
+
+        Args:
+            segment: number of the segment, from `ask`.
         """
         self._wanted.pop(segment, None)
         self._answers.pop(segment, None)

@@ -88,7 +88,8 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 
     Attributes:
         segment: number of the segment (the cells of this request), repeated in the reply.
-        route: index of the cells' route among the routes in `AnnounceRoutes`.
+        route: index of the cells' route (set of layers that are read with the same copies) in
+            `AnnounceRoutes`.
         slot: index of the lease word: an integer in the source's memory that changes before the cells' blocks
             are freed.
         generation: value of the lease word's low half while the lease is valid.
@@ -104,7 +105,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     cell: _Count
 
     def ids(self) -> Int64s:
-        """Return the source block id of each cell, int64 of shape (n,)."""
+        """Return the source block id of each cell (unit of transfer), int64 of shape (n,)."""
         return np.frombuffer(self.blocks, np.int32).astype(np.int64)
 
 
@@ -112,14 +113,16 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """Message without reply: frees the staging memory of a segment, which the reader no longer needs.
 
     Attributes:
-        segment: number of the segment (the cells of one request).
+        segment: number of the segment (the packed cells of one request).
     """
 
     segment: _Count = msgspec.field(name="chunk")
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """Reply: the cells of a segment have been packed into images (one contiguous piece of memory per cell).
+    """Reply: the cells of a request have been packed into images (one contiguous piece of memory per cell).
+
+    A cell is the unit of transfer.
 
     Attributes:
         segment: number of the segment (the cells of one request).
@@ -136,12 +139,13 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """Reply: the cells of a segment will not be packed.
+    """Reply: the cells (units of transfer) of a request will not be packed.
 
     Attributes:
         segment: number of the segment (the cells of one request).
         reason: cause, for log messages.
-        unknown: True if the server does not know the reader's routes, so the reader must announce them again.
+        unknown: True if the server does not know the routes (sets of layers) of the reader. Then the reader
+            must announce them again.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -163,7 +167,7 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a reader's message to the server that packs cells, and check the sizes and routes in it.
+    """Decode a reader's message to the server that packs cells (units of transfer), and check its values.
 
     Raises:
         ProtocolError: the message cannot be decoded, or a value is out of bounds.

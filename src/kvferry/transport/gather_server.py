@@ -71,7 +71,7 @@ _SWEEP_SECONDS = 1.0
 class _Reader:
     """A peer's worker that reads from this worker, and has announced its routes.
 
-    A route is a set of layers that are read with the same copies.
+    A route is a set of layers that are read with the same copies. A cell is the unit of transfer.
 
     Attributes:
         routes: announced routes, each with its prepared copies.
@@ -87,7 +87,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _HeldAllocation:
-    """Staging memory of a packed segment (the cells of one request).
+    """Staging memory of a packed segment: the packed cells (units of transfer) of one request.
 
     Attributes:
         allocation: memory in the staging area.
@@ -118,8 +118,8 @@ class GatherServer:
 
     Attributes:
         port: port that the server listens on.
-        area: staging area that readers read from. It is allocated in units. Each unit has a word: an integer
-            in registered memory that changes before the unit is given to another reader.
+        area: staging area that readers read from. The area is allocated in units. Each unit has a word: an
+            integer in registered memory that changes before the unit is given to another reader.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class GatherServer:
         Args:
             host: address to bind.
             geometry: addresses and layout of this worker's KV cache, which contains the cells.
-            area: staging area that readers read from. It is allocated in units.
+            area: staging area that readers read from. The area is allocated in units.
             words: lease words of the worker: integers in registered memory. The words from index `first_word`
                 on belong to the staging area, one to each unit.
             first_word: index of the first word that belongs to the staging area.
             keys: CURVE keys, with which peers authenticate each other.
             peers: machines that may connect.
-            clock: function that returns the time in seconds.
+            clock: function that returns the current time in seconds.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -219,7 +219,11 @@ class GatherServer:
             self._free_all(oldest)
 
     def _crowded(self) -> bool:
-        """Return whether there are too many readers, or too many cell offsets in their announced routes."""
+        """Return whether the announcements of readers exceed a limit, so that the oldest must be forgotten.
+
+        The limits are the number of readers, and the total number of cell offsets in the routes (sets of
+        layers) that they announced.
+        """
         cells = sum(reader.cells for reader in self._readers.values())
         return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
 
@@ -293,7 +297,7 @@ class GatherServer:
     def _copy(
         self, message: Gather, route: GatherRoute, loops: StagingCopies, allocation: Allocation
     ) -> str | None:
-        """Copy the cells of a request from the KV cache into staging memory.
+        """Copy the cells (units of transfer) of a request from the KV cache into staging memory.
 
         Args:
             message: request, which names the cells.

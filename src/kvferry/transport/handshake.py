@@ -232,7 +232,7 @@ class Handshakes:
         return refused
 
     def refuse_silent(self) -> None:
-        """Set the status of every peer to Unusable whose handshake has timed out."""
+        """Refuse all peers whose handshake has timed out: set their status to Unusable."""
         now = self._clock()
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)

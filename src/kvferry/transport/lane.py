@@ -116,7 +116,7 @@ class _Read:
     """A read that a lane (reading thread) has started and not ended.
 
     A READ is a one-sided read of the peer's memory. A lease word is an integer in that memory that changes
-    before leased blocks are freed.
+    before leased blocks are freed. A cell is the unit of transfer.
 
     Attributes:
         order: order that is executed.
@@ -124,8 +124,8 @@ class _Read:
         landing: index of the first local word that lease words are read into. Each read has `MAX_SOURCES`
             local words, one for each rank of the peer.
         plan: plan of the read.
-        handles: handles of the READs in flight. They first read cells (units of transfer) straight into
-            blocks, later lease words.
+        handles: handles of the READs in flight. They first read cells straight into blocks, later lease
+            words.
         packed: reads of packed cells in progress, one per route (set of layers that are read with the same
             copies).
         words: True once the lease words are being read.

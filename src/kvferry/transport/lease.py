@@ -45,10 +45,11 @@ class LeaseWord:
     incarnation: int
 
     def word(self, worker: int) -> int:
-        """Return the value that the lease's word has on one worker while the lease is valid.
+        """Return the value that the lease's word (integer in registered memory) has while the lease is valid.
 
         Args:
-            worker: incarnation (random number of the run) of the worker, which is the high half of its words.
+            worker: incarnation of the worker whose memory holds the word: a random number of the worker's
+                run, which is the high half of the value.
         """
         return worker << 32 | self.generation
 
@@ -70,7 +71,7 @@ class LeaseWords:
     """
 
     def __init__(self, incarnation: int, slots: int) -> None:
-        """Create the array of lease words.
+        """Create the array of lease words: integers that peers read to check whether a lease is still valid.
 
         Args:
             incarnation: random number of this run of the worker, which is the high half of every word.
@@ -81,30 +82,34 @@ class LeaseWords:
 
     @property
     def address(self) -> int:
-        """Memory address of the first lease word, which is the word of slot 0."""
+        """Memory address of the first lease word. Peers read the words from there on."""
         return int(self.array.ctypes.data)
 
     def add(self, count: int) -> int:
-        """Append `count` words that belong to no lease, and return the index of the first of them.
+        """Append words (integers that peers can read) that belong to no lease. Return the index of the first.
 
-        Call this method before the array is registered with the transport, because it moves the array in
-        memory.
+        Call this method before the array is registered with the transport, because the array moves in memory.
+
+        Args:
+            count: number of words to append.
         """
         first = len(self.array)
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
         return first
 
     def invalidate_all(self) -> None:
-        """Invalidate all present and future leases of this worker.
+        """Set all words (integers that peers can read) to 0, so that no present or future lease is valid.
 
-        Set all words to 0, whose high half differs from the incarnation of every worker.
+        The high half of a valid word is the incarnation (random number of the run) of the worker, which is
+        never 0.
         """
         self.array[:] = 0
 
     def end(self, slots: Iterable[int]) -> None:
-        """Increment the generation (low half) of the words of some leases. Call it before blocks are freed.
+        """Increment the low half of some lease words (integers that peers can read), which ends the leases.
 
-        Readers that compare with the old words then know that their data may be invalid.
+        Call this method before the leases' blocks are freed. A peer that compares with the old words then
+        knows that the data that it has read may be invalid.
 
         Args:
             slots: indices of the words.
@@ -116,13 +121,13 @@ class LeaseWords:
 
 @dataclass(slots=True)
 class _HeldLease:
-    """A lease that has not ended.
+    """A lease (promise to keep the KV blocks of a request) that has not ended.
 
     Attributes:
-        slot: index of the lease's word.
+        slot: index of the lease's word (integer in registered memory that changes when the lease ends).
         granted: time of the grant, in seconds of the clock.
         expires: time at which the lease expires, in seconds of the clock.
-        claimed: True once a consumer has redeemed the lease's ticket.
+        claimed: True once a consumer has claimed the lease.
     """
 
     slot: int
@@ -161,7 +166,7 @@ class LeaseBook:
         self._ending: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of leases that are held, or that are ending and whose blocks are still kept."""
+        """Return the number of leases that are held or ending. The blocks of both kinds are kept."""
         return len(self._held) + len(self._ending)
 
     @property
@@ -171,6 +176,8 @@ class LeaseBook:
 
     def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
         """Grant a lease on the blocks of a request, and return the word with which consumers check the lease.
+
+        The word is an integer in registered memory that changes before the blocks are freed.
 
         Args:
             name: name of the lease, which is the id of the request.
@@ -213,14 +220,14 @@ class LeaseBook:
         return [name for name, held in self._held.items() if not held.claimed and held.granted <= latest]
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
-        """End leases that are held. Keep their blocks until all workers have incremented the lease words.
+        """End leases that are held. The caller must keep their blocks until `ended` is called for each lease.
 
         Args:
             names: names of leases. Leases that are not held are ignored.
 
         Returns:
-            Slot of each lease that ends, by name. All workers must increment the words of these slots. Then
-            the caller must call `ended` for each name.
+            Slot of each lease that ends, by name. All workers must increment the lease words (integers in
+            registered memory) of these slots. Then the caller must call `ended` for each name.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         self._ending.update(ending)
@@ -229,11 +236,11 @@ class LeaseBook:
     def end_expired(self) -> dict[str, int]:
         """End all leases that have expired.
 
-        Keep their blocks until all workers have incremented the lease words.
+        The caller must keep their blocks until `ended` is called for each.
 
         Returns:
-            Slot of each lease that ends, by name. All workers must increment the words of these slots. Then
-            the caller must call `ended` for each name.
+            Slot of each lease that ends, by name. All workers must increment the lease words (integers in
+            registered memory) of these slots. Then the caller must call `ended` for each name.
         """
         now = self._clock()
         late = [name for name, held in self._held.items() if held.expires <= now]
@@ -241,7 +248,10 @@ class LeaseBook:
         return self.end(late)
 
     def ended(self, name: str) -> None:
-        """Free the slot of a lease that is ending, because all workers have incremented the lease's word."""
+        """Free the slot of a lease that is ending, so that the slot can be used for another lease.
+
+        Call this method when all workers have incremented the lease's word (integer in registered memory).
+        """
         slot = self._ending.pop(name, None)
         if slot is None:
             return

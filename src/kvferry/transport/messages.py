@@ -168,7 +168,7 @@ class RankCard(msgspec.Struct, frozen=True):
     """Description of one worker of the producer.
 
     A word is an 8-byte integer in registered memory that changes before the memory that it protects is
-    reused.
+    reused. A cell is the unit of transfer.
 
     Attributes:
         geometry: addresses and layout of the worker's KV cache.
@@ -255,7 +255,8 @@ class KeptTurn(msgspec.Struct, frozen=True):
     Attributes:
         engine_id, incarnation: id of the engine that keeps the turn, and random number of the engine's run.
         ticket: ticket (random id) that names the turn's lease.
-        grant: block tables and lease word for a reader.
+        grant: block tables, and the word (integer in registered memory) that shows whether the lease is
+            valid.
         tokens: number of tokens whose KV the blocks hold.
         least: number of tokens in the shortest prefix that a reader can continue from. With sliding windows,
             earlier blocks are gone; recurrent state exists only after the last token.
@@ -273,7 +274,7 @@ class KeptTurn(msgspec.Struct, frozen=True):
     after: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)]
 
     def found(self, chunks: int, after: list[int]) -> KeptTurn:
-        """Return a copy of this turn for the reply to a query.
+        """Return a copy of this turn of a conversation for the reply to a query.
 
         Args:
             chunks: number of chunks that the turn shares with the query's prompt.
@@ -368,9 +369,12 @@ def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[
 
 
 def make_refusal(differences: Sequence[str]) -> Refused:
-    """Return a refusal with these differences.
+    """Return a message that refuses a consumer because of these differences.
 
-    Shorten their texts and their number to the limits of a message.
+    The texts and their number are shortened to the limits of a message.
+
+    Args:
+        differences: differences between the two engines, one sentence each.
     """
     said = [shown(text, MAX_SENTENCE) for text in differences[: MAX_DIFFERENCES - 1]]
     if more := len(differences) - len(said):

@@ -56,13 +56,13 @@ After that, its cells are read without packing.
 class PackedReadResources:
     """Resources that are shared by all reads of packed cells of one lane (reading thread).
 
-    A cell is the unit of transfer. An image is a cell packed into contiguous memory.
+    A cell is the unit of transfer. An image is a cell packed into contiguous memory. A word is an integer in
+    the source's memory that shows whether images are valid.
 
     Attributes:
         agent: NIXL agent of the lane.
         landing: staging area that images are read into.
         words: registered memory of this lane into which words of the source are read, uint64 of shape (n,).
-            Such a word shows whether the images that were read are valid.
         free_words: indices of `words` that are free. A read of images that the source has packed takes one of
             them.
     """
@@ -78,7 +78,8 @@ class RankLists:
     """Prepared NIXL descriptor lists for reading from one rank of the peer.
 
     The rank keeps *words* (64-bit values) in registered memory. A word changes when the memory that it
-    belongs to is reused, so the reader can check afterwards whether the bytes that it read were valid.
+    belongs to is reused, so the reader can check afterwards whether the bytes that it read were valid. A cell
+    is the unit of transfer, and an image is a cell packed into contiguous memory.
 
     Attributes:
         local: handle of the list of local memory: cells in blocks, and images in the staging area.
@@ -101,8 +102,8 @@ class _SegmentState(Enum):
     """State of a segment: a run of packed cells (units of transfer) that move together.
 
     NEW: nothing has been done. ASKED: the source has been asked to pack the cells. GATHERED: the cells can be
-    read. READING: the cells are being read. CHECKING: the word is being read that shows whether the cells are
-    valid.
+    read. READING: the cells are being read. CHECKING: an integer in the source's memory is being read, which
+    shows whether the cells are valid.
     """
 
     NEW = "new"
@@ -124,8 +125,8 @@ class _Segment:
         gathered: reply of the source; None if the source has not gathered the segment.
         allocation: staging memory of this worker that the segment holds; None if it holds none.
         handle: handle of the segment's latest READ (one-sided read); None before the first.
-        word: index of the local word into which the source's word is read, to see whether the cells are
-            valid; -1 if the segment holds no local word.
+        word: index of the local word (integer) that the source's word is read into, which shows whether the
+            cells are valid; -1 if the segment holds no local word.
         direct: True if the cells are read straight into blocks after all, without packing.
     """
 
@@ -180,6 +181,8 @@ class PackedRead:
     ) -> None:
         """Split the cells into segments (runs of cells that move together). `advance` starts to read them.
 
+        A cell is the unit of transfer.
+
         Args:
             bench: resources that all packed reads of the lane (reading thread) share.
             lists: prepared descriptor lists of the peer's rank.
@@ -188,7 +191,8 @@ class PackedRead:
             method: method that moves the cells: over-read (the reader fetches gaps too) or staged (the source
                 packs the cells first).
             cells: cells to read.
-            lease: word that shows whether the producer's lease on its blocks is valid.
+            lease: lease word: an integer in the peer's memory that shows whether the lease on its blocks is
+                valid.
             clock: function that returns the current time in seconds.
         """
         self.failure: str | None = None
@@ -200,23 +204,27 @@ class PackedRead:
 
     @property
     def finished(self) -> bool:
-        """True if no segment (run of cells that move together) is in progress, and none is left to start."""
+        """True if the read has ended: no segment is in progress, and none is left to start.
+
+        A segment is a run of packed cells (units of transfer) that move together.
+        """
         return not self._chunks and (not self._rest or self.failure is not None)
 
     @property
     def waits_for_source(self) -> bool:
-        """True while the source has been asked to pack the cells of a segment, and has not replied."""
+        """True while the source has been asked to pack cells (units of transfer), and has not replied."""
         return any(segment.state is _SegmentState.ASKED for segment in self._chunks)
 
     @property
     def in_flight(self) -> bool:
-        """True while a READ (one-sided read) of any segment is in flight."""
+        """True while a READ (one-sided read of the peer's memory) of any of the cells is in flight."""
         return any(segment.handle is not None for segment in self._chunks)
 
     def advance(self) -> bool:
-        """Advance every segment (run of cells that move together) as far as possible without blocking.
+        """Advance the read of every segment as far as possible without blocking.
 
-        Start further segments, up to `AHEAD` at a time. Return whether any segment advanced.
+        A segment is a run of packed cells (units of transfer) that move together. Start further segments, up
+        to `AHEAD` at a time. Return whether any segment advanced.
         """
         moved = self._ask_ahead()
         for segment in list(self._chunks):
@@ -227,7 +235,7 @@ class PackedRead:
         return moved
 
     def abandon(self, reason: str) -> None:
-        """Mark the whole read as failed, and start no further segment (run of cells that move together).
+        """Mark the whole read as failed, and start to read no further cells (units of transfer).
 
         READs (one-sided reads) in flight continue. `finished` becomes True when they have ended.
 
@@ -247,9 +255,12 @@ class PackedRead:
         return moved
 
     def _stepped(self, segment: _Segment) -> bool:
-        """Take the next step of a segment (run of cells that move together) if it is possible now.
+        """Take the next step of a segment if it is possible now.
 
         If the transport raises an exception, the whole packed read fails.
+
+        Args:
+            segment: segment: run of packed cells (units of transfer) that move together.
 
         Returns:
             True if a step was taken.
@@ -317,7 +328,10 @@ class PackedRead:
         return True
 
     def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        """Return whether the memory and the word in the source's reply belong to the source's staging area.
+        """Return whether the source's reply about a segment refers to the source's own staging area.
+
+        The reply names the position of the packed cells in that area, and a word: an integer in registered
+        memory that shows whether they are valid.
 
         Args:
             segment: segment (run of cells that move together) that the source has packed.
@@ -329,10 +343,10 @@ class PackedRead:
     def _go_direct(self, segment: _Segment, reason: str) -> None:
         """Read the cells of a segment straight into blocks, because they cannot be read packed.
 
-        There is one descriptor per contiguous run. If the route cannot be read in this way, fail the read.
+        There is one descriptor per contiguous run. If the cells cannot be read in this way, fail the read.
 
         Args:
-            segment: segment (run of cells that move together).
+            segment: segment: run of cells (units of transfer) that move together.
             reason: reason why the cells are not read packed.
         """
         if self._route.direct is None:
@@ -364,7 +378,11 @@ class PackedRead:
         """Allocate what is needed to read the packed cells of a segment: staging memory, and a local word.
 
         Staging memory is needed if this worker unpacks the cells. The local word is needed if the source has
-        packed them: its word is read to see whether the packed cells are valid.
+        packed them: the source's word, an integer that shows whether the packed cells are valid, is read into
+        it.
+
+        Args:
+            segment: segment (run of cells that move together) to read.
 
         Returns:
             False if either is not free now.
@@ -434,17 +452,24 @@ class PackedRead:
         self._over(segment)
 
     def _over(self, segment: _Segment) -> None:
-        """Remove a segment (run of cells that move together), and free all memory that it holds.
+        """Remove a segment from the read, and free all memory that the segment holds.
 
         None of the segment's READs (one-sided reads) may be in flight.
+
+        Args:
+            segment: segment: run of packed cells (units of transfer) that move together.
         """
         self._chunks.remove(segment)
         self._give_back(segment)
 
     def _give_back(self, segment: _Segment) -> None:
-        """Free all that a segment (run of cells that move together) holds.
+        """Free everything that a segment holds: staging memory of the source and of this worker, and a word.
 
-        That is staging memory of the source, staging memory of this worker, and the local word.
+        The word is a local integer into which a word of the source is read, to see whether the packed cells
+        are valid.
+
+        Args:
+            segment: segment: run of packed cells (units of transfer) that move together.
         """
         if segment.number and self._client is not None:
             self._client.done(segment.number)

@@ -69,7 +69,7 @@ class _DescriptorRows:
 
     @property
     def rows(self) -> int:
-        """Number of rows (contiguous runs) per cell."""
+        """Number of rows (contiguous runs) per cell (unit of transfer)."""
         return sum(len(address) for address, _, _ in self.parts)
 
     @property
@@ -103,7 +103,8 @@ class DescriptorList:
         """Append the descriptors that these rows generate, and return the index of the first descriptor.
 
         Args:
-            rows: rows of one transfer method. A row generates one descriptor for each cell of each block.
+            rows: rows of one transfer method. A row generates one descriptor for each cell (unit of transfer)
+                of each block.
 
         Raises:
             TransferError: the list would have more than `MAX_DESCRIPTORS` descriptors.
@@ -159,7 +160,7 @@ class PreparedMethod:
         return self.method.image.stride if self.method.image else 0
 
     def segment_cells(self, cells: int) -> int:
-        """Return the number of cells (units of transfer) per segment. The cells of a segment move together.
+        """Return the number of cells (units of transfer) that move together in one step: a segment.
 
         The number is so small that four segments fit in each staging area that the method uses.
 
@@ -200,7 +201,8 @@ class PreparedRoute:
 
     Attributes:
         route: layers and copies.
-        methods: prepared methods. If the cells can be read without packing, the first method does that.
+        methods: prepared methods. If the cells (units of transfer) can be read without packing, the first
+            method does that.
         clearing: operation that zeroes those bytes of a block that the route writes.
     """
 
@@ -216,8 +218,8 @@ class PreparedRoute:
     def direct_indices(self, cells: Cells) -> DescriptorIndices:
         """Return the indices of the descriptors that read these cells (units of transfer) into blocks.
 
-        The indices refer to the descriptor lists of the source and of this worker. The route must have a
-        method that reads cells without packing (`direct`).
+        The indices refer to the descriptor lists of the source and of this worker. There must be a method
+        that reads cells without packing (`direct`).
         """
         assert self.direct is not None  # noqa: S101 - callers check that it exists
         return self.direct.indices(cells, 0, 0)
@@ -317,8 +319,8 @@ class RoutePreparation:
         """Drop the methods with most descriptors until the others fit in the lists. Keep at least one method.
 
         Args:
-            found: methods that can move a route, each with its descriptor rows of the source and of this
-                rank.
+            found: methods that can move the same layers, each with its descriptor rows of the source and of
+                this rank.
         """
         while len(found) > 1 and any(
             so_far.entries + sum(rows[side].entries for _, *rows in found) > MAX_DESCRIPTORS

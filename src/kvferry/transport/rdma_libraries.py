@@ -18,9 +18,9 @@ LIBRARY = "libefa.so.1"
 
 @cache
 def preload() -> bool:
-    """Load the system's RDMA libraries at the first call, before NIXL loads its own.
+    """Load the system's RDMA libraries at the first call, before NIXL loads its own copies.
 
-    Return whether they exist.
+    Return whether the system has these libraries.
     """
     try:
         ctypes.CDLL(LIBRARY, mode=os.RTLD_NOW | os.RTLD_LOCAL)

@@ -33,7 +33,9 @@ class Share:
     least_bytes: int = 1
 
     def select(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
-        """Select the cells (units of transfer) of a route that belong to this share.
+        """Select the cells (units of transfer) of a route that belong to this share of a read order.
+
+        Each lane (reading thread) reads one share.
 
         Args:
             cells: all cells of the route to read.

@@ -102,7 +102,8 @@ class SourceRank:
     def incarnation(self) -> int:
         """Random number that identifies the run of the rank.
 
-        It is the high half of each of the rank's lease words.
+        The number is the high half of each of the rank's lease words (integers that show whether leases are
+        valid).
         """
         return self.lists.incarnation
 

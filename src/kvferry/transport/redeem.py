@@ -111,7 +111,7 @@ class Grant(msgspec.Struct, frozen=True):
     tables: Annotated[list[bytes], msgspec.Meta(max_length=MAX_GROUPS)]
 
     def __post_init__(self) -> None:
-        """Check the block tables.
+        """Check the sizes of the block tables.
 
         Raises:
             ValueError: a table is truncated, or the tables name too many blocks.
@@ -139,7 +139,9 @@ class Grant(msgspec.Struct, frozen=True):
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the word that shows whether the lease is valid. The consumer checks it after it has read.
+        """Return the word (integer in registered memory) that shows whether the lease is valid.
+
+        The consumer checks the word after it has read the blocks.
 
         Args:
             incarnation: random number of the producer's run, from the reply that contains this grant.
@@ -166,14 +168,15 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
-    """Reply: the ticket is accepted.
+    """Reply: the consumer's ticket (random id) is accepted, and the consumer has claimed the lease.
 
-    The consumer has claimed the lease, and may read while the lease is valid.
+    The consumer may read while the lease is valid.
 
     Attributes:
         number: number of the request.
         incarnation: random number of the producer's run.
-        grant: block tables, and the word that shows whether the lease is valid.
+        grant: block tables, and the word (integer in registered memory) that shows whether the lease is
+            valid.
     """
 
     number: Number
@@ -182,7 +185,7 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
 
 
 class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
-    """Reply: the producer does not accept the ticket. The state of the producer is unchanged.
+    """Reply: the consumer's ticket (random id) is not accepted. The producer's state is unchanged.
 
     Attributes:
         number: number of the request.

@@ -37,7 +37,7 @@ class _PendingRedemption:
 
 
 class Redemptions:
-    """The redemptions of a consumer, by number. A redemption exchanges a ticket for block tables and a lease.
+    """The redemptions of a consumer: exchanges of a ticket (random id) for block tables and a lease.
 
     The engine's thread begins, polls and ends redemptions. The thread of the control channel stores the
     replies.
@@ -78,7 +78,7 @@ class Redemptions:
         return message
 
     def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the producer's reply to the exchange of a ticket for block tables and a lease.
+        """Return the producer's reply to the exchange of a ticket (random id) for block tables and a lease.
 
         Args:
             number: number of the request, from `begin`.
@@ -101,7 +101,7 @@ class Redemptions:
         return Pending()
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the address of the producer that has not replied to the exchange of a ticket yet.
+        """Return the address of the producer if the producer has not replied to a request for a lease yet.
 
         Args:
             number: number of the request, from `begin`.
@@ -113,7 +113,7 @@ class Redemptions:
         return asked.address if asked.answer is None else None
 
     def end(self, number: int) -> bool:
-        """Forget the exchange of a ticket for block tables and a lease. Later replies to it are ignored.
+        """Forget the exchange of a ticket (random id) for block tables and a lease. Ignore later replies.
 
         Args:
             number: number of the request, from `begin`.
@@ -126,7 +126,7 @@ class Redemptions:
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | NotRedeemed) -> bytes | None:
-        """Store a producer's reply to the exchange of a ticket for block tables and a lease.
+        """Store a producer's reply to the exchange of a ticket (random id) for block tables and a lease.
 
         Ignore the reply if another peer sent it, if the exchange has ended, or if there is a reply already.
 

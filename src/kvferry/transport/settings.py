@@ -21,7 +21,7 @@ class TransferSettings:
         staging_bytes: size in bytes of each of the two staging areas: one to read into, and one that others
             read from. 0 for no staging areas.
         host: address that the gather channel listens on.
-        advertise_host: address of the gather channel that this worker sends to readers.
+        advertise_host: address of this worker's gather channel, as sent to readers.
         keys: CURVE keys of the gather channel; random by default.
         peers: machines that may connect to the gather channel.
         lanes: number of lanes (reading threads), at least 1.

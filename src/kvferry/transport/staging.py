@@ -102,7 +102,7 @@ class StagingArea:
         return Allocation(unit, units, -(-unit * UNIT_BYTES // stride))
 
     def free(self, allocation: Allocation) -> None:
-        """Free an allocation of staging memory. No transfer may use it any more."""
+        """Free an allocation of staging memory. No transfer may be using the allocation."""
         with self._lock:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 

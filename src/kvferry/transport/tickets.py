@@ -43,7 +43,8 @@ class _OpenTicket:
         lease: name of the lease in this engine.
         tokens: number of tokens whose KV the leased blocks hold.
         content: digests of the prompt prefix whose KV the blocks hold.
-        grant: block tables and lease word that consumers get for the ticket.
+        grant: block tables and lease word (integer that shows whether the lease is valid), given to
+            consumers.
         claimed: incarnations (random numbers of their runs) of the consumers that have redeemed the ticket
             and have not released it.
         released: incarnations of the consumers that have released the ticket.
@@ -57,7 +58,14 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return the reason why a request to redeem this ticket is refused; None if it can be granted."""
+        """Return the reason why a request to redeem this ticket is refused; None if it can be granted.
+
+        To redeem a ticket (random id that names a lease) is to exchange it for block tables and a claim on
+        the lease.
+
+        Args:
+            asked: request of the consumer.
+        """
         if asked.tokens != self.tokens:
             return f"the ticket is for {self.tokens} tokens, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
@@ -76,7 +84,7 @@ class TicketBook:
     """
 
     def __init__(self, incarnation: int) -> None:
-        """Create the book without tickets.
+        """Create the book without tickets (random ids that name leases).
 
         Args:
             incarnation: random number that identifies this run of the engine, sent in every reply.
@@ -100,14 +108,15 @@ class TicketBook:
             lease: name of the lease in this engine.
             tokens: number of tokens whose KV the leased blocks hold.
             content: digests of the prompt prefix whose KV the blocks hold.
-            grant: block tables and lease word that consumers get for the ticket.
+            grant: block tables and lease word (integer that shows whether the lease is valid), given to
+                consumers.
         """
         with self._lock:
             self._open[ticket] = _OpenTicket(lease, tokens, content, grant)
             self._tickets[lease] = ticket
 
     def withdraw(self, leases: Iterable[str]) -> None:
-        """Remove the tickets of some leases, so that consumers can no longer redeem them.
+        """Remove the tickets (random ids) of some leases, so that consumers can no longer claim the leases.
 
         Args:
             leases: names of leases in this engine. Leases without a ticket are ignored.

@@ -104,7 +104,7 @@ class TurnIndex:
         self._by_key: dict[tuple[int, bytes], dict[bytes, None]] = {}
 
     def __len__(self) -> int:
-        """Return the number of earlier turns in the index."""
+        """Return the number of turns in the index: finished requests whose KV this engine keeps."""
         return len(self._turns)
 
     def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
@@ -121,7 +121,11 @@ class TurnIndex:
             self._by_key.setdefault((number, key), {})[kept.ticket] = None
 
     def withdraw(self, ticket: bytes) -> None:
-        """Remove the turn whose lease this ticket (random id) names. Do nothing if there is no such turn."""
+        """Remove a finished request whose KV this engine keeps. Do nothing if the index has no such request.
+
+        Args:
+            ticket: ticket (random id) that names the lease on the request's blocks.
+        """
         content, _, _ = self._turns.pop(ticket, (None, None, None))
         for number, key in enumerate(content.keys if content is not None else ()):
             tickets = self._by_key.get((number, key), {})
@@ -130,21 +134,22 @@ class TurnIndex:
                 self._by_key.pop((number, key), None)
 
     def leases(self, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names of the leases of turns that these tickets (random ids) name.
+        """Return the names of the leases on finished requests whose KV this engine keeps.
 
-        Ignore other tickets.
+        Args:
+            tickets: tickets (random ids) of the leases. Tickets of other leases are ignored.
         """
         known = [self._turns.get(ticket) for ticket in dict.fromkeys(tickets)]
         return [found[2] for found in known if found is not None]
 
     def find(self, question: AskTurn) -> Turns:
-        """Return the earlier turns that share the most chunks with the start of a prompt, latest turn first.
+        """Find the turns (finished requests whose KV this engine keeps) that share most chunks with a prompt.
 
         Args:
             question: query with the chunk keys (digests of the content) of the prompt.
 
         Returns:
-            Reply with at most `MAX_TURNS` turns; without turns if none shares a chunk.
+            Reply with at most `MAX_TURNS` turns, latest turn first; without turns if none shares a chunk.
         """
         for last in range(len(question.keys) - 1, -1, -1):
             tickets = list(self._by_key.get((last, question.keys[last]), ()))
@@ -236,10 +241,10 @@ class TurnQueries:
             self._silent[address] = replace(silence, until=self._clock())
 
     def handle_reply(self, address: Address, turns: Turns) -> None:
-        """Add the earlier turns in a peer's reply to the query. Ignore a reply that no query waits for.
+        """Add the turns (finished requests of a conversation) in a peer's reply to the query.
 
-        If the reply is too late, the peer is alive but slow. Then it is not asked for `SILENT_SECONDS` from
-        now, which is the shortest pause.
+        Ignore a reply that no query waits for. If the reply is too late, the peer is alive but slow. Then the
+        peer is not asked for `SILENT_SECONDS` from now, which is the shortest pause.
         """
         question = self._open.get(turns.number)
         if question is not None and address in question.waiting:
@@ -250,13 +255,13 @@ class TurnQueries:
             self._silent[address] = _Silence(silence.run, self._clock() + SILENT_SECONDS)
 
     def answers(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
-        """Return all earlier turns that a query found, and end the query.
+        """Return the earlier turns of a conversation that a query found, and end the query.
 
         Return None while peers may still reply in time. When the time is up, peers that have not replied are
         not asked for a while.
 
         Args:
-            number: number of the query.
+            number: number of the query, from `begin`.
 
         Returns:
             (address of the peer, description of the turn) for each turn found.
