@@ -49,7 +49,7 @@ def handover(
         Path | None, typer.Argument(help="Checkpoint that it serves; by default the tiny Gemma 3.")
     ] = None,
 ) -> None:
-    """Read a prompt's KV from a vLLM server, and let the server read the KV of a prompt."""
+    """Exchange the KV of a prompt with a vLLM server in both directions, and compare the answers."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     folder = model or _checkpoint()

@@ -215,7 +215,7 @@ class Engine:
         request.num_computed_tokens = total
 
     def _step(self, request: Request | None = None) -> EndedRequests:
-        """Run one step of the engine: call the connector's hooks in order, and compute a request if given.
+        """Run one step of the engine: call the connector's hooks in order, and compute `request` if given.
 
         Args:
             request: request to compute; None for a step that only lets the connector make progress.
@@ -257,7 +257,7 @@ class Engine:
         request.answer_token_ids.append(int(logits[0, -1].argmax()))
 
     def _finish(self, request: Request) -> Any:
-        """End a request, and return the offer of its KV for another engine; None if no engine may read it.
+        """End a request, and return the offer of its KV for another engine; None without an offer.
 
         If there is an offer, the blocks stay allocated until the other engine releases them.
         """

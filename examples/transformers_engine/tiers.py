@@ -25,7 +25,7 @@ CHUNK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 300, 16
 
 
 class SpoiledEngine(Engine):
-    """Engine that overwrites loaded KV with zeros after all checks: a negative control.
+    """Engine that overwrites loaded KV with zeros after all checksums were verified: a negative control.
 
     Its answers must differ, which shows that the demonstration really uses loaded KV.
     """
@@ -105,7 +105,7 @@ class Outcome:
     expected: bool
 
     def __str__(self) -> str:
-        """Return a description of three lines: the step, the sources of the prompt's KV, and the answer."""
+        """Return a description in three lines: the step, the sources of the prompt's KV, and the answer."""
         places = [f"{tokens} from {place}" for place, tokens in self.answer.loaded.items()]
         tokens = ", ".join([*places, f"{self.answer.computed} computed"])
         verdict = "as expected" if self.expected else "NOT as expected"

@@ -69,7 +69,7 @@ class Built:
 
         Returns:
             Value of each fact as a text, by name of the fact. The model's configuration is one fact, whose
-                value is a mapping from keys to texts.
+            value is a mapping from keys to texts.
         """
         config = {"model configuration": _said(self.config)} if self.config else {}
         return {**config, **{f"built model, {name}": text for name, text in _said(self.modules).items()}}

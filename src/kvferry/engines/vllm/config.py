@@ -13,12 +13,11 @@ from kvferry.errors import ConfigError
 def read_settings(vllm_config: Any) -> ConnectorConfig:
     """Read the connector's settings from vLLM's configuration, and fill in those that depend on the engine.
 
-    If a setting leaves the host open (`NODE`), this node's address is filled in. If `host_buffer` is not set,
-    it is True if vLLM keeps the transfer buffer on the host although the model runs on a device.
+    If the setting `host` is the placeholder for this node, it becomes the node's address. If `host_buffer` is
+    not set, it becomes True if vLLM's `kv_buffer_device` is ``cpu`` but the model runs on another device.
 
     Raises:
-        ConfigError: `parse_config` refuses a setting, or the settings contradict each other or vLLM's
-            settings.
+        ConfigError: a setting is invalid, or the settings contradict each other or vLLM's settings.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
@@ -46,7 +45,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def check_failure_policy(transfer: Any) -> None:
-    """Check that vLLM computes the prompt of a request whose load has failed, and does not return an error.
+    """Check that vLLM recomputes a request whose load has failed, instead of returning an error.
 
     Args:
         transfer: vLLM's KVTransferConfig.

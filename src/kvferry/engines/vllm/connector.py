@@ -87,7 +87,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """True if other engines wait for KV from this engine; False if the engine only caches KV.
 
-        If KV is missing from a cache, an engine computes it again.
+        Cached KV need not be delivered: an engine that misses KV computes it again.
         """
         return bool(read_settings(self._vllm_config).transfers and super().requires_kv_delivery)
 

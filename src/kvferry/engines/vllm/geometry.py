@@ -90,7 +90,9 @@ def describe_cache(
 
 
 def kind_of_group(group: Any) -> GroupKind:
-    """Return the kind of a KV cache group: which earlier tokens the computation of the next token needs.
+    """Return the kind of a KV cache group, such as full attention, sliding window or recurrent state.
+
+    The kind determines which earlier tokens are needed to compute the next token.
 
     Args:
         group: vLLM's KVCacheGroupSpec.

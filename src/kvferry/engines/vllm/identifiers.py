@@ -21,29 +21,29 @@ MOST: Final = 65_536
 
 
 class Identifiers:
-    """Detector of identifiers that stand for several multimodal items (images, ...) with different content.
+    """Table of the identifiers of images and other items, which detects identifiers with several contents.
 
     Only the engine's thread may use it.
     """
 
     def __init__(self, most: int = MOST) -> None:
-        """Create a detector without identifiers.
+        """Create an empty table of identifiers.
 
         Args:
-            most: maximum number of remembered identifiers. The least recently used ones are forgotten.
+            most: maximum number of identifiers in the table. The least recently used ones are removed first.
         """
         self._most = most
         self._known: OrderedDict[bytes, items.Identified] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of remembered identifiers."""
+        """Return the number of identifiers in the table."""
         return len(self._known)
 
     def note(self, request: Any) -> None:
-        """Record the images and other items of a new request, and detect identifiers with changing content.
+        """Record the images and other items of a new request, and detect identifiers with several contents.
 
         A record of the identifier's content is attached to each item (`items.identify`). If an item's content
-        differs from the record, the identifier becomes uncertain for all of its items.
+        differs from the record, kvferry no longer trusts the names of all items with this identifier.
 
         Args:
             request: vLLM's request.

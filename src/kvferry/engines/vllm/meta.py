@@ -28,7 +28,7 @@ class WorkerCard(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class SchedulerMeta(KVConnectorMetadata):
-    """Work that the connector's scheduler half orders from its worker halves, once per step.
+    """Message from the connector's scheduler half to its worker halves, once per step.
 
     Attributes:
         engine_id: id of the engine that runs the step.
@@ -41,7 +41,7 @@ class SchedulerMeta(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Reports that the connector's worker halves send to its scheduler half, once per step.
+    """Message from the connector's worker halves to its scheduler half, once per step.
 
     Attributes:
         reports: merged reports of all worker halves.

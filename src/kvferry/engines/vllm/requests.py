@@ -139,7 +139,7 @@ class VLLMRequest:
 
     @property
     def trace_headers(self) -> Mapping[str, str]:
-        """Headers of the request with its trace context, not validated; empty without a trace."""
+        """HTTP headers that carry the request's trace context, not validated; empty without a trace."""
         return self.raw.trace_headers or {}
 
     @property
@@ -170,7 +170,7 @@ class VLLMRequest:
 
     @property
     def why_no_cache(self) -> str | None:
-        """Reason why the request may use no cached KV; None if the request may use it."""
+        """Reason why the request must not use cached KV; None if it may."""
         return reads_no_cache(self.raw)
 
     def trim_prompt(self) -> bool:

@@ -30,9 +30,9 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
 class VLLMScheduler:
-    """Part of the connector in vLLM's scheduler: forwards vLLM's hooks to kvferry's scheduler half.
+    """Part of the connector in vLLM's scheduler, which wraps kvferry's engine-independent scheduler half.
 
-    Also collects metrics, traces and logs from the scheduler half's events.
+    Forwards vLLM's hooks to the scheduler half, and turns its events into metrics, traces and logs.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
@@ -102,8 +102,8 @@ class VLLMScheduler:
     def on_new_request(self, request: Any) -> None:
         """Handle a request that vLLM's scheduler has received.
 
-        Also records the identifiers of the request's images and other items, to detect identifiers that stand
-        for several contents.
+        Also records the identifiers of the request's images and other items, to detect identifiers with
+        several contents.
         """
         self._identifiers.note(request)
         self.half.on_new_request(self._requests.wrap(request))
@@ -133,7 +133,7 @@ class VLLMScheduler:
 
         Returns:
             True if vLLM must keep the request's blocks until kvferry releases them, and the
-                ``kv_transfer_params`` of the response (None if the response has none).
+            ``kv_transfer_params`` of the response (None if the response has none).
 
         Args:
             request: vLLM's request.
@@ -142,7 +142,7 @@ class VLLMScheduler:
         return self.half.finished(self._requests.wrap(request), block_ids)
 
     def build_meta(self, scheduler_output: Any) -> SchedulerMeta:
-        """Return the message with the loads, stores and other work of the workers in the coming step.
+        """Return the message that orders loads, stores and other work from the workers for the coming step.
 
         Args:
             scheduler_output: vLLM's SchedulerOutput of the step.
@@ -163,8 +163,8 @@ class VLLMScheduler:
     def take_stats(self) -> FerryStats | None:
         """Return the metric counts since the last call, and clear them; None if there are none.
 
-        vLLM calls this once at the end of each step. So the call also tells the scheduler half that the step
-        is done.
+        vLLM calls this once at the end of each step, so this also tells the scheduler half that the step is
+        done.
         """
         self.half.step_done()
         counted = self._fold.take()

@@ -105,7 +105,7 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
-    """Return the number of columns that a convolution's window (its last inputs) has in memory.
+    """Return the number of inputs per channel that a convolution's state has room for.
 
     The number includes scratch columns for speculative decoding.
 
@@ -115,7 +115,7 @@ def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
         rank: rank that holds the state.
 
     Returns:
-        Number of columns; None if the shapes in `spec` do not fit the format.
+        Number of inputs (columns); None if the shapes in `spec` do not fit the format.
     """
     declared = tuple(tuple(shape) for shape in spec.shapes)
     for columns in (state.window, state.window + int(spec.num_speculative_blocks)):
@@ -129,7 +129,7 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
     Args:
         state: format of the layer's state over all ranks.
-        columns: number of columns that the convolution's window has in memory.
+        columns: number of inputs per channel that the convolution's state has room for.
         item_bytes: bytes per element of each state that exists: first the convolution, then the recurrent
             state.
         rank: rank that holds the page.
@@ -148,7 +148,7 @@ def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tup
 
     Args:
         state: format of the layer's state over all ranks.
-        columns: number of columns that the convolution's window has in memory.
+        columns: number of inputs per channel that the convolution's state has room for.
         item: bytes per element.
         rank: rank that holds the state.
     """

@@ -49,7 +49,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """Format of the recurrent state that one layer keeps for a sequence, over all ranks.
+    """Format of the state that a recurrent layer keeps for a sequence, over all ranks.
+
+    The state consists of a convolution's last inputs, and of the recurrent state itself. One of them may be
+    missing.
 
     Attributes:
         window: number of inputs that the convolution remembers per channel, which is its kernel size less
@@ -69,7 +72,7 @@ class StateFormat:
 
         Args:
             ranks: number of tensor-parallel ranks.
-            columns: number of columns that the convolution's window has in memory.
+            columns: number of inputs per channel that the convolution's state has room for.
             channels_first: True if a convolution's state is in vLLM's ``DS`` order (channels, window), False
                 for ``SD`` (window, channels).
         """

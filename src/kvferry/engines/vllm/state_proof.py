@@ -40,9 +40,10 @@ def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
 
 
 def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check which convolution channels this rank has, by what the convolution's weight loader keeps.
+    """Check that this rank has the convolution channels that the fields describe.
 
-    The loader gets a weight in which every element is the index of its channel.
+    The convolution's weight loader gets a weight in which every element is the index of its channel. The
+    loader keeps the channels of this rank, and the check compares their indices with the fields.
 
     Args:
         layer: the engine's recurrent layer.
@@ -76,11 +77,11 @@ def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field])
 
 
 def _heads_disproved(layer: Any, field: Field) -> str:
-    """Check which heads this rank has, by what a weight loader of the layer keeps.
+    """Check that this rank has the heads that the field of the recurrent state describes.
 
-    The loader gets a weight in which every element is the index of its row. Each head has one element or a
-    fixed number of rows of this weight. Lightning attention has no such weight, so its slopes are compared
-    instead.
+    A weight loader of the layer gets a weight in which every element is the index of its row. The weight has
+    a fixed number of rows per head. The loader keeps the rows of this rank, and the check compares their
+    indices with the field. Lightning attention has no such weight, so the check compares its slopes instead.
 
     Args:
         layer: the engine's recurrent layer.
@@ -136,6 +137,9 @@ def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _loads_in_parts(loader: Any) -> bool:
-    """Return True if a weight loader loads the channels of one projection per call, and needs its index."""
+    """Return True if each call of a weight loader loads the channels of one projection.
+
+    Such a loader requires the index of the projection as an argument.
+    """
     part = inspect.signature(loader).parameters.get("loaded_shard_id")
     return part is not None and part.default is inspect.Parameter.empty

@@ -32,7 +32,7 @@ class FerryStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counted: MetricsDelta) -> FerryStats:
-        """Create stats that vLLM can send from the counts that the connector has collected."""
+        """Create stats in the form that vLLM can send, from counts that the connector has collected."""
         return cls(counted.plain())
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class FerryStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary of the counts for the engine's log: numbers by description."""
+        """Return a summary of the counts for the engine's log, as numbers by name."""
         counted = MetricsDelta.read(self.data)
         said: dict[str, int | float] = {}
         for (name, labels), n in counted.counters.items():
@@ -85,7 +85,7 @@ class FerryMetrics(KVConnectorPromMetrics):
         self._metrics = {name: made(metric, metric_types, labelnames) for name, metric in METRICS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the counts that an engine has sent to the Prometheus metrics.
+        """Add an engine's counts to the Prometheus metrics.
 
         Args:
             transfer_stats_data: counts as plain values, as `MetricsDelta.plain` returns them.
@@ -107,7 +107,7 @@ def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> An
 
     Args:
         metric: definition of the metric.
-        types: class to use in place of each Prometheus class.
+        types: class to use in place of each `prometheus_client` class, such as `Counter`.
         labels: names of the engine's labels. They precede the metric's own labels.
     """
     of: dict[str, Any] = {

@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMWorker:
-    """Part of the connector in one vLLM worker: forwards vLLM's hooks to kvferry's worker half.
+    """Part of the connector in one vLLM worker, which wraps kvferry's engine-independent worker half.
 
-    Also describes the rank's KV cache to the worker half.
+    Describes the rank's KV cache to the worker half, and forwards vLLM's hooks to it.
 
     Attributes:
         engine_id: id of the engine.
         layout: memory layout of the cache, such as ``BHLNC``; ``unknown`` before `start`.
-        half: engine-independent worker half, which runs the rank's loads and transfers.
+        half: worker half, which runs the rank's loads and transfers.
     """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
@@ -87,14 +87,17 @@ class VLLMWorker:
         self.half.save(meta.orders, after_forward)
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests whose transfers have ended since the last call: sent, received and failed.
+        """Return the ids of requests whose transfers have ended since the last call.
 
-        Each request is returned once.
+        Sent, received and failed requests are listed separately.
         """
         ended = self.half.ended()
         return KVConnectorTransferResults(set(ended.sent), set(ended.received), set(ended.failed))
 
     def take_meta(self) -> WorkerMeta | None:
-        """Return the reports for the scheduler half since the last call, and clear them, or None."""
+        """Return the reports for the scheduler half since the last call, and clear them.
+
+        Return None if there are no reports.
+        """
         reports = self.half.take_reports()
         return None if reports is None else WorkerMeta(reports)

@@ -31,7 +31,7 @@ def register_connector(name: str, module: str) -> None:
 
 
 def connector_class(vllm_config: VllmConfig) -> Any:
-    """Return the connector class that an engine's configuration names.
+    """Return the connector class named in an engine's configuration.
 
     Raises:
         ValueError, ImportError, AttributeError: there is no class of that name.
@@ -40,7 +40,7 @@ def connector_class(vllm_config: VllmConfig) -> Any:
 
 
 def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
-    """Return the connector class that settings of vLLM's `KVTransferConfig` name.
+    """Return the connector class named in settings of vLLM's `KVTransferConfig`.
 
     Args:
         transfer: settings of `KVTransferConfig`, by name. The role may be missing.
@@ -52,7 +52,7 @@ def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
 
 
 def supports_hybrid(vllm_config: VllmConfig) -> bool:
-    """Return True if the connector that a configuration names supports vLLM's hybrid KV cache manager."""
+    """Return True if the connector named in a configuration supports the hybrid KV cache manager."""
     return bool(KVConnectorFactory.supports_hma_config(vllm_config.kv_transfer_config))
 
 
@@ -93,6 +93,6 @@ def current_config() -> Any:
 
 
 def as_current_config(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
-    """Return a context manager that makes a configuration vLLM's current one within the ``with`` block."""
+    """Return a context manager within which vLLM uses this configuration as the current one."""
     context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
     return context

@@ -31,9 +31,9 @@ def supported_layouts(vllm_config: VllmConfig) -> list[str]:
 def declared_layouts(vllm_config: VllmConfig) -> list[str]:
     """Return the layouts that every attention backend supports; empty if a backend's support is not certain.
 
-    vLLM assumes that a backend supports every layout if it declares none. This is not true for some MLA
-    backends: the MLA backend for CPUs declares no layouts, but fails in its first step unless blocks are
-    contiguous. So the result is empty if an MLA backend declares no layouts.
+    An attention backend may declare no layouts. vLLM assumes that such a backend supports every layout, which
+    is not true for some MLA backends. The MLA backend for CPUs, for example, fails in its first step unless
+    blocks are contiguous. So the result is empty if an MLA backend declares no layouts.
     """
     for backend in get_current_attn_backends(vllm_config):
         if backend.is_mla() and backend.supported_kv_cache_layouts() is None:

@@ -27,10 +27,10 @@ def share_logging() -> None:
 def leave_cores_to_others(vllm_config: VllmConfig) -> None:
     """Make an engine on CPUs sleep 0.5 ms between two checks of its message queues.
 
-    vLLM calls ``sched_yield`` in a loop instead, which keeps a core busy. This loop runs as long as a peer
-    holds a lease or a load is in flight, because the engine then runs steps without pause. On two cores with
-    two ranks (Linux 6.18), the loop delayed messages of the control channel by 4 to 60 s. Sleeps of 20 us
-    still delayed messages in 4 of 10 runs with three ranks on two cores.
+    Without this call, vLLM runs ``sched_yield`` in a loop, which keeps a core busy as long as the engine runs
+    steps. The engine runs steps without pause while a peer holds a lease or a load is in flight. On two cores
+    with two ranks (Linux 6.18), the loop delayed messages of the control channel by 4 to 60 s. Sleeps of 20
+    us still delayed messages in 4 of 10 runs with three ranks on two cores.
     """
     if vllm_config.device_config.device_type == "cpu":
         shm_broadcast.sched_yield = lambda: time.sleep(_LOOK_SECONDS)

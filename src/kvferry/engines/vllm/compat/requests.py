@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 
 def finished_whole(request: Any) -> bool:
-    """Return True if a request ended because it stopped or reached its maximum length; False if aborted."""
+    """Return True if a request has stopped or reached its maximum length, and was not aborted."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -36,7 +36,10 @@ def own_hit(request: Any) -> int | None:
 
 
 def reads_no_cache(request: Any) -> str | None:
-    """Return the reason why a request may use no cached KV, neither vLLM's nor a connector's, or None."""
+    """Return the reason why a request must not use cached KV; None if it may.
+
+    Cached KV is that of vLLM's own prefix cache and that of connectors.
+    """
     if not request.skip_reading_prefix_cache:
         return None
     if _scores_prompt(request.sampling_params):
@@ -47,13 +50,13 @@ def reads_no_cache(request: Any) -> str | None:
 def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int = 0) -> bool:
     """Drop the last prompt token of a request that computes a prompt for another engine; mutates `request`.
 
-    The other engine (the consumer) always computes the last token itself, to sample from it. It could not use
-    recurrent state that already includes the last token.
+    The other engine (the consumer) always computes the last token itself, to sample from it. The consumer
+    could not use recurrent state that already includes the last token.
 
     Returns:
         True if the token was dropped. False if the request is unchanged. A request is unchanged if its prompt
-            has only one token or is not made of token ids, if the client wants logprobs of the prompt, or if
-            the request may use no cached KV.
+        has only one token or is not made of token ids, if the client wants logprobs of the prompt, or if the
+        request must not use cached KV.
 
     Args:
         request: vLLM's request.

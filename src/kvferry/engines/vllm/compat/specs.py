@@ -102,7 +102,9 @@ def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
 
 
 def kind_of(spec: KVCacheSpec) -> GroupKind:
-    """Return the kind of a KV cache group: which earlier tokens the computation of the next token needs.
+    """Return the kind of a KV cache group, such as full attention, sliding window or recurrent state.
+
+    The kind determines which earlier tokens are needed to compute the next token.
 
     Args:
         spec: spec of the group.
@@ -139,9 +141,9 @@ def _kind_of_layer(spec: KVCacheSpec) -> GroupKind:
 
 
 def attention_span_of(spec: KVCacheSpec) -> int:
-    """Return the tokens in a group's attention window or attention chunk; 0 for other kinds of groups.
+    """Return the length of a group's attention window or attention chunk, in tokens; 0 without one.
 
-    A window includes the extra tokens that vLLM retains.
+    The length of a window includes the extra tokens that vLLM retains.
     """
     return max(_attention_span_of_layer(one) for one in layer_specs(spec).values())
 
@@ -155,7 +157,7 @@ def _attention_span_of_layer(spec: Any) -> int:
 
 
 def state_block_tokens(spec: KVCacheSpec) -> int:
-    """Return the number of tokens per entry of a recurrent group's block table; 0 if not applicable.
+    """Return the number of tokens per entry in the block table of a group with recurrent layers.
 
     With prefix caching, each entry stands for a range of tokens, and the state after a token is kept in the
     entry of that token. Without prefix caching, only the first entry holds a state. The other entries are
@@ -163,7 +165,7 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 
     Returns:
         Number of tokens per entry. 0 if only the first entry holds a state, for other kinds of groups, and
-            for rings (one block per request, overwritten in place).
+        for rings (one block per request, overwritten in place).
     """
     first = next(iter(layer_specs(spec).values()))
     if not isinstance(first, MambaSpec) or first.mamba_cache_mode == "none":
@@ -172,7 +174,7 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 
 
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:
-    """Return the minimum number of tokens between two snapshots of a recurrent group.
+    """Return the minimum number of tokens between two snapshots of a group with recurrent layers.
 
     A snapshot is the recurrent state at one position. In vLLM's Mamba cache mode `align`, vLLM takes a
     snapshot if a step ends at the end of a block. After the step, vLLM announces the snapshot to the
@@ -180,7 +182,7 @@ def snapshot_tokens(spec: KVCacheSpec) -> int | None:
 
     Returns:
         Number of tokens. None for other kinds of groups. 0 if vLLM announces no snapshots: in other cache
-            modes, and for rings (one block per request, overwritten in place).
+        modes, and for rings (one block per request, overwritten in place).
     """
     first = next(iter(layer_specs(spec).values()))
     if kind_of(spec) is not GroupKind.STATE:

@@ -36,8 +36,8 @@ class Written:
         code: encoding of the elements' bytes.
         scale: field with the scale factors of the elements; None without scale factors. Every factor applies
             to the same number of consecutive elements.
-        scaled: True if the layer also has a scale outside of the cache, and readers multiply the stored
-            elements by this scale.
+        scaled: True if decoded elements must also be multiplied by the layer's own scale, which lies outside
+            of the cache. Only layers with a quantised cache have such a scale.
     """
 
     field: Field
@@ -207,8 +207,9 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
 
     A page holds K of all heads, and then V of all heads. K and V each consist of the packed codes of all
     heads, followed by one e4m3 scale per group of 16 elements. Kernels for data-centre Blackwell swizzle the
-    scales of every 4 tokens. Let ``G`` be the number of groups of a head and token. Then the scale of token
-    ``t`` and group ``g`` is in row ``t // 4 * 4 + g // (G / 4)`` and column ``g % (G / 4) * 4 + t % 4``.
+    scales of every 4 tokens. Let ``G`` be the number of groups of a head and token, so a head has an array of
+    scales with a row per token and ``G`` columns. The scale of token ``t`` and group ``g`` is in row ``t // 4
+    * 4 + g // (G / 4)`` and column ``g % (G / 4) * 4 + t % 4``.
 
     Args:
         k_swizzled: True if the scales of K are swizzled.

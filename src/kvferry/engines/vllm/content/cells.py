@@ -28,8 +28,8 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
         name: name of the field.
 
     Returns:
-        Field of single bytes. Without V, it has no head axis. None if the head axis of the cache tensor does
-            not have one entry per KV head.
+        Field of single bytes. The field has no head axis if the layer has no V. None if the head axis of the
+        cache tensor does not have one entry per KV head.
     """
     if s.slots != s.heads:
         return None
@@ -78,9 +78,9 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
     """Check that the content of each token and head is kept in its own cell (contiguous range of bytes).
 
-    The check writes a block again with new input for some of its tokens. Exactly the cells of these tokens
-    must change. For each bit of the token index, this is tried with two sets of tokens: the tokens whose
-    index has the bit, and the other tokens. The same is done for heads.
+    The check writes scratch blocks that differ only in the input of some tokens. Exactly the cells of these
+    tokens must differ. For each bit of the token index, this is tried with two sets of tokens: the tokens
+    whose index has the bit, and the other tokens. The same is done for heads.
 
     Args:
         layer: the engine's attention layer.

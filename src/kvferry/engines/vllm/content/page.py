@@ -72,8 +72,8 @@ def _backend(layer: Any) -> str:
 def _kv_dtype(layer: Any, spec: Any) -> str:
     """Return the KV cache dtype of a layer, as a text.
 
-    The layer usually names the dtype. For a layer without one (a sparse indexer, for example), the result is
-    the dtype of the layer's KV cache spec. It is ``auto`` if the spec names no dtype either.
+    The dtype is that of the layer, if the layer has one. For other layers (a sparse indexer, for example),
+    the dtype is that of the KV cache spec. Without either, the result is ``auto``.
     """
     return str(getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or "auto")
 
@@ -148,7 +148,7 @@ def _proved(
 
 
 def _of(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """Return fields with the name of their element type added to the names of the fields.
+    """Return copies of fields whose names include their element type.
 
     Used if the cache's element type is not the type that the KV cache dtype names.
     """
@@ -165,7 +165,7 @@ def _runs(tensor: torch.Tensor, num_blocks: int) -> tuple[int, tuple[tuple[int, 
 
     Returns:
         Number of bytes of each run, and (count, stride in bytes) of each loop over the runs, outermost loop
-            first.
+        first.
     """
     item = tensor.element_size()
     extents = (tensor.shape[0] // num_blocks, *tensor.shape[1:])

@@ -81,10 +81,9 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
     """Return inputs multiplied by the layer's own scales, in the dtype and on the device of the layer.
 
-    The cache-write operation of a quantised cache divides its input by these scales, so the cache then holds
-    the values before the multiplication. Inputs to a quantised cache are also multiplied by 1 + 1/64. As a
-    result, an operation that truncates (vLLM's for CPUs, for example) writes the same codes as an operation
-    that rounds.
+    The cache-write operation of a quantised cache divides its input by these scales, so the original inputs
+    end up in the cache. Inputs to a quantised cache are also multiplied by 1 + 1/64. As a result, an
+    operation that truncates (vLLM's for CPUs, for example) writes the same codes as an operation that rounds.
 
     Args:
         layer: the engine's attention layer.
@@ -112,7 +111,7 @@ def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
         s: strides of the layer's cache.
         dynamic: True if the operation computes scales from its input.
 
-    Returns:
+    Yields:
         (axis, digit, anchored) of each write. `anchored` is True for a write with anchors.
     """
     for axis, extent in zip(AXES, (s.block_tokens, s.heads, max(s.k, s.v)), strict=True):

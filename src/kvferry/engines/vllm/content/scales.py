@@ -26,7 +26,7 @@ def scale_of(layer: Any, name: str) -> torch.Tensor:
 
     Returns:
         float32 on the host, of shape (1,) or (1, heads, 1). The scale is 1 if the layer's KV cache dtype uses
-            no such scale.
+        no such scale.
     """
     found = getattr(layer, f"_{name}_scale", None)
     if found is None or str(getattr(layer, "kv_cache_dtype", "")) not in _OWN:

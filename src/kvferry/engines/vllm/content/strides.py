@@ -63,7 +63,7 @@ class Strides:
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens of a manager block, which is a block of vLLM's block tables."""
+        """Number of tokens of a block of vLLM's block tables, which may be several kernel blocks."""
         return self.kernel_blocks * self.tokens
 
 

@@ -59,8 +59,8 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
 def with_anchors(values: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor in which the first of every 16 elements is the largest letter.
 
-    A letter is a value that encodes a base-5 digit. All groups then have the same maximum, so an operation
-    that computes scales from the maximum gives all groups the same scale.
+    Letters are the values that encode base-5 digits. With the largest letter, all groups of 16 elements have
+    the same maximum. An operation that computes scales from the maximum then gives all groups the same scale.
     """
     anchored = values.clone()
     anchored[..., ::16] = LETTERS[-1]

@@ -91,7 +91,7 @@ class ChildAdmission:
         attempts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an admission without requests.
+        """Store the child connectors and the policy that chooses between them.
 
         Args:
             names: names of the child connectors.
@@ -120,7 +120,7 @@ class ChildAdmission:
 
         Returns:
             Number of tokens to load after the first `local_tokens`, and True if the load is asynchronous. The
-                number is None if vLLM must ask again later.
+            number is None if vLLM must ask again later.
         """
         known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
@@ -190,7 +190,7 @@ class ChildAdmission:
 
         Returns:
             Index of the child if it loads synchronously, which happens in the coming step. None if the load
-                is asynchronous, or if nothing is loaded.
+            is asynchronous, or if nothing is loaded.
         """
         known = self._known.get(request.request_id)
         loader = None

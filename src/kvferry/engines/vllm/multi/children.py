@@ -45,12 +45,12 @@ class Child:
 
     @property
     def ferry(self) -> bool:
-        """True if the child is kvferry's own connector."""
+        """True if the child connector is kvferry's own connector."""
         return isinstance(self.cls, type) and issubclass(self.cls, KVFerryConnector)
 
     @property
     def hands_over(self) -> bool:
-        """True if the child hands KV to other engines.
+        """True if the child connector hands KV to other engines.
 
         This is the case for kvferry's connector with transfers, and for vLLM's connectors in `_HAND_OVER`.
         """

@@ -14,10 +14,10 @@ from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
 
 
 class Completions:
-    """Received and sent requests that a worker must still report, and the child connectors that report them.
+    """Transfers of requests whose end a worker still has to report to vLLM.
 
-    A request is received when the child that loads it says so. A request is sent when all children that keep
-    its blocks have said so.
+    A load has ended when the child connector that runs it reports this. A request's KV is sent when all
+    children that keep the request's blocks have reported this.
     """
 
     def __init__(self) -> None:

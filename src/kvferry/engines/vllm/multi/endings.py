@@ -17,7 +17,10 @@ Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 
 
 class Endings:
-    """Record of the child connectors that keep blocks of ended requests, for the engine's thread only."""
+    """Record of the child connectors that keep blocks of ended requests.
+
+    Only the engine's thread may use it.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -36,7 +39,7 @@ class Endings:
 
         Returns:
             True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that returns
-                any.
+            any.
         """
         keeps = self.hold(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]

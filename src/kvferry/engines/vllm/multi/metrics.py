@@ -41,7 +41,7 @@ class MultiMetrics(KVConnectorPromMetrics):
                 self._children[child.name] = metrics
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the stats that an engine has sent to the Prometheus metrics.
+        """Add an engine's stats to the Prometheus metrics.
 
         Args:
             transfer_stats_data: stats of the engine, as `MultiStats.to_dict` returns them.

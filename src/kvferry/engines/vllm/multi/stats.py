@@ -95,7 +95,7 @@ class MultiStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary of the stats for the engine's log: numbers by description."""
+        """Return a summary of the stats for the engine's log, as numbers by name."""
         said: dict[str, int | float] = {}
         for metric, name, outcome, n in self.data["more"]:
             key = " ".join(filter(None, (name, outcome, metric.replace("_", " "))))
