@@ -57,7 +57,8 @@ class ChunkCache:
             host: empty host tier. From now on, only the cache may change it.
             body: function that maps an offset and a size, in bytes, to writable host memory of the arena
                 (host memory that holds chunks).
-            groups: canonical KV cache groups of the model; a chunk's group is an index into this sequence.
+            groups: KV cache groups of the model with the byte formats of their chunks. A chunk's group is an
+                index into this sequence.
             slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
 
         Raises:
@@ -168,7 +169,7 @@ class ChunkCache:
                 writing.owe(slot.key, self._file(slot.group, tokens))
 
     def close(self, slot: Slot) -> None:
-        """Release a slot (memory of one chunk in host memory) after a load. Its chunk can then be evicted."""
+        """Release a slot (memory of one chunk in host memory) after a load. The chunk can then be evicted."""
         self._host.close(slot)
 
     def used(self, keys: Sequence[bytes]) -> None:

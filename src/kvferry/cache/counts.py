@@ -16,8 +16,8 @@ class CacheCounts:
         stored: number of chunks that ranks have copied to host memory.
         failed: number of chunks that ranks failed to copy to host memory.
         fetched: number of chunks made ready for a load, by name of the tier that they came from.
-        missed: number of reads that failed, by name of the tier and outcome. Only reads of chunks that the
-            tier should have had are started.
+        missed: number of failed reads, by name of the tier and outcome. The tier's index of keys had the
+            chunk in each case.
     """
 
     stored: int = 0

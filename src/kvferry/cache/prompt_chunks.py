@@ -24,7 +24,7 @@ class PromptChunks:
     """The chunk keys of one request in each KV cache group, and their look-up in the tiers. Not thread-safe.
 
     Args:
-        groups: canonical KV cache groups of the model.
+        groups: KV cache groups of the model with the byte formats of their chunks.
         keys: chunk keys of the request.
 
     Attributes:
@@ -139,7 +139,14 @@ class PromptChunks:
             yield WantedChunk(group, number, key, 0 if state else last - number * size)
 
     def _tags(self, chunked: ChunkedPrompt) -> Tags:
-        """Return the tags (last 8 bytes) of the keys of all chunks: uint64 of shape (groups, chunks)."""
+        """Return the tags (last 8 bytes) of the keys of a prompt's chunks in all KV cache groups.
+
+        Args:
+            chunked: the prompt, as cut into chunks.
+
+        Returns:
+            Tags, uint64 of shape (groups, chunks).
+        """
         whole, rest = divmod(chunked.tokens, chunked.chunk_tokens)
         if len(self._of_any) < whole:
             self._of_any = np.concatenate((self._of_any, self._more()))

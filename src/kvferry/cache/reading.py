@@ -325,9 +325,9 @@ class Reading:
         self._counts.fetched[name] += 1
 
     def _fail(self, incoming: _Incoming, why: str, what: GetOutcome | None = None) -> None:
-        """Let all fetches (sets of chunks that one load needs) fail that wait for a chunk.
+        """Record the failure of every load that waits for a chunk that could not be read.
 
-        A fetch that has failed already keeps its first reason.
+        A load that has failed already keeps its first reason.
 
         Args:
             incoming: chunk that could not be read.

@@ -132,7 +132,7 @@ class _Progress:
 def _digest(file: FileIO, progress: _Progress) -> str:
     """Return the BLAKE3 digest of an open file, in hex.
 
-    The file is read with system calls. With a memory map, truncation of the file would kill the process
+    The file is not read through a memory map, because truncation of a mapped file would kill the process
     (SIGBUS).
 
     Args:

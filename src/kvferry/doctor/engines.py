@@ -73,6 +73,10 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
     >>> parse_target("[::1]:5600").control
     ('::1', 5600)
 
+    Args:
+        text: HTTP URL, or host and port of the control channel, with or without ``kvferry://``.
+        role: role of the engine; BOTH if it is unknown.
+
     Raises:
         ConfigError: the text is not an address.
     """

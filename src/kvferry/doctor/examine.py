@@ -32,7 +32,8 @@ class Examination:
     Attributes:
         targets: engines and routers to check.
         config: path of a configuration file to check; None to check no configuration.
-        secret_file: path of the engines' secret; None for the configuration's secret, or else this machine's.
+        secret_file: path of the engines' key file; None for the key file that the configuration names, or
+            else this machine's default file.
         machine: True to check this machine too.
     """
 
@@ -106,7 +107,11 @@ def _this_machine(
 
 
 def _timed(timed: list[ReadTimings]) -> list[Finding]:
-    """Check READs between two processes. Return the findings, and append the measured times to `timed`."""
+    """Time READs between two processes, and return the findings.
+
+    Args:
+        timed: list to which the measured times are appended. Mutated.
+    """
     findings = []
     for one in reads.check():
         if isinstance(one, Finding):
@@ -117,7 +122,12 @@ def _timed(timed: list[ReadTimings]) -> list[Finding]:
 
 
 def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> list[Finding]:
-    """Check the addresses, costs files and tiers that the configurations name, on this machine."""
+    """Check on this machine what configurations refer to: listening addresses, costs files and tiers.
+
+    Args:
+        configs: settings of the checked configuration.
+        timed: measured times of READs on this machine; None if there are none.
+    """
     found: list[Finding] = []
     for config in configs:
         found += run_check("listening", _QUICK_SECONDS, partial(listening.check, config))

@@ -83,7 +83,9 @@ class UrlFindings:
 
 
 def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.environ) -> UrlFindings:
-    """Examine the server at `url`. An engine computes a prompt of four tokens and offers its KV.
+    """Examine the HTTP server at a URL, which may be an engine or a router.
+
+    If the server is an engine, it is asked to compute a prompt of four tokens and to offer the KV.
 
     Args:
         url: base URL without a trailing slash.

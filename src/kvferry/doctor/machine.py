@@ -167,9 +167,9 @@ def file_size(limit: int | None = None) -> Finding:
 
 
 def memory_files() -> Finding:
-    """Check that memory files can be created and sealed.
+    """Check that memory files (anonymous files of ``memfd_create``) can be created and sealed.
 
-    Ranks share the memory of the host tier through them.
+    The ranks of an engine share the memory of the host tier through such a file.
     """
     subject = "memory files"
     try:

@@ -87,7 +87,7 @@ def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> l
 
 
 def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
-    """Return the findings of a pair in a form that is the same for both directions of the pair.
+    """Return the findings about two engines in a form that does not depend on which engine reads.
 
     >>> one, other = "dtype: a there, b here", "dtype: b there, a here"
     >>> _either_way([note("x", one)]) == _either_way([note("x", other)])

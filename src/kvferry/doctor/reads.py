@@ -71,7 +71,7 @@ def transport_of(out: Iterable[str]) -> tuple[str, ...]:
 
 
 def start_reads(transports: str | None) -> ProcessResult:
-    """Time READs between two processes in a Python interpreter of its own, and return its result.
+    """Run the check that times READs between two processes, and return the result of its process.
 
     Args:
         transports: value of ``UCX_TLS``; None to leave the variable as it is.
@@ -106,7 +106,7 @@ def check(
     READs are timed with all transports, and then without shared memory.
 
     Args:
-        environment: environment variables. If ``UCX_TLS`` is set, only the first check runs.
+        environment: environment variables. If ``UCX_TLS`` is set, READs are timed only once, with this value.
         start: function that times READs with a value of ``UCX_TLS``.
 
     Yields:

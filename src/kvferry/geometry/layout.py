@@ -335,8 +335,8 @@ class _Pool:
     def room(self, inside: PageInterior) -> PoolRoom:
         """Return the space that the pool reserves for a group's pages.
 
-        The sizes are per kernel block (block as the attention kernel addresses it) where a block consists of
-        several.
+        If a block consists of several kernel blocks (blocks as the attention kernel addresses them), the size
+        of a slot is given per kernel block.
 
         Args:
             inside: inner structure of a page of the group.

@@ -74,12 +74,12 @@ class Axis:
 
     @property
     def count(self) -> int:
-        """Number of elements on this rank."""
+        """Number of elements of the axis on this rank."""
         return prod(count for count, _ in self.loops)
 
     @property
     def stop(self) -> int:
-        """Global index after the last element on this rank."""
+        """Global index (index over all ranks) after the last element of the axis on this rank."""
         return self.start + self.count
 
     def offsets(self) -> npt.NDArray[np.int64]:
@@ -98,9 +98,9 @@ class Field:
         name: name of the field, the same in every engine.
         item_bytes: bytes of one element. An element is never split.
         offset: byte offset of this rank's first element from the start of the page.
-        axes: the named axes, the fastest last. Two engines that transfer the field directly may order the
-            axes differently. Stored chunks depend on the order, so all engines that share a store must use
-            the same order.
+        axes: named axes, outermost first. Two engines that transfer the field directly may order the axes
+            differently. Stored chunks depend on the order, so all engines that share a store must use the
+            same order.
     """
 
     name: str
@@ -145,9 +145,9 @@ class PageFormat:
     """The format of one page (memory of one block in one layer): its fields and its size.
 
     Attributes:
-        content: name of the content, e.g. attention backend, instruction set and KV dtype. Fields with equal
-            names have the same meaning under all names of content. An opaque page can be copied only to a
-            page with an equal name of content.
+        content: name of the content, e.g. attention backend, instruction set and KV dtype. Two pages with
+            different names can still exchange fields with equal names. An opaque page, whose inner structure
+            is unknown, can be copied only to a page with the same name of content.
         block_tokens: number of tokens per block; 0 for a page that is a snapshot of recurrent state.
         page_bytes: size of the page in bytes. The stride between blocks may be larger.
         fields: logical tensors in the page.

@@ -48,7 +48,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Quantisation scales of a layer that are stored outside of its KV cache.
+    """Quantisation scales of a layer's KV cache that are stored outside of the cache.
 
     Two engines with different scales cannot exchange quantised KV, because equal codes mean different values.
 

@@ -61,7 +61,7 @@ class ChunkCopies:
         self._pool = PoolCells(parts, engine, side=side, stride=stride, blocks=blocks, alignments=alignments)
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells (runs of tokens that divide both blocks and chunks) from KV blocks to chunks.
+        """Copy cells from KV blocks to chunks in host memory. A cell is a run of tokens copied as one unit.
 
         Args:
             cells: cells to copy. Their `dst_block` holds the index of each cell's chunk in `offsets`.
@@ -70,7 +70,7 @@ class ChunkCopies:
         self._copy(cells, cells.src_block, offsets[cells.dst_block])
 
     def load(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells (runs of tokens that divide both blocks and chunks) from chunks to KV blocks.
+        """Copy cells from chunks in host memory to KV blocks. A cell is a run of tokens copied as one unit.
 
         Args:
             cells: cells to copy. Their `src_block` holds the index of each cell's chunk in `offsets`.
@@ -79,7 +79,7 @@ class ChunkCopies:
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:
-        """Set cells (runs of tokens that divide both blocks and chunks) of one chunk in host memory to zero.
+        """Zero cells of one chunk in host memory. A cell is a run of tokens that is copied as one unit.
 
         Args:
             cells: cells to zero. Their block ids are ignored.
@@ -91,7 +91,7 @@ class ChunkCopies:
                     self._packed(view, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Set the bytes of these KV blocks to zero that belong to the layers of the route.
+        """Zero the bytes in these KV blocks that belong to the layers of the route (layers copied together).
 
         Args:
             blocks: block ids, int64 of shape (n,).

@@ -61,7 +61,7 @@ def map_shared(fd: int, size: int) -> tuple[mmap.mmap, int]:
 
     Returns:
         The mapping, and the byte offset in the mapping at which the file begins. The file is unmapped when
-            the mapping is closed.
+        the mapping is closed.
 
     Raises:
         OSError: the file cannot be mapped.

@@ -108,8 +108,8 @@ class OwnedCache:
             dtype: dtype of the elements; None for integers of the size of the elements.
 
         Raises:
-            GeometryError: the elements of the field have another size than `dtype`, or a size without a
-                dtype.
+            GeometryError: the elements of the field have another size than `dtype`, or no integer dtype has
+                their size.
         """
         dtype = dtype or _BITS.get(field.item_bytes)
         if dtype is None or dtype.itemsize != field.item_bytes:

@@ -25,7 +25,7 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyView:
-    """The view that one strided copy has of a block pool, for every place at which a cell may start.
+    """A view of a block pool for one strided copy. It covers every place at which a cell may start.
 
     A cell is a run of tokens that is copied as one unit. A strided copy consists of nested loops over
     contiguous runs of bytes. One side of the copy is a cell in the pool. The other side is the same cell in
@@ -56,10 +56,11 @@ class CopyView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellViews:
-    """Views of a block pool for the cells (runs of tokens that are copied as one unit) of one part of a copy.
+    """Views of a block pool for all cells that are copied by the same strided copies.
 
-    All cells of the part have the same strided copies. A place is a position in the pool at which a cell may
-    start. Places have equal distances.
+    A cell is a run of tokens that is copied as one unit. A strided copy consists of nested loops over
+    contiguous runs of bytes. A place is a position in the pool at which a cell may start. Places have equal
+    distances.
 
     Attributes:
         block_places: number of places from one block to the next.
@@ -124,7 +125,7 @@ class PoolCells:
         self.parts = tuple(map(self._part, parts, alignments or [0] * len(parts)))
 
     def clear(self, blocks: Int64s) -> None:
-        """Set the bytes of these blocks to zero that the strided copies cover, and wait until this is done.
+        """Zero the bytes in these blocks that the strided copies cover, and wait until this is done.
 
         Args:
             blocks: block ids, int64 of shape (n,).
@@ -150,11 +151,13 @@ class PoolCells:
         return CellViews(self._stride // unit, np.array(part.at, np.int64) // unit, views)
 
     def _view(self, copy: StridedCopy, places: tuple[int, int], alignment: int) -> CopyView:
-        """Return the view of the pool for a strided copy.
+        """Return a view of the block pool for one strided copy, with all places at which a cell may start.
+
+        A cell is a run of tokens that is copied as one unit.
 
         Args:
-            copy: strided copy of the cell (run of tokens that is copied as one unit) at the first place.
-            places: (bytes from one place to the next, number of places). A cell may start at any place.
+            copy: strided copy for a cell at the first place.
+            places: (bytes from one place to the next, number of places).
             alignment: number of bytes that divides the distances between cells on both sides of the copy.
         """
         storing = self._side == "src"

@@ -110,7 +110,7 @@ class StagingCopies:
         self._pool.wait()
 
     def clear(self, blocks: Int64s) -> None:
-        """Set the bytes of these KV blocks to zero that the strided copies read or write.
+        """Zero the bytes in these KV blocks that the strided copies read or write.
 
         Args:
             blocks: block ids, int64 of shape (n,).
@@ -120,7 +120,7 @@ class StagingCopies:
     def _pairs(
         self, staged: StagedImages, first: int, count: int
     ) -> Iterator[tuple[CellViews, CopyView, torch.Tensor]]:
-        """Yield, for each strided copy, its view of the block pool and its view of some images.
+        """Yield the views that each strided copy needs: one of the block pool and one of some images.
 
         An image is a cell (run of tokens) packed into contiguous memory.
 
@@ -130,8 +130,8 @@ class StagingCopies:
             count: number of images.
 
         Yields:
-            (views of the copy's part, view of the pool, view of the images). The view of the images has the
-                shape (`count`, count of every loop, elements of a run).
+            (views of the cells, view of the pool, view of the images). The view of the images has the shape
+            (`count`, count of every loop, elements of a run).
         """
         address = staged.address + first * staged.stride
         for part in self._pool.parts:

@@ -204,6 +204,6 @@ def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
 def _by_element(section: FormSection) -> tuple[int, str, int]:
     """Return a sort key that puts sections with large elements first.
 
-    The second and third criterion are the name and the length of the section's sharded axis.
+    Sections with elements of equal size are sorted by the name and the length of their sharded axis.
     """
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)

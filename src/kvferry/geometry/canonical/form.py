@@ -164,7 +164,7 @@ class CanonicalGroup:
     def label(self) -> str:
         """Name of the group, e.g. ``sliding_window(64)``.
 
-        It equals the `Group.label` of the engine's KV cache groups whose layers belong to this group.
+        The name equals the `Group.label` of the engine's KV cache groups whose layers belong to this group.
         """
         return group_label(self.kind, self.attention_span)
 
@@ -198,7 +198,8 @@ class CanonicalForm:
 
     Attributes:
         chunk_tokens: number of tokens per chunk.
-        groups: formats of the chunks of each group of equal layers, sorted by label.
+        groups: format of the chunks of each group, sorted by label. A group has all layers of one kind and
+            attention span.
     """
 
     chunk_tokens: int
@@ -210,7 +211,7 @@ class CanonicalForm:
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def index(self, label: str) -> int:
-        """Return the index of the group with this label.
+        """Return the index in `groups` of the group with this label.
 
         Raises:
             KeyError: no group has this label.

@@ -26,8 +26,8 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 
     Without a configured number, this is the largest multiple of `block` that is at most `CHUNK_TOKENS`. If
     there are snapshots (recurrent state at one position), the multiple must also divide `interval`. If no
-    such multiple exists, the function returns `block`. If in addition there are snapshots and `block` does
-    not divide `interval`, it returns the least common multiple of both.
+    such multiple exists, the function returns `block`. There is one exception: if there are snapshots and
+    `block` does not divide `interval`, it returns the least common multiple of both.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
@@ -47,7 +47,7 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 
 
 def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -> int:
-    """Return the alignment of the start of valid content in a chunk, in tokens.
+    """Return the alignment, in tokens, of the first valid token in a stored chunk.
 
     The writer may have freed tokens that the window no longer covers. Their bytes in the chunk are zero. Let
     ``first`` be the first token that the next token after the chunk attends to. Valid content begins at the
@@ -57,7 +57,8 @@ def content_alignment(kind: GroupKind, attention_span: int, chunk_tokens: int) -
     (128, 256)
 
     Args:
-        kind, attention_span: kind and attention span of the group.
+        kind: kind of attention of the KV cache group.
+        attention_span: window or attention chunk of the group in tokens; 0 for other kinds.
         chunk_tokens: number of tokens per chunk.
     """
     whole = not attention_span or (kind is GroupKind.SLIDING and attention_span >= chunk_tokens)

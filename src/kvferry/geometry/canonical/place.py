@@ -19,8 +19,8 @@ def chunk_pool(
 ) -> RankGeometry:
     """Return the geometry of a memory pool for chunks of one KV cache group.
 
-    The pool looks like a rank of an engine. A *slot* is the memory of one chunk. It corresponds to a block,
-    and its number to a block id. Every group has its own pool, which looks like one pipeline rank. So
+    The pool looks like a rank of an engine. A *slot* is the memory of one chunk. A slot corresponds to a
+    block, and its number to a block id. Every group has its own pool, which looks like one pipeline rank. So
     ``build_templates(ranks of an engine, pool)`` plans the store of the group's chunks, and
     ``build_templates(all pools, rank of an engine)`` plans the load of chunks.
 

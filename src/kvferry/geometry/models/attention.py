@@ -51,8 +51,8 @@ class AttentionReader:
     def stores(self, mixer: Mixer, layer: int) -> tuple[LayerCache, ...]:
         """Return the caches of one attention layer.
 
-        The first one holds K and V per head, or an MLA latent. A layer with a sparse-attention indexer has a
-        second one for the indexer's keys. A layer of DeepSeek V4 has up to five.
+        The first one holds K and V per head, or an MLA latent. If the layer has a sparse-attention indexer, a
+        second one holds the indexer's keys. A layer of DeepSeek V4 has up to five caches.
 
         Args:
             mixer: kind of attention: FULL, SLIDING or CHUNKED.
@@ -119,7 +119,7 @@ class AttentionReader:
         return heads, k_width, v_width
 
     def _layer_heads(self, layer: int) -> int:
-        """Return the number of KV heads of a layer, without the keys for sliding-window or global layers.
+        """Return the number of KV heads of a layer. Keys for sliding or global layers may override it.
 
         Args:
             layer: index of the layer in the model.
@@ -187,10 +187,10 @@ def _inside(block: Any, name: str) -> Mapping[str, Any]:
 
 
 def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tuple[int, int, int]:
-    """Return (number of KV heads, elements per head of K, and of V) of a sliding-window layer of Step 3.5.
+    """Return the number of KV heads, and the elements per head of K and V, of a sliding-window layer.
 
-    Its file may have other values for these layers. The arguments are returned unchanged if the file has no
-    other values.
+    In Step 3.5, ``config.json`` may have other values for sliding-window layers than for the other layers. If
+    it has none, the arguments are returned unchanged.
 
     Args:
         config: keys of the model's ``config.json``.

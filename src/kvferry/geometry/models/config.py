@@ -57,7 +57,7 @@ class ModelConfig:
         """Return the value of the first key in `names` that is present.
 
         If the file has none of the keys, return the model family's default, or None without a default. If the
-        file sets one of the keys to null and gives no other a value, return None. The key that is found
+        file sets one of the keys to null and the others have no value, return None. The key that is found
         counts as read, and so does every other key in `names` with an equal value.
         """
         for known in (self.values, self.defaults):
@@ -74,7 +74,7 @@ class ModelConfig:
         self.asked.update(names)
 
     def nested(self, name: str) -> ModelConfig:
-        """Return the keys of the nested JSON object `name`; without keys if the file has no such object.
+        """Return the nested JSON object `name` as a configuration, which is empty if there is no such object.
 
         Raises:
             ConfigError: the value is not a JSON object.
@@ -151,8 +151,8 @@ def whole(name: str, value: Any, least: int) -> int:
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model inside a multimodal model's configuration.
 
-    If the inner configuration has no model type, element type or quantization, the outer one's value is
-    added. The configuration of a text-only model is returned unchanged.
+    If the inner configuration has no model type, element type or quantization, the value of the outer
+    configuration is added. The configuration of a text-only model is returned unchanged.
 
     Args:
         config: keys and values of the model's ``config.json``.

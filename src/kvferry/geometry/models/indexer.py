@@ -20,9 +20,9 @@ def scaled_bytes(width: int) -> int:
 def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
     """Return the cache of the sparse-attention indexer in a layer of DeepSeek V3.2 or GLM-5.
 
-    The tuple has one cache. It is empty for a layer without an indexer, and for a layer that reuses the
-    tokens selected by an earlier layer's indexer. The rule follows vLLM's ``deepseek_v32/attention.py``. The
-    key ``indexer_types`` must agree with it.
+    The tuple has one cache, or none if the layer has no indexer or reuses the tokens selected by an earlier
+    layer's indexer. The rule follows vLLM's ``deepseek_v32/attention.py``. The key ``indexer_types`` must
+    agree with the rule.
 
     Args:
         config: keys of the model's ``config.json``.
@@ -61,8 +61,7 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
 def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
     """Return the cache of the sparse-attention indexer in a layer of MiniMax-M3.
 
-    The tuple has one cache, with one key per token for all heads. It is empty for a layer with dense
-    attention.
+    The tuple has one cache, with one key per token for all heads, or none if the layer has dense attention.
 
     Args:
         config: keys of the model's ``config.json``.

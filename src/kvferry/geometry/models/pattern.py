@@ -60,10 +60,10 @@ _KIMI_KEYS = (
 
 
 def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
-    """Return the mixers (kinds of attention or recurrence) of every layer.
+    """Return the mixers (kinds of attention or recurrence) of every layer of a model.
 
-    Each rule of this module understands one way in which files name mixers. The first rule that finds its key
-    in the file decides. If none does, all layers have the same attention: sliding windows if the file gives a
+    This module has a rule for each form in which ``config.json`` can give mixers. The first rule that finds
+    its key decides. If no rule does, all layers have the same attention: sliding windows if the file gives a
     window and does not disable it, otherwise full attention.
 
     Args:
@@ -109,18 +109,18 @@ _RECURRENT_TYPES = (
 
 
 def _compressed(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of DeepSeek V4, or None if the file has no ``compress_ratios``.
+    """Return the mixers (kinds of attention or recurrence) of each layer of DeepSeek V4.
 
-    A mixer is a kind of attention or recurrence. Here, every layer counts as full attention. `compressed`
-    derives each layer's caches from its compression ratio.
+    Return None if ``config.json`` has no ``compress_ratios``. Every layer counts as full attention.
+    `compressed` derives each layer's caches from its compression ratio.
     """
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
 
 def _blocks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers (kinds of attention) of Nemotron-NAS, or None if there is no ``block_configs``.
+    """Return the mixers (kinds of attention or recurrence) of each layer of Nemotron-NAS.
 
-    A layer that skips attention has no mixers.
+    Return None if ``config.json`` has no ``block_configs``. A layer that skips attention has no mixers.
     """
     if config.get("block_configs") is None:
         return None
@@ -136,10 +136,10 @@ def _everywhere(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None
 
 
 def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Nemotron-H, or None if there is no ``hybrid_override_pattern``.
+    """Return the mixers (kinds of attention or recurrence) of each layer of Nemotron-H.
 
-    A mixer is a kind of attention or recurrence. The pattern has a letter per layer: ``M`` is recurrence,
-    ``*`` is attention, and ``-`` and ``E`` are feed-forward layers without mixers.
+    Return None if ``config.json`` has no ``hybrid_override_pattern``. This pattern has a letter per layer:
+    ``M`` is recurrence, ``*`` is attention, and ``-`` and ``E`` are feed-forward layers without mixers.
     """
     name = "hybrid_override_pattern"
     said = config.listed(name, config.layers)
@@ -150,9 +150,9 @@ def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
 
 
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of models with one word per layer; None if the file has no such list.
+    """Return the mixers (kinds of attention or recurrence) of each layer from a list with a word per layer.
 
-    A mixer is a kind of attention or recurrence. The model family decides the kind of recurrence.
+    Return None if ``config.json`` has no such list. The model family decides the kind of recurrence.
     """
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
@@ -176,10 +176,10 @@ def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> 
 
 
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Jamba, or None if the file has no ``attn_layer_period``.
+    """Return the mixers (kinds of attention or recurrence) of each layer of Jamba.
 
-    A mixer is a kind of attention or recurrence. In each period, the layer at a fixed offset is attention,
-    and all other layers are recurrent.
+    Return None if ``config.json`` has no ``attn_layer_period``. In each period, the layer at a fixed offset
+    is attention, and all other layers are recurrent.
     """
     period = config.maybe("attn_layer_period")
     if period is None:
@@ -190,10 +190,10 @@ def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] 
 
 
 def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Bamba, or None if the file has no list ``attn_layer_indices``.
+    """Return the mixers (kinds of attention or recurrence) of each layer of Bamba.
 
-    A mixer is a kind of attention or recurrence. The list has the indices of the attention layers. All other
-    layers are recurrent.
+    Return None if ``config.json`` has no list ``attn_layer_indices``. The list has the indices of the
+    attention layers. All other layers are recurrent.
     """
     numbers = config.get("attn_layer_indices")
     if not isinstance(numbers, list):
@@ -203,10 +203,10 @@ def _attention_numbers(config: ModelConfig, family: ModelFamily) -> list[Mixers]
 
 
 def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of MiniMax-Text-01, or None if the file has no ``attn_type_list``.
+    """Return the mixers (kinds of attention or recurrence) of each layer of MiniMax-Text-01.
 
-    A mixer is a kind of attention or recurrence. The list has a number per layer: 1 is attention, 0 is
-    recurrence.
+    Return None if ``config.json`` has no ``attn_type_list``. The list has a number per layer: 1 is attention,
+    0 is recurrence.
     """
     name = "attn_type_list"
     said = config.listed(name, config.layers)
@@ -219,10 +219,10 @@ def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] |
 
 
 def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Qwen3-Next and Bailing, or None if the file gives no such period.
+    """Return the mixers (kinds of attention or recurrence) of each layer of Qwen3-Next or Bailing.
 
-    A mixer is a kind of attention or recurrence. The last layer of each period is attention, and all other
-    layers are recurrent.
+    Return None if ``config.json`` gives no period for these models. The last layer of each period is
+    attention, and all other layers are recurrent.
     """
     name = next((n for n in ("full_attention_interval", "layer_group_size") if config.maybe(n)), None)
     if name is None or family.recurrent is None:
@@ -232,10 +232,10 @@ def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | No
 
 
 def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Kimi Linear, or None if the file has no object ``linear_attn_config``.
+    """Return the mixers (kinds of attention or recurrence) of each layer of Kimi Linear.
 
-    A mixer is a kind of attention or recurrence. The object lists the numbers of the recurrent layers and of
-    the attention layers, counted from one.
+    Return None if ``config.json`` has no object ``linear_attn_config``. The object lists the numbers of the
+    recurrent layers and of the attention layers, counted from one.
     """
     said = config.get("linear_attn_config")
     if not isinstance(said, Mapping):
@@ -261,10 +261,10 @@ def _layer_numbers(said: Mapping[str, Any], name: str) -> list[int]:
 
 
 def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of MiMo-V2, or None if the file has no ``hybrid_layer_pattern``.
+    """Return the mixers (kinds of attention) of each layer of MiMo-V2.
 
-    A mixer is a kind of attention. The list has a number per layer: 1 is a sliding window, 0 is full
-    attention.
+    Return None if ``config.json`` has no ``hybrid_layer_pattern``. The pattern has a number per layer: 1 is a
+    sliding window, 0 is full attention.
     """
     name = "hybrid_layer_pattern"
     said = config.listed(name, config.layers)
@@ -275,10 +275,10 @@ def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | N
 
 
 def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Llama 4, or None if the file gives no attention chunks.
+    """Return the mixers (kinds of attention) of each layer of Llama 4.
 
-    A mixer is a kind of attention. Layers with rotary positions have chunked attention, and the others have
-    full attention.
+    Return None if ``config.json`` gives no attention chunks. Layers with rotary positions have chunked
+    attention, and the others have full attention.
     """
     if config.maybe("attention_chunk_size") is None or not config.maybe("no_rope_layer_interval"):
         return None
@@ -289,11 +289,10 @@ def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
 
 
 def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of models whose sliding-window layers follow a pattern.
+    """Return the mixers (kinds of attention) of each layer, if sliding-window layers follow a pattern.
 
-    Return None if the file gives no pattern or no window. A mixer is a kind of attention. In Gemma 3 and
-    Cohere 2 the last layer of each period has no window. EXAONE 4 repeats a string of letters, in which ``L``
-    is a sliding window.
+    Return None if ``config.json`` gives no pattern or no window. In Gemma 3 and Cohere 2 the last layer of
+    each period has no window. EXAONE 4 repeats a string of letters, in which ``L`` is a sliding window.
     """
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
     if not pattern or config.maybe("sliding_window", "sliding_window_size") is None:
@@ -307,10 +306,10 @@ def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] |
 
 
 def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """Return the mixers of Qwen2 and Qwen3, or None if ``use_sliding_window`` is not true.
+    """Return the mixers (kinds of attention) of each layer of Qwen2 or Qwen3.
 
-    A mixer is a kind of attention. Layers from ``max_window_layers`` on have a sliding window, and earlier
-    layers have full attention.
+    Return None if ``use_sliding_window`` in ``config.json`` is not true. Layers from ``max_window_layers`` on
+    have a sliding window, and earlier layers have full attention.
     """
     if config.get("use_sliding_window") is not True or config.maybe("sliding_window") is None:
         return None

@@ -18,8 +18,8 @@ def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
 
     Args:
         config: keys of the model's ``config.json``.
-        dtype: requested element type. It is returned unless it is ``auto`` and the checkpoint requests a
-            type.
+        dtype: requested element type, which is returned unchanged unless it is ``auto`` and the checkpoint
+            requests a type.
 
     Raises:
         ConfigError: the checkpoint requests a type that kvferry cannot plan.

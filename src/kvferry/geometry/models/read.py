@@ -202,9 +202,9 @@ def _unknown(config: ModelConfig) -> str:
 
 
 def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers of all layers, with none for the last layers if they reuse earlier layers' K and V.
+    """Return the mixers (kinds of attention or recurrence) of all layers that have a cache of their own.
 
-    Mixers are kinds of attention or recurrence. Gemma 3n and Gemma 4 have such layers.
+    The last layers of Gemma 3n and Gemma 4 reuse K and V of earlier layers. They get no mixers.
 
     Args:
         config: keys of the model's ``config.json``.

@@ -35,7 +35,9 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
 
 
 def _taps(kernel: int) -> tuple[str, int]:
-    """Return (name, length) of the axis of past convolution inputs. The length is ``kernel - 1``.
+    """Return the name and the length of the tensor axis that holds past inputs of a convolution.
+
+    The length is ``kernel - 1``.
 
     Args:
         kernel: number of tokens that the convolution covers.
@@ -87,7 +89,8 @@ def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField,
 def _mamba2_channels(config: ModelConfig) -> int | None:
     """Return the number of channels of the convolution's input ``x`` in a Mamba2 layer.
 
-    Return None if the file does not give the number. It is then the number of heads times their width.
+    Return None if ``config.json`` does not give the number. In this case, it is the number of heads times
+    their width.
     """
     if config.model_type == "nemotron_h":
         config.cover("expand")

@@ -95,9 +95,9 @@ _ELSEWHERE = re.compile(
 
 
 def check_unread(config: ModelConfig) -> list[str]:
-    """Check that no unread key of ``config.json`` may affect the cache, and return a note on unknown keys.
+    """Check that no unknown key of ``config.json`` may affect the KV cache.
 
-    The returned list holds one note with the names of the unknown keys. It is empty if there are none.
+    Return a list with one note that names the other unknown keys; an empty list if there are none.
 
     Raises:
         ConfigError: a key that no rule has read has a name that suggests an effect on the cache.
@@ -115,7 +115,7 @@ def check_unread(config: ModelConfig) -> list[str]:
 
 
 def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> None:
-    """Check that every key of a nested object of the file is known.
+    """Check that kvferry knows every key of a nested object in ``config.json``.
 
     Args:
         config: keys of the nested object.
