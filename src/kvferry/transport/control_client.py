@@ -322,10 +322,10 @@ class ControlClient:
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
     def _beat(self, poller: zmq.Poller) -> None:
-        """Send a heartbeat for every lease that this engine holds, and close the sockets that are not needed.
+        """Send a heartbeat for every lease that this engine holds, and close sockets that are not needed.
 
-        A socket is not needed if the peer is unknown and holds no lease for this engine. Requests can name
-        any address, so there may be many such peers.
+        A socket is not needed if the peer is unknown and this engine holds none of its leases. Requests can
+        name any address, so there may be many such peers.
 
         Args:
             poller: poller with the sockets to all peers.

@@ -115,10 +115,10 @@ class Handshakes:
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the collection without peers.
+        """Create an empty collection of handshakes.
 
         Args:
-            facts: facts about this engine, which are sent to peers.
+            facts: facts about this engine, such as its id and its KV settings. They are sent to peers.
             check: function that takes a peer's address and the descriptions of its ranks, and returns the
                 descriptions with numeric addresses. It raises Incompatible for ranks that this engine cannot
                 read from.

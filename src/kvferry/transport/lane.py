@@ -240,7 +240,7 @@ class Lane:
         return taken
 
     def stop(self) -> None:
-        """Tell the lane's thread to end as soon as the reads in progress have ended. Return at once."""
+        """Tell the lane's thread to end when the reads in progress have ended. Do not wait for that."""
         self._stop = True
         self._wake.set()
 

@@ -148,7 +148,7 @@ class LeaseBook:
     """
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
-        """Create a book without leases.
+        """Create an empty book of leases.
 
         Args:
             incarnation: random number that identifies this run of the engine.

@@ -284,7 +284,7 @@ class KeptTurn(msgspec.Struct, frozen=True):
 
 
 class Turns(msgspec.Struct, frozen=True, tag="turns"):
-    """Reply: the earlier turns of conversations that a query found.
+    """Reply: the earlier turns (finished requests) of conversations that a query found.
 
     Attributes:
         number: number of the query.

@@ -377,15 +377,15 @@ class PackedRead:
     def _has_room(self, segment: _Segment) -> bool:
         """Allocate what is needed to read the packed cells of a segment: staging memory, and a local word.
 
-        Staging memory is needed if this worker unpacks the cells. The local word is needed if the source has
-        packed them: the source's word, an integer that shows whether the packed cells are valid, is read into
-        it.
+        This worker needs staging memory if it unpacks the cells. It needs the local word if the source has
+        packed the cells. A word of the source (integer that shows whether the packed cells are valid) is read
+        into the local word.
 
         Args:
             segment: segment (run of cells that move together) to read.
 
         Returns:
-            False if either is not free now.
+            False if staging memory or a local word is needed and not free now.
         """
         if segment.gathered is not None and segment.word < 0:
             if not self._bench.free_words:

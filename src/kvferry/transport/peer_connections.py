@@ -77,7 +77,7 @@ class PeerConnections:
         in_use: Callable[[], Collection[ConnectedPeer]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the collection without connections.
+        """Create an empty collection of connections.
 
         Args:
             make: function that takes the descriptions of a peer's ranks and returns a connection. It raises
@@ -85,7 +85,7 @@ class PeerConnections:
             validate: function that takes the descriptions of a peer's ranks, and starts to validate their
                 transport metadata. It returns a result that is set later.
             in_use: function that returns the connections that reads in progress use.
-            clock: function that returns the time in seconds.
+            clock: function that returns the current time in seconds.
         """
         self._make, self._vet, self._in_use, self._clock = make, validate, in_use, clock
         self._links: dict[str, _PeerConnection] = {}

@@ -46,7 +46,7 @@ class Redemptions:
     def __init__(
         self, consumer: int, patience_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create the collection without redemptions.
+        """Create an empty collection of redemptions (exchanges of a ticket for block tables and a lease).
 
         Args:
             consumer: incarnation (random number of the run) of this engine, sent in every request.

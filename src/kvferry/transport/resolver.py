@@ -41,7 +41,7 @@ THREADS = 4
 
 
 class AddressNotAllowed(KVFerryError):
-    """Raised for a host that the engine must not connect to. The message says why."""
+    """Error: the engine must not connect to a host. The message says why."""
 
 
 @dataclass(slots=True)

@@ -34,10 +34,7 @@ class Keys:
 
     @property
     def fingerprint(self) -> str:
-        """Eight hex digits that identify the key pair in messages.
-
-        The keys cannot be derived from the digits.
-        """
+        """Eight hex digits that identify the key pair in messages, without revealing the keys."""
         return hashlib.blake2b(self.public, digest_size=4, person=b"kvferry-finger").hexdigest()
 
 

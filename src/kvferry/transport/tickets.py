@@ -84,7 +84,7 @@ class TicketBook:
     """
 
     def __init__(self, incarnation: int) -> None:
-        """Create the book without tickets (random ids that name leases).
+        """Create an empty book of tickets (random ids that name leases).
 
         Args:
             incarnation: random number that identifies this run of the engine, sent in every reply.

@@ -50,10 +50,13 @@ class TurnContent:
     items: tuple[int, ...] = ()
 
     def begins_with(self, other: TurnContent) -> bool:
-        """Return whether this content starts with all of `other`. Return False if that is uncertain.
+        """Return whether this content certainly starts with all of another content.
 
-        It is uncertain if `other` has a multi-modal item (such as an image) after its last whole chunk,
-        because a token comparison does not cover the item.
+        Return False if `other` has a multi-modal item (such as an image) after its last whole chunk. Tokens
+        after that chunk are compared by id, which says nothing about such an item.
+
+        Args:
+            other: content to look for at the start of this content.
         """
         chunks = len(other.keys)
         rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.tokens_after(chunks)
@@ -64,7 +67,7 @@ class TurnContent:
         )
 
     def tokens_after(self, chunks: int) -> Sequence[int]:
-        """Return the token ids that follow the first `chunks` chunks, at most as many as a chunk has.
+        """Return the token ids after the first `chunks` chunks, at most as many as a chunk has.
 
         The ids end before the next multi-modal item (such as an image).
         """
@@ -205,7 +208,7 @@ class TurnQueries:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Create the collection without queries.
+        """Create an empty collection of queries.
 
         Args:
             clock: function that returns the current time in seconds.
