@@ -81,7 +81,10 @@ class ConnectionLimiter:
         self.events.connect(told)
 
     def process_events(self) -> None:
-        """Process the queued connection events: count open connections, and pause or resume accepting."""
+        """Process the queued connection events.
+
+        Count open connections, pause accepting new connections at the limit, and resume later.
+        """
         while (said := self._next()) is not None:
             event, value = said
             if event == zmq.EVENT_LISTENING:

@@ -428,8 +428,8 @@ class ControlClient:
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
         """Check that this engine can read from a peer's ranks. Resolve the host names in their descriptions.
 
-        They are the hosts of gather channels, over which a reader asks a rank to pack cells (units of
-        transfer) before it reads them.
+        The names are those of gather channels. Over such a channel a reader asks a rank to pack cells (units
+        of transfer) before it reads the cells.
 
         Args:
             address: (host, port) of the peer's control channel.

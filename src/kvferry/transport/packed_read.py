@@ -260,7 +260,7 @@ class PackedRead:
         If the transport raises an exception, the whole packed read fails.
 
         Args:
-            segment: segment: run of packed cells (units of transfer) that move together.
+            segment: run of packed cells (units of transfer) that move together.
 
         Returns:
             True if a step was taken.
@@ -346,7 +346,7 @@ class PackedRead:
         There is one descriptor per contiguous run. If the cells cannot be read in this way, fail the read.
 
         Args:
-            segment: segment: run of cells (units of transfer) that move together.
+            segment: run of cells (units of transfer) that move together.
             reason: reason why the cells are not read packed.
         """
         if self._route.direct is None:
@@ -457,7 +457,7 @@ class PackedRead:
         None of the segment's READs (one-sided reads) may be in flight.
 
         Args:
-            segment: segment: run of packed cells (units of transfer) that move together.
+            segment: run of packed cells (units of transfer) that move together.
         """
         self._chunks.remove(segment)
         self._give_back(segment)
@@ -469,7 +469,7 @@ class PackedRead:
         are valid.
 
         Args:
-            segment: segment: run of packed cells (units of transfer) that move together.
+            segment: run of packed cells (units of transfer) that move together.
         """
         if segment.number and self._client is not None:
             self._client.done(segment.number)

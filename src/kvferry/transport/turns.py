@@ -52,8 +52,8 @@ class TurnContent:
     def begins_with(self, other: TurnContent) -> bool:
         """Return whether this content certainly starts with all of another content.
 
-        Return False if `other` has a multi-modal item (such as an image) after its last whole chunk. Tokens
-        after that chunk are compared by id, which says nothing about such an item.
+        Return False if `other` has a multi-modal item (such as an image) after its last whole chunk, because
+        only token ids can be compared there.
 
         Args:
             other: content to look for at the start of this content.
