@@ -93,7 +93,7 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
     Starts a second process to read from. May set UCX_TLS in this process.
 
     Args:
-        job: sizes to measure.
+        job: sizes to measure, and number of rounds.
         progress: function that is called with a line of text before each step.
 
     Raises:
@@ -228,7 +228,7 @@ class _Copy:
         self.work = (cells, cells * runs, cells * cell)
 
     def once(self) -> float:
-        """Copy all cells once, and return the time in seconds."""
+        """Copy all cells (parts of blocks that are copied as one unit) once. Return the time in seconds."""
         copy = self._loops.gather if self._gathers else self._loops.scatter
         started = time.perf_counter()
         copy(self._blocks, self._blocks, self._slots, 0)
@@ -268,6 +268,8 @@ class _GatherChannel:
 
     def large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
         """Request a gather of many bytes, call `meanwhile`, and return the seconds until both have ended.
+
+        A gather copies parts of blocks to contiguous memory.
 
         Args:
             meanwhile: function to call after the request is sent and before the answer is awaited.

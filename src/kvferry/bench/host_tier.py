@@ -29,9 +29,10 @@ _APART = 16
 
 
 def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list[TierCase]:
-    """Return the benchmark cases of the host tier: copying chunks to and from host memory, and memcpy.
+    """Return the benchmark cases of the host tier: storing and loading chunks, compared with memcpy.
 
-    There are two cases per depth: the first stores chunks to host memory, the second loads them.
+    There are two cases per depth, the first for storing and the second for loading. A store copies KV from a
+    rank's blocks to host memory, and a load copies KV back.
 
     Args:
         stack: exit stack. Closing the stack ends the threads.

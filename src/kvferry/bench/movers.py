@@ -39,7 +39,7 @@ class Mover(Protocol):
 
 
 class PoolMover:
-    """A mover (benchmarked method of moving bytes) that calls a function per item in a pool of threads."""
+    """A mover (benchmarked method of moving bytes) that calls a function for each item in several threads."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class KVFerryMover:
             name: name of the mover in reports.
             reader: rank that reads.
             source: engine to read from.
-            peer: number of the source engine in the producer process.
+            peer: index of the source engine in the producer process.
             strategy: transfer strategy to use; None for the cheapest.
             poll_seconds: seconds between two engine steps. The end of a load is noticed in a step.
         """

@@ -27,7 +27,10 @@ _THREADS = "threads, O_DIRECT"
 
 
 class FioWrites:
-    """A mover (benchmarked method of moving bytes) that writes new files with fio and flushes each."""
+    """A mover (benchmarked method of moving bytes) that writes new files with fio.
+
+    fio flushes each file to the disk when the file is complete.
+    """
 
     name = "fio"
 
@@ -51,9 +54,13 @@ class FioWrites:
 
 
 class FioReads:
-    """A mover (benchmarked method of moving bytes) that reads files of one folder with fio.
+    """A mover (benchmarked method of moving bytes) that reads files with fio.
 
-    All files have the same size. The depth is the number of fio jobs. Each job reads one file at a time.
+    All files are in the same folder and have the same size.
+
+    Args:
+        depth: number of fio jobs. Each reads one file at a time.
+        files: existing files.
     """
 
     name = "fio"
@@ -127,7 +134,10 @@ def _job_file(direction: str, names: Sequence[str], size: int, depth: int) -> st
 
 
 class ThreadWrites:
-    """A mover (benchmarked method of moving bytes) that writes new files with threads and flushes each."""
+    """A mover (benchmarked method of moving bytes) that writes new files with several threads.
+
+    Each thread flushes its file to the disk when the file is complete.
+    """
 
     name = _THREADS
 

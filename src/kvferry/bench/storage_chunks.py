@@ -210,7 +210,7 @@ class LoadMover:
 
 
 def _all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None]) -> float:
-    """Store or load `count` chunks, and return the seconds until the last chunk has ended.
+    """Store or load `count` chunks, and return the seconds until the last chunk is stored or loaded.
 
     Args:
         queue: queue for the tier.

@@ -204,8 +204,8 @@ def _said(facts: Mapping[str, object]) -> list[str]:
     """Return short texts that describe a namespace of chunk keys, such as ``model NAME``.
 
     Args:
-        facts: facts about the namespace by name. Facts whose values are not texts or numbers are left out,
-            except for the first line of the chunk format.
+        facts: facts about the namespace, by name. The result has those with short values (texts and
+            numbers), and the first line of the chunk format.
     """
     said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")

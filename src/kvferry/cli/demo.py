@@ -91,11 +91,12 @@ def _models(
     """Yield the models to serve: the given model, or the tiny checkpoint of each family.
 
     Args:
-        model: path or id of a model; None for tiny checkpoints. A text that begins with ``-`` is an argument.
+        model: path or id of a model; None for tiny checkpoints. A text that begins with ``-`` is taken as
+            the first of `arguments`.
         families: names of model families, separated by commas.
         arguments: additional arguments of vLLM's API server.
         screen: output for the user.
-        signals: stop signals.
+        signals: handler of Ctrl-C and SIGTERM. It lets them interrupt the writing of checkpoints.
 
     Raises:
         ConfigError: both a model and families are given, or a family is unknown.

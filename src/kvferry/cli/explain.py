@@ -58,7 +58,7 @@ def explain(
 
 
 def _nothing(answers: AllAnswers, request_id: str | None) -> str:
-    """Return the error message if no engine on this machine remembers a request.
+    """Return the error message for a request that no engine on this machine remembers.
 
     Args:
         answers: answers of all engines.

@@ -49,9 +49,9 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class AskTicket:
-    """Message to the producer (the process to read from): one of its engines shall grant a lease.
+    """Message that asks an engine of the producer (the process to read from) to grant a lease.
 
-    The answer is `Granted`, or `ProducerFailed` if the engine cannot grant a lease.
+    The answer is `Granted`, or `ProducerFailed` if the engine cannot grant the lease.
 
     Attributes:
         engine: index of the engine in the producer.
@@ -75,7 +75,10 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class AskEnded:
-    """Message to the producer (the process to read from): answer `AllEnded` when all leases have ended."""
+    """Message that asks the producer (the process to read from) to answer when all leases have ended.
+
+    The answer is `AllEnded`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class AllEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProducerFailed:
-    """Message of the producer (the process to read from): it could not start, or not do what was requested.
+    """Message that the producer (the process to read from) sends if it cannot start or a request fails.
 
     Attributes:
         reason: error message.
@@ -97,7 +100,9 @@ class ProducerFailed:
 def produce(
     pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
 ) -> None:
-    """Run the producer, the process whose engines a reader reads from, until the other end of `pipe` closes.
+    """Run engines without a model in this process, so that a reader in another process can read from them.
+
+    Return when the other end of `pipe` closes.
 
     Args:
         pipe: connection to the process of the reader.

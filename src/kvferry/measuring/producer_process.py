@@ -97,7 +97,7 @@ class ProducerProcess:
         """Return the host and port of an engine's control channel.
 
         Args:
-            engine: index of the engine in the process.
+            engine: index of the engine in the producer process.
         """
         return self.listening.addresses[engine]
 
@@ -105,24 +105,24 @@ class ProducerProcess:
         """Make an engine grant a lease, and return the ticket (random id) that claims the lease.
 
         Args:
-            engine: index of the engine in the process.
+            engine: index of the engine in the producer process.
             lease: name for the new lease.
         """
         self._say(AskTicket(engine, lease))
         return self._answer(Granted, ANSWER_SECONDS).ticket
 
     def wait_ended(self) -> None:
-        """Wait until all leases of all engines in the process have ended."""
+        """Wait until all leases of all engines in the producer process have ended."""
         self._say(AskEnded())
         self._answer(AllEnded, ANSWER_SECONDS)
 
     def check(self) -> None:
-        """Raise TransferError if the process has died."""
+        """Raise TransferError if the producer process has died."""
         if not self._process.is_alive():
             raise TransferError(self._death())
 
     def close(self) -> None:
-        """Make the process end, and wait for its end. Kill the process if it does not end in time."""
+        """Make the producer process end, and wait until it has ended. Kill it if it does not end in time."""
         self._pipe.close()
         self._process.join(_END_SECONDS)
         if self._process.is_alive():

@@ -47,7 +47,7 @@ class SimulatedEngine:
 
     @property
     def span(self) -> LoadSpan:
-        """Return the range of tokens to load: `tokens` tokens. The prompt has one more token to compute."""
+        """Return the range of tokens to load: the first `tokens` tokens of a prompt with one more token."""
         return span_of(self.tokens)
 
     @property

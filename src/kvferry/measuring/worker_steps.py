@@ -33,7 +33,8 @@ class LoadRequest:
         key: name of the load and of its lease, unique in this engine.
         peer: name under which the worker connected to the peer.
         span: range of the prompt's tokens to load.
-        src_tables, dst_tables: block table of each KV cache group, on the peer and on this rank.
+        src_tables, dst_tables: block table (list of block ids) of each KV cache group, on the peer and on
+            this rank.
         lease: index and expected value of the peer's lease word, an integer in registered memory that changes
             when the lease ends.
         strategy: transfer strategy to use; None for the cheapest.

@@ -206,7 +206,7 @@ def _packed(
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
-    """Return the number of layers per KV cache group with which the fewest empty places remain in groups.
+    """Choose the number of layers per KV cache group that leaves the fewest places in the groups empty.
 
     The layers of each bucket (set of layers) fill groups of equal size, and the last group of a bucket may
     remain partly empty. If several numbers leave equally few empty places, the largest number is returned.

@@ -62,8 +62,8 @@ class StoredPrompt:
         """Return the storage that the prompt takes under the given settings and under alternative settings.
 
         Under the alternative settings, the engine leaves more snapshots (recurrent states). If the model has
-        no recurrent state, sliding windows are stored at fewer positions instead. An alternative that changes
-        neither the bytes nor the gap is left out.
+        no recurrent state, sliding windows are stored at fewer positions instead. Alternatives with the same
+        bytes and the same gap as the settings before them are left out.
 
         Args:
             steps: settings of the engine that decide at which positions it leaves snapshots.

@@ -73,10 +73,13 @@ def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
 
 
 def pinned(name: str) -> Strategy | None:
-    """Return the transfer strategy with a name; None, which stands for the cheapest strategy, for `AUTO`.
+    """Parse the name of a transfer strategy.
 
     Args:
         name: name of a strategy, or `AUTO`.
+
+    Returns:
+        The strategy; None, which stands for the cheapest strategy, if `name` is `AUTO`.
 
     Raises:
         ConfigError: no strategy has this name.

@@ -105,7 +105,7 @@ class TransferTotals:
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:
-        """Return the sum of several totals. The attribute `full_bytes` is not summed, but 0 in the result."""
+        """Return the sum of several totals. Only `full_bytes` is not summed. It is 0 in the result."""
         whole = cls()
         for part in parts:
             whole.pages += part.pages

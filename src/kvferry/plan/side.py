@@ -59,7 +59,7 @@ def layout_of(name: str, reading: ModelReading) -> str:
     The default is the layout of an engine with kvferry's connector. Its outermost axis is blocks, if vLLM
     supports that for the model. vLLM's MLA backends do not declare support, so their default is LBNHC, as in
     vLLM. Models with compressed latents (DeepSeek V4) require blocks as the outermost axis. If layers have
-    different caches, heads cannot be an outer axis of layers.
+    different caches, the axis of heads cannot be outside of the axis of layers.
 
     Args:
         name: name of a layout, or `AUTO`. A name other than `AUTO` is returned without a check.

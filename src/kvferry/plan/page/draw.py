@@ -104,9 +104,9 @@ def _where(placed: DrawnLane, address: int) -> str:
 
 
 def _rule(per_byte: float, y: int) -> str:
-    """Return the SVG of a scale bar. The bar stands for a power of two of bytes, labelled with this size.
+    """Return the SVG of a scale bar and its label.
 
-    The bar is the longest that takes at most a fifth of the picture's width.
+    The bar is as long as the largest power of two of bytes that takes at most a fifth of the picture's width.
 
     Args:
         per_byte: width of a byte in the picture, in SVG units.

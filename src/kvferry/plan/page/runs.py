@@ -25,7 +25,7 @@ class DrawnRun:
         src_span, dst_span: number of bytes from the first to the last byte, gaps included, at the source and
             at the destination.
         bytes: number of copied bytes.
-        longest: length in bytes of the longest run of which bytes are drawn.
+        longest: length in bytes of the longest of these runs, before the runs were divided into parts.
         pieces: number of runs, or parts of runs, that are drawn as one band.
     """
 

@@ -26,7 +26,7 @@ MAX_RIBBONS = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The content of a picture of the copies of one KV cache group.
+    """The content of a picture that shows how blocks of a KV cache group are copied between two engines.
 
     A lane is the row of strips (contiguous pieces of memory) of one rank. A ribbon is a band that connects
     copied bytes of both sides. A run is a range of bytes that is contiguous on both sides.

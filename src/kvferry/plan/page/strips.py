@@ -35,7 +35,7 @@ class Strip:
 
     @property
     def stop(self) -> int:
-        """Address after the last byte."""
+        """Address of the first byte after this piece of memory."""
         return self.address + self.length
 
 
