@@ -21,9 +21,9 @@ MOST: Final = 65_536
 
 
 class Identifiers:
-    """Table of the identifiers of images and other items, which detects identifiers with several contents.
+    """Table of the identifiers of images and other items, which detects identifiers that are reused.
 
-    Only the engine's thread may use it.
+    An identifier is reused if it comes with different content. Only the engine's thread may use the table.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -40,7 +40,7 @@ class Identifiers:
         return len(self._known)
 
     def note(self, request: Any) -> None:
-        """Record the images and other items of a new request, and detect identifiers with several contents.
+        """Record the images and other items of a new request, and detect identifiers that are reused.
 
         A record of the identifier's content is attached to each item (`items.identify`). If an item's content
         differs from the record, kvferry no longer trusts the names of all items with this identifier.

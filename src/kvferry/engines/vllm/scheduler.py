@@ -102,8 +102,8 @@ class VLLMScheduler:
     def on_new_request(self, request: Any) -> None:
         """Handle a request that vLLM's scheduler has received.
 
-        Also records the identifiers of the request's images and other items, to detect identifiers with
-        several contents.
+        Also records the identifiers of the request's images and other items, to detect identifiers that are
+        reused for other content.
         """
         self._identifiers.note(request)
         self.half.on_new_request(self._requests.wrap(request))

@@ -206,10 +206,10 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
     """Return an adapter (function that describes a page's fields) for NVFP4 pages.
 
     A page holds K of all heads, and then V of all heads. K and V each consist of the packed codes of all
-    heads, followed by one e4m3 scale per group of 16 elements. Kernels for data-centre Blackwell swizzle the
-    scales of every 4 tokens. Let ``G`` be the number of groups of a head and token, so a head has an array of
-    scales with a row per token and ``G`` columns. The scale of token ``t`` and group ``g`` is in row ``t // 4
-    * 4 + g // (G / 4)`` and column ``g % (G / 4) * 4 + t % 4``.
+    heads, followed by one e4m3 scale per group of 16 elements. The scales of a head form an array with a row
+    per token and ``G`` columns, one per group. Kernels for data-centre Blackwell swizzle the scales of every
+    4 tokens. The scale of token ``t`` and group ``g`` is then in row ``t // 4 * 4 + g // (G / 4)`` and in
+    column ``g % (G / 4) * 4 + t % 4``.
 
     Args:
         k_swizzled: True if the scales of K are swizzled.

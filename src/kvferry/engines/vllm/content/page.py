@@ -159,13 +159,14 @@ def _of(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
 def _runs(tensor: torch.Tensor, num_blocks: int) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Return the contiguous byte ranges (runs) that a block occupies in a cache tensor.
 
+    All runs have the same length, and nested loops with fixed strides enumerate them.
+
     Args:
         tensor: cache of a layer.
         num_blocks: number of blocks in the cache, as vLLM's block tables count them.
 
     Returns:
-        Number of bytes of each run, and (count, stride in bytes) of each loop over the runs, outermost loop
-        first.
+        Number of bytes of each run, and (count, stride in bytes) of each loop, outermost loop first.
     """
     item = tensor.element_size()
     extents = (tensor.shape[0] // num_blocks, *tensor.shape[1:])
