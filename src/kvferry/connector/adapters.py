@@ -91,10 +91,10 @@ class Adapters:
         self._reading = threading.Lock()
 
     def on_load(self, lora: LoraAdapter) -> None:
-        """Record that the engine is about to load an adapter, and start to read the adapter's files.
+        """Record that the engine is about to load an adapter, and start to compute the digest of its files.
 
-        If the adapter replaces the weights of another one in place, neither has a name from now on, and no
-        file is read.
+        If the adapter replaces the weights of another one in place, it is not known which weights a request
+        uses. Then neither adapter gets a name, and no file is read.
 
         Args:
             lora: the adapter.

@@ -246,7 +246,9 @@ class Admission:
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add the loads begun or dropped since the last step to the workers' orders, and the sources' orders.
+        """Add orders to the workers' orders for the coming step: to begin loads, and to give up dropped ones.
+
+        Then have each source add its own orders.
 
         Args:
             orders: orders for the coming step. They are mutated.

@@ -86,7 +86,7 @@ class Bid:
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     def like(self, other: Bid | None) -> bool:
-        """Return whether another bid has the same bidders and loads from the same places.
+        """Return whether another bid is made by the same sources and loads from the same places.
 
         Args:
             other: the other bid; None if there is none, for which the result is False.

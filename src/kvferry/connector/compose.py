@@ -30,7 +30,7 @@ from kvferry.transport.handshake import Address
 
 
 class Composition:
-    """Builds the sources of KV and the admission of one engine, and the objects that these share.
+    """Builds an engine's sources of KV, and its admission (object that chooses a source for each request).
 
     Attributes:
         engine: facts about the engine.
@@ -56,7 +56,7 @@ class Composition:
         refusals: Refusals,
         speeds: Speeds | None = None,
     ) -> None:
-        """Create the objects that the sources of KV and the admission share.
+        """Create the objects that the sources of KV share with the admission, which chooses between them.
 
         Args:
             engine: facts about the engine.

@@ -225,7 +225,7 @@ class StoreEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """Event: the engine keeps blocks under a lease for peers, after a prompt or a whole request.
+    """Event: the engine granted a lease: it keeps blocks of a request so that peers can read them.
 
     Attributes:
         request_id: the engine's id of the request.
@@ -233,7 +233,7 @@ class LeaseGranted:
         tokens: number of tokens offered.
         seconds: seconds without a heartbeat after which the lease expires.
         turn: True if a finished request's blocks are kept for the next turn of its conversation, which any
-            peer may read; False if a prompt's blocks are kept for a consumer with a ticket.
+            peer may read; False if a prompt's blocks are kept for the engine that continues the request.
     """
 
     request_id: str

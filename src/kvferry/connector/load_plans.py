@@ -37,9 +37,10 @@ class LoadPlan:
         return self.legs[-1][0]
 
     def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
-        """Return the loads to begin: (source, bid, span) of every part of the prefix that still lacks tokens.
+        """Return the loads to begin: (source, bid, span) of each part of the prefix that is not loaded yet.
 
-        A bid is the source's offer. A span is the range of prompt tokens to load from the source.
+        Leave out parts whose tokens the engine has by now. A bid is the source's offer. A span is the range
+        of prompt tokens to load from the source.
 
         Args:
             local_tokens: number of tokens that the engine had when the plan was made.
@@ -60,9 +61,9 @@ class LoadPlan:
 
 
 def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
-    """Return the alignment, in tokens, of the position where two parts of a prefix meet.
+    """Return the alignment, in tokens, of the position where the parts of a prefix from two sources meet.
 
-    Two parts may meet at every multiple of the alignment. Return 0 if no layer attends to all tokens.
+    The parts may meet at every multiple of the alignment. Return 0 if no layer attends to all tokens.
 
     Args:
         blocks: (kind, block size in tokens) of every KV cache group of the engine.
@@ -83,7 +84,7 @@ def load_plans(
         sources: sources that may be able to serve the request.
         request: the request.
         local_tokens: number of tokens that the engine has.
-        alignment_tokens: number of tokens at whose multiples two sources' parts may meet
+        alignment_tokens: alignment of the position where two sources' parts may meet, in tokens
             (`common_alignment`); 0 for no plans with two sources.
     """
     found = [LoadPlan(bid, ((one, bid),)) for one in sources for bid in one.bids(request, local_tokens)]

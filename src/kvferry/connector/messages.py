@@ -86,7 +86,7 @@ class Report:
     Attributes:
         failure: reason for the failure; None if the load succeeded.
         late: True if the load is reported before it has ended, because its deadline passed or it was given
-            up. It may still write to its blocks.
+            up. The load may still write to its blocks.
         peer_lost: True if the failure means that the peer is gone or was restarted.
         figures: bytes moved and time of each stage.
     """

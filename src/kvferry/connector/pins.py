@@ -81,7 +81,7 @@ class Pins(Generic[BlockT]):
         self._held[source] += len(blocks)
 
     def late(self, key: str) -> None:
-        """Mark a load as late: its request no longer waits for it, but it may still write to its blocks."""
+        """Mark a load as late: its request no longer waits, but the load may still write to its blocks."""
         pin = self._pins.get(key)
         if pin is not None and not pin.late:
             pin.late = True

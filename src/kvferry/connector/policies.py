@@ -88,7 +88,7 @@ class Cost:
     """Policy that values a bid by the inverse of the expected time to the first token."""
 
     def __init__(self, speeds: Speeds) -> None:
-        """Create the policy.
+        """Create the policy from measured speeds.
 
         Args:
             speeds: measured speeds of loading from each place, and of computing.
@@ -140,10 +140,9 @@ class Choice:
     patience_seconds: float
 
     def of(self, bids: Sequence[Bid], rest: int, *, waited: float, before: Bid | None) -> Bid | None:
-        """Return the bid to take, or the bid to wait for; None if the engine computes the prompt.
+        """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
 
-        A bid is a source's offer to load tokens. The request waits if the bid's source is still looking up
-        its KV.
+        If the source of the returned bid is still looking up its KV, the request waits for this source.
 
         Args:
             bids: bids in the order of their sources, each of at least one token.
@@ -157,9 +156,9 @@ class Choice:
 def choose(
     policy: Policy, bids: Sequence[Bid], rest: int, *, waits: bool, before: Bid | None = None
 ) -> Bid | None:
-    """Return the bid to take, or the bid of a source that is still looking, to wait for it.
+    """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
 
-    Return None if the engine computes the prompt. A bid is a source's offer to load tokens.
+    If the source of the returned bid is still looking up its KV, the request waits for this source.
 
     >>> from kvferry.connector.bids import Part
     >>> disk, host = Bid("a", (Part("file", 300),)), Bid("b", (Part("host", 256),))

@@ -57,8 +57,8 @@ def keys_of(
         tokens: token ids of the request, from the first token on.
         chunk_tokens: number of tokens per chunk.
         adapters: names of the engine's LoRA adapters.
-        epoch: random text that makes these keys differ from all others, after a reset of the cache; empty
-            before the first reset.
+        epoch: random text, chosen anew at each reset of the cache, which makes the keys differ from those
+            before the reset; empty before the first reset.
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.

@@ -108,7 +108,11 @@ class RequestPhases:
         self._brought: dict[str, Bidding] = {}
 
     def standing(self, state: RequestState[Any]) -> Standing:
-        """Return how to handle a request that the engine wants to admit. Mutates `state`."""
+        """Return how to handle a request that the engine wants to admit. Mutates `state`.
+
+        Args:
+            state: state of the request.
+        """
         if state.phase is RequestPhase.LOADING:
             return Standing.LOADING
         if state.phase is RequestPhase.FAILED:
@@ -122,7 +126,9 @@ class RequestPhases:
     def best(
         self, state: RequestState[PlanT], plans: Sequence[PlanT], request: Request, local_tokens: int
     ) -> PlanT | None:
-        """Return the plan to take, or the plan to wait for; None if the engine computes the prompt.
+        """Return the plan to take; None if the engine computes the prompt.
+
+        If a source of the returned plan is still looking up its KV, the request waits for this source.
 
         Args:
             state: state of the request.

@@ -42,10 +42,11 @@ RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
 class SchedulerHalf:
     """The scheduler half of one engine's connector.
 
-    It owns the admission, the tiers, the producer, which offers KV to peers, and both ends of the control
-    channel: a server for peers and a client. Only the engine's thread calls it. The engine calls `start`
-    once. For every step it calls `on_new_request` for new requests, `admission` for requests to schedule,
-    `orders` before the step, `take_reports` after it, and `finished` for requests that have ended.
+    It owns the admission (chooses a source of KV for each request), the producer (offers KV to peers), the
+    tiers, and both ends of the control channel: a server for peers and a client. Only the engine's thread
+    calls it. The engine calls `start` once. For every step it calls `on_new_request` for new requests,
+    `admission` for requests to schedule, `orders` before the step, `take_reports` after it, and `finished`
+    for requests that have ended.
 
     Attributes:
         events: stream that receives the events about requests.

@@ -18,7 +18,7 @@ _PREFILL_TOKENS = 128
 
 
 class StepTimes:
-    """Measures the duration of the engine's steps, and records in `Speeds` how fast it computes prompts."""
+    """Measures the duration of the engine's steps, and records how fast the engine computes prompts."""
 
     def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
         self._speeds, self._clock = speeds, clock

@@ -22,7 +22,7 @@ DEFAULT: tuple[TierSettings, ...] = (HostSettings(), FileSettings())
 
 
 class Tiers(msgspec.Struct, frozen=True):
-    """The settings of all tiers.
+    """The settings of all tiers (host memory and slower storage) that keep KV chunks.
 
     Attributes:
         host: settings of the host memory tier. This tier exists even if it is not configured, because every

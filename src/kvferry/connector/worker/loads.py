@@ -33,7 +33,10 @@ class Settled:
 
 
 class Joined:
-    """Combines the results of all loads of an attempt. Each of these loads brings a part of one prefix."""
+    """Combines the results of the loads of one attempt, each of which loads a part of the same prefix.
+
+    It keeps the results of several attempts at a time.
+    """
 
     def __init__(self) -> None:
         self._heard: dict[str, list[str | None]] = {}

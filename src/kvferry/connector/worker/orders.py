@@ -16,7 +16,7 @@ from kvferry.tiers.host.arena import ArenaHandle
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk of one KV cache group, and its position in host memory.
+    """A chunk (fixed number of tokens of one KV cache group), and its position in host memory.
 
     Attributes:
         group: index of the KV cache group in the storage format.
@@ -65,7 +65,9 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """The order to copy chunks that have arrived in host memory to KV blocks, as one part of a load.
+    """The order to copy a part of a load's chunks from host memory to KV blocks.
+
+    It is sent when these chunks have arrived in host memory.
 
     Attributes:
         key: unique name of the part.
