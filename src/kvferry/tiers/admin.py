@@ -55,7 +55,11 @@ class StoredFile(Protocol):
     size: int
 
     def read(self, offset: int, size: int) -> Buffer:
-        """Return the `size` bytes at `offset`, or fewer at the end of the file. Raises OSError."""
+        """Return the `size` bytes at `offset` of the file, or fewer if the file ends earlier.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
         ...
 
     def quarantine(self) -> bool:
@@ -67,7 +71,7 @@ class StoredFile(Protocol):
 
 
 class CacheAdmin(Protocol):
-    """The operations that operator commands need on a cache: the kvferry files in a directory or under a URL.
+    """A cache: all kvferry files in a directory or under a URL. Operator commands use this protocol.
 
     Engines may use the cache at the same time, so a file that was listed may be gone.
 
@@ -82,18 +86,21 @@ class CacheAdmin(Protocol):
     no_capacity: str
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield all kvferry files of the cache. Raises ConfigError if they cannot be listed."""
+        """Yield an entry for each kvferry file of the cache.
+
+        Raises ConfigError if the files cannot be listed.
+        """
         ...
 
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
         """Return a context manager that opens a file of the cache for reading.
 
-        Entering it raises FileNotFoundError if the file is gone, or another OSError.
+        Entering the context raises FileNotFoundError if the file is gone, or another OSError.
         """
         ...
 
     def space(self) -> SpaceUsage:
-        """Return the capacity, the bytes in use and the free bytes."""
+        """Return the capacity of the cache, the bytes in use, and the free bytes of its disk."""
         ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:

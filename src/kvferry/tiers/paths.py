@@ -79,7 +79,7 @@ def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
 
     Args:
         root: path of the directory.
-        namespace: digest of the namespace, 32 bytes.
+        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
         key: key of the chunk, 16 to 32 bytes.
     """
     return f"{root}/{chunk_name(namespace, key)}"
@@ -89,17 +89,17 @@ def chunk_name(namespace: bytes, key: bytes) -> str:
     """Return the name of the chunk file for a key, relative to the directory or the URL of the tier.
 
     Args:
-        namespace: digest of the namespace, 32 bytes.
+        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
         key: key of the chunk, 16 to 32 bytes.
     """
     return f"{namespace.hex()}/{key[:1].hex()}/{key.hex()}.kv"
 
 
 def note_name(namespace: bytes) -> str:
-    """Return the name of the file that describes a namespace (scope of chunk keys).
+    """Return the name of the note (file that describes a namespace), relative to the directory or the URL.
 
-    The name is relative to the directory or the URL of the tier. `namespace` is the digest of the namespace,
-    32 bytes.
+    Args:
+        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
     """
     return f"{namespace.hex()}/{NAMESPACE_NOTE}"
 
@@ -157,7 +157,7 @@ def quarantine_name(namespace: bytes, key: bytes) -> str:
     """Return an unused name in quarantine for a bad chunk, relative to the directory or the URL of the tier.
 
     Args:
-        namespace: digest of the namespace, 32 bytes.
+        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
         key: key of the chunk, 16 to 32 bytes.
     """
     return f"{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
@@ -232,7 +232,10 @@ def walk(root: str) -> Iterator[CacheEntry]:
 
 
 def folders(root: str) -> Iterator[str]:
-    """Yield the paths of all kvferry folders under `root`. A folder follows the folders that it contains."""
+    """Yield the paths of all kvferry folders under `root`.
+
+    Each folder comes after the folders that it contains.
+    """
     for name, is_folder, entry in _scan(root):
         if is_folder and _NAMESPACE.fullmatch(name):
             yield from (
@@ -243,7 +246,7 @@ def folders(root: str) -> Iterator[str]:
 
 
 def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
-    """Yield an entry for each kvferry file in the folder of one namespace.
+    """Yield an entry for each kvferry file in the folder of one namespace (scope of chunk keys).
 
     Args:
         folder: path of the folder.

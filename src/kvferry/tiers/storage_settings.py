@@ -66,10 +66,10 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     load_weight: float = 1.0
 
     def check(self, where: str) -> None:
-        """Check the values without access to the storage.
+        """Check the values of the settings without access to the storage.
 
         Args:
-            where: name of this object in the configuration, for messages, such as ``tiers[1]``.
+            where: name of these settings in the configuration, for messages, such as ``tiers[1]``.
 
         Raises:
             ConfigError: a value is out of range.

@@ -36,16 +36,15 @@ class StoreUsage:
 
 
 class StorageTier(Protocol):
-    """A storage tier with the chunks of one namespace. Other processes may use the same storage.
+    """A storage tier with the chunks of one namespace (scope of chunk keys).
 
-    Any thread may call any method.
-
-    If a disk, a network or another process fails, calls return an outcome and raise no exception. Failures
-    are counted, and the first of each kind is logged with advice.
+    Other processes may use the same storage. Any thread may call any method. If a disk, a network or another
+    process fails, calls return an outcome and raise no exception. Failures are counted, and the first of each
+    kind is logged with advice.
 
     Attributes:
         keys: keys of the chunks that this process believes to be in the tier. `refresh` adds chunks that
-            other processes stored, and removes those that they evicted. Until then, `get` of an evicted
+            other processes stored, and removes chunks that they evicted. Until then, `get` of an evicted
             chunk misses.
     """
 
@@ -108,7 +107,10 @@ class StorageTier(Protocol):
         del keys
 
     def usage(self) -> StoreUsage:
-        """Return the usage of the storage. The call blocks. Only one thread may call it at a time."""
+        """Return the bytes in use and the capacity of the storage, for all processes together.
+
+        The call blocks. Only one thread may call this method at a time.
+        """
         return StoreUsage()
 
     def refresh(self) -> int:

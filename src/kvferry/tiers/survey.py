@@ -221,10 +221,9 @@ def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -
 
 
 def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
-    """Return the number of tokens of a chunk.
+    """Return the number of tokens of a chunk; 0 if its file is gone, None if its header cannot be read.
 
-    A chunk with several KV cache groups has the tokens of the longest. Return 0 if the chunk's file is gone,
-    and None if its header cannot be read.
+    For a chunk with several KV cache groups, the group with the most tokens counts.
     """
     try:
         with cache.opened(entry) as opened:

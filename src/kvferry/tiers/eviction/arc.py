@@ -23,10 +23,11 @@ class ARC(EvictionPolicy):
     """The ARC eviction policy (adaptive replacement cache).
 
     The queue `recent` has keys that were used once, and the queue `frequent` has keys that were used again.
-    If keys are admitted again soon after their eviction, the policy changes the share of `recent`.
+    If an evicted key is soon admitted again, the policy shifts capacity to the queue that the key was evicted
+    from.
 
     Args:
-        capacity_bytes: maximum sum of the bytes of all chunks.
+        capacity_bytes: maximum total bytes of all chunks.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -36,7 +37,7 @@ class ARC(EvictionPolicy):
         super().__init__(capacity_bytes, resident, ghosts)
 
     def touch(self, key: bytes) -> None:
-        """Record a use of a key: make it the newest key in `frequent`, the queue of keys used more than once.
+        """Record that the chunk of a key was used: make the key the newest in the queue of reused keys.
 
         Raises:
             KeyError: the key is not admitted.
@@ -77,9 +78,10 @@ class ARC(EvictionPolicy):
             raise AssertionError(f"target {self._target} is outside the capacity {self.capacity_bytes}")
 
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key into a queue.
+        """Put a newly admitted key into one of two queues.
 
-        The queue is `frequent` if the policy remembers an earlier eviction of the key, else `recent`.
+        The queue is `frequent` (keys used more than once) if the policy remembers an earlier eviction of the
+        key, else `recent` (keys used once).
 
         Args:
             key: key of the chunk.
@@ -113,10 +115,10 @@ class ARC(EvictionPolicy):
         return True
 
     def _trim(self) -> None:
-        """Forget the oldest remembered keys of evicted chunks (ghosts) until the limits hold.
+        """Forget the oldest remembered keys of evicted chunks (ghosts), to stay within the byte limits.
 
-        `recent` and its ghosts may have as many bytes as the capacity. All four queues together may have
-        twice as many.
+        The queue `recent` and its ghosts may stand for as many bytes as the capacity. All keys, including
+        ghosts, may stand for twice as many bytes.
         """
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total

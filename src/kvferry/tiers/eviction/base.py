@@ -34,14 +34,14 @@ from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
 
 class EvictionPolicy(ABC):
-    """The order in which chunks are evicted when their tier is full. It ranks the keys of the chunks.
+    """A policy that chooses the chunks to evict when a tier is full. The policy ranks the keys of the chunks.
 
     Every admitted key is in one of the policy's *resident* queues, and `evict` chooses among these keys. The
     other queues hold *ghosts*, which are remembered keys of evicted chunks. A subclass decides which queue a
     key enters, where the key moves on a use, and which key is evicted.
 
     Attributes:
-        capacity_bytes: maximum sum of the bytes of all admitted keys' chunks.
+        capacity_bytes: maximum total bytes of the chunks whose keys are admitted.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EvictionPolicy(ABC):
         """Create a policy without keys.
 
         Args:
-            capacity_bytes: maximum sum of admitted bytes.
+            capacity_bytes: maximum total bytes of the chunks whose keys are admitted.
             resident: empty queues of the subclass for admitted keys.
             ghosts: empty queues of the subclass for remembered keys of evicted chunks.
         """
@@ -60,7 +60,7 @@ class EvictionPolicy(ABC):
 
     @property
     def used_bytes(self) -> int:
-        """Sum of the bytes of all admitted keys' chunks, including pinned ones."""
+        """Total bytes of the chunks whose keys are admitted, pinned or not."""
         return sum(queue.total for queue in self._resident)
 
     def __len__(self) -> int:
@@ -93,12 +93,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, key: bytes) -> None:
-        """Record a use of a key. Raises KeyError if the key is not admitted."""
+        """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
 
     def make_newest(self, key: bytes) -> None:
-        """Rank a key as the latest used, but count no use. Raises KeyError if the key is not admitted.
+        """Rank a key as the most recently used, without counting a use.
 
         A pinned key gets this rank when it is unpinned.
+
+        Raises:
+            KeyError: the key is not admitted.
         """
         self._queue_of(key).make_newest(key)
 
@@ -130,7 +133,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key into a queue of admitted keys, and forget an earlier eviction of the key.
+        """Put a newly admitted key into a queue, and forget an earlier eviction of the key.
 
         The caller has checked that the chunk fits into the capacity.
 

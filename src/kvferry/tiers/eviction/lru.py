@@ -18,7 +18,11 @@ class LRU(EvictionPolicy):
         super().__init__(capacity_bytes, [self._queue])
 
     def touch(self, key: bytes) -> None:
-        """Record a use of a key: rank it as the newest. Raises KeyError if the key is not admitted."""
+        """Record that the chunk of a key was used: rank the key as the newest.
+
+        Raises:
+            KeyError: the key is not admitted.
+        """
         self._queue.make_newest(key)
 
     def evict(self) -> bytes | None:

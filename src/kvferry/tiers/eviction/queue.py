@@ -15,7 +15,7 @@ class ByteQueue:
     also raises KeyError for a pinned key, and `unpin` for an unpinned one.
 
     Attributes:
-        total: sum of the bytes of all keys' chunks, including pinned ones.
+        total: total bytes of the chunks of all keys, pinned or not.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class ByteQueue:
             self._unpinned.move_to_end(key)
 
     def pin(self, key: bytes) -> None:
-        """Take a key out of the order, so that `pop` does not return it until `unpin`."""
+        """Exclude a key from the order of the queue, so that `pop` does not return the key before `unpin`."""
         self._pinned[key] = self._unpinned.pop(key)
 
     def unpin(self, key: bytes) -> None:
@@ -74,14 +74,18 @@ class ByteQueue:
             to.pin(key)
 
     def trim(self, most: int) -> None:
-        """Drop the oldest keys until the total is at most `most` bytes. No key may be pinned."""
+        """Drop the oldest keys until the total size of the chunks is at most `most` bytes.
+
+        No key may be pinned.
+        """
         while self.total > most:
             self.pop()
 
     def check_integrity(self) -> None:
         """Check that `total` is correct, and that no key is both pinned and unpinned.
 
-        Raises AssertionError.
+        Raises:
+            AssertionError: a check fails.
         """
         found = sum(self._unpinned.values()) + sum(self._pinned.values())
         if found != self.total:

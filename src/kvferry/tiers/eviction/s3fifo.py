@@ -41,7 +41,7 @@ class S3FIFO(EvictionPolicy):
         super().__init__(capacity_bytes, [self._small, self._main], [self._ghosts])
 
     def touch(self, key: bytes) -> None:
-        """Record a use of a key. Raises KeyError if the key is not admitted."""
+        """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
     def remove(self, key: bytes) -> None:
@@ -70,9 +70,9 @@ class S3FIFO(EvictionPolicy):
             raise AssertionError("uses are counted of other keys than those in the queues")
 
     def _place(self, key: bytes, size: int) -> None:
-        """Put a new key into a queue.
+        """Put a newly admitted key into the small or the main queue.
 
-        The queue is `main` if the policy remembers an earlier eviction of the key, else `small`.
+        The key enters the main queue if the policy remembers an earlier eviction of the key.
 
         Args:
             key: key of the chunk.
@@ -88,8 +88,8 @@ class S3FIFO(EvictionPolicy):
         """Take the oldest unpinned key from the small queue, and evict it or move it to the main queue.
 
         Returns:
-            The evicted key, which the policy remembers. None if the key was used at least twice, and so was
-            moved.
+            The evicted key, which the policy remembers as a ghost. None if the key was moved, because it was
+            used at least twice.
         """
         key, size = self._small.pop()
         if self._uses[key] >= _PROMOTED_FROM:
@@ -105,8 +105,8 @@ class S3FIFO(EvictionPolicy):
         """Take the oldest unpinned key from the main queue, and evict it or put it back as the newest key.
 
         Returns:
-            The evicted key. None if the key was used, and so was put back with its count of uses reduced by
-            1.
+            The evicted key. None if the key was put back, because it was used; its count of uses is reduced
+            by 1.
         """
         key, size = self._main.pop()
         if self._uses[key]:

@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 class DirectoryAdmin(CacheAdmin):
-    """The operations of operator commands on a directory of the file tier.
+    """A cache directory of the file tier, with the operations that operator commands need.
 
     Args:
         path: path of the directory.
@@ -48,7 +48,8 @@ class DirectoryAdmin(CacheAdmin):
     def entries(self) -> Iterator[CacheEntry]:
         """Yield an entry for each kvferry file in the directory.
 
-        Raises ConfigError if they cannot be listed.
+        Raises:
+            ConfigError: the files cannot be listed.
         """
         with _told(self.where):
             yield from walk(self.where)
@@ -57,7 +58,7 @@ class DirectoryAdmin(CacheAdmin):
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
         """Return a context manager that opens a file of the directory for reading.
 
-        Entering it raises FileNotFoundError if the file is gone, or another OSError.
+        Entering the context raises FileNotFoundError if the file is gone, or another OSError.
         """
         fd = open_regular(entry.path, os.O_RDONLY)
         try:
@@ -77,7 +78,9 @@ class DirectoryAdmin(CacheAdmin):
         return SpaceUsage(capacity, charged, disk.f_bavail * disk.f_frsize)
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove temporary files of dead writers, count all files again, and evict the least recently used.
+        """Remove temporary files of dead writers, correct the bytes in use, and evict the oldest files.
+
+        The oldest files are those whose last use is longest ago.
 
         Args:
             capacity: limit in bytes to evict to, for this call only; None for the capacity of the directory.

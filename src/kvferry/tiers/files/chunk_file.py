@@ -62,8 +62,8 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
 def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Find out why `read_chunk` refused a file.
 
-    The function returns without an exception only if the file is a chunk of the expected key, but of other
-    groups.
+    The function returns without an exception only if the file is a chunk of the expected key, but of other KV
+    cache groups.
 
     Args:
         fd: descriptor of the file.
@@ -72,7 +72,7 @@ def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
 
     Raises:
         ChunkError: the file is damaged, or contains the chunk of another key.
-        OSError: the file cannot be read, or the second read of its header found nothing wrong.
+        OSError: the file cannot be read, or its header was wrong only when `read_chunk` read it.
     """
     set_direct(fd, on=False)
     header = read_header(fd)
@@ -110,7 +110,7 @@ def read(fd: int, offset: int, size: int) -> Buffer:
 
 
 class _ProgressiveRead:
-    """A read of a chunk file in pieces. Each piece is read when its bytes are needed.
+    """A reader of a chunk file that reads the file in pieces, each when its bytes are needed.
 
     Args:
         fd: descriptor of the file.
@@ -142,7 +142,7 @@ class _ProgressiveRead:
     def _begin(self) -> tuple[int, int]:
         """Read the header and the first piece of the body.
 
-        If the bytes arrive slower than from memory, the following pieces will be larger.
+        If the bytes arrive slower than they would from the page cache, the following pieces are larger.
 
         Returns:
             The numbers of bytes read and requested.

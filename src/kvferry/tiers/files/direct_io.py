@@ -51,7 +51,7 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
         begin: offset in the file at which to begin, in bytes.
 
     Returns:
-        The number of bytes read. It is less than the size of the buffers only if the file ends.
+        The number of bytes read. The number is less than the size of the buffers only if the file ends.
 
     Raises:
         OSError: the file cannot be read.

@@ -25,7 +25,7 @@ _PAUSE_SECONDS = 0.001
 
 
 class DirectoryIndex:
-    """Keeps the known chunk keys of one namespace up to date with a directory that other processes change.
+    """Keeps the known chunk keys of one namespace up to date while other processes add and remove files.
 
     Any thread may use the object.
 
@@ -55,7 +55,7 @@ class DirectoryIndex:
         self._refreshing = Lock()
 
     def refresh(self) -> int:
-        """Update the known keys from the folders that changed since they were last read.
+        """Read the file names in folders that changed since the last call, and update the known chunk keys.
 
         Returns:
             The number of folders that were read.
@@ -72,8 +72,8 @@ class DirectoryIndex:
         """Find the chunk folders that changed since they were last read. Forget the keys of missing folders.
 
         Returns:
-            The modification time of each changed folder, in nanoseconds, by the first byte of the keys in the
-            folder.
+            A dictionary from the first byte of the keys in a changed folder to the folder's modification time
+            in nanoseconds.
         """
         try:
             check_folders(self._root, f"{self._folder}/")

@@ -18,7 +18,7 @@ MAX_LISTED = 1 << 15
 def least_recently_used(
     files: Iterable[tuple[int, str]], most: int = MAX_LISTED
 ) -> tuple[list[tuple[int, str]], bool]:
-    """Return the least recently used files.
+    """Return the least recently used files of a directory, with bounded memory.
 
     >>> least_recently_used([(30, "c"), (10, "a"), (20, "b")], most=2)
     ([(10, 'a'), (20, 'b')], True)
@@ -44,6 +44,6 @@ def least_recently_used(
 
 
 def _first(files: list[tuple[int, str]], most: int) -> list[tuple[int, str]]:
-    """Sort files by time of last use, and return the first `most`."""
+    """Sort files by time of last use, and return the `most` least recently used files."""
     used = np.fromiter((used_ns for used_ns, _ in files), np.int64, len(files))
     return [files[at] for at in np.argsort(used, kind="stable")[:most]]

@@ -215,13 +215,13 @@ class Ledger:
 
 
 def read_ledger(root: str) -> tuple[int, int] | None:
-    """Read the capacity and the bytes in use of a directory, without the lock of its ledger.
+    """Read the ledger file of a directory without locking it.
 
     Args:
         root: path of the directory.
 
     Returns:
-        The two numbers of bytes; None if the ledger cannot be read.
+        The capacity of the directory and its bytes in use; None if the ledger cannot be read.
     """
     try:
         return _parse(read_regular(f"{root}/{LEDGER}", LEDGER_BYTES))

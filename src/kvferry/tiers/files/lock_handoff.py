@@ -50,7 +50,9 @@ class _WaitingThreads(Generic[T]):
 
 
 class LockHandoff(Generic[T]):
-    """Gives a locked resource to one thread of one process at a time. Any thread may use it.
+    """A lock on a resource, which the threads of one process hand to one another.
+
+    Processes compete for the lock. Any thread may use the object.
 
         free ─get─▶ used ─another thread waits─▶ handed over ─▶ used ─no thread waits, or after 20 ms─▶ free
 
@@ -82,7 +84,7 @@ class LockHandoff(Generic[T]):
     def held(self, seconds: float) -> Iterator[T]:
         """Return a context manager that locks the resource and gives it to this thread.
 
-        Entering it waits at most `seconds` for other threads and processes.
+        Entering the context waits at most `seconds` for other threads and processes.
 
         Raises:
             LockTimeout: other threads or processes held the resource for that long.

@@ -170,7 +170,11 @@ def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: Directo
 
 
 def _check_again(root: str) -> None:
-    """Check that a directory that has replaced the previous one can be used. Raises OSError if not."""
+    """Check that a directory can still be used after another directory has replaced it at the same path.
+
+    Raises:
+        OSError: the directory cannot be used.
+    """
     try:
         check_directory(root)
     except ConfigError as error:

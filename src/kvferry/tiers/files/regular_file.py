@@ -54,7 +54,7 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def read_regular(path: str, most: int) -> bytes:
-    """Return the first `most` bytes of a plain file, or fewer if it is shorter.
+    """Return the first `most` bytes of a plain file, or fewer if the file is shorter.
 
     Raises:
         NotRegular: the path is not a plain file.

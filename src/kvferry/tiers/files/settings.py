@@ -22,8 +22,8 @@ class FileSettings(StorageSettings, frozen=True):
     """Settings of a file tier, which keeps chunks in a directory that several engines may share.
 
     Attributes:
-        path: path of the directory, which must exist; None for the default one in the user's cache directory,
-            which is created.
+        path: path of the directory, which must exist; None for the default directory, which is created in the
+            user's cache directory.
         capacity: maximum bytes of all kvferry files in the directory, or a text such as ``50GiB``; None for
             the capacity that the directory had before, or a tenth of the free space.
         durable: whether to flush every chunk to the disk before it counts as stored.
@@ -37,7 +37,14 @@ class FileSettings(StorageSettings, frozen=True):
     durable: bool = False
 
     def check(self, where: str) -> None:
-        """Check that the capacity is valid, and that a directory can have the path. Raises ConfigError."""
+        """Check that the capacity is a size, and that the path is a possible path of a directory.
+
+        Args:
+            where: name of these settings in the configuration, for messages.
+
+        Raises:
+            ConfigError: the capacity or the path is not valid.
+        """
         check_capacity(where, self.capacity)
         if self.path is None:
             return
@@ -52,7 +59,7 @@ class FileSettings(StorageSettings, frozen=True):
 
     @property
     def location(self) -> Location:
-        """The location of the chunks: the absolute path of the directory, or a mark for the default one."""
+        """The location of the chunks: the absolute path of the directory, or a text for the default one."""
         if self.path is None:
             return Location("the default directory", ())
         path = os.path.abspath(self.path)

@@ -213,6 +213,9 @@ class FileTier(StorageTier):
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
         """Store a chunk as a file, unless the file exists.
 
+        Returns:
+            STORED, or PRESENT if the file exists or another process has created it meanwhile.
+
         Raises:
             LockTimeout: other threads or processes held the ledger (file with the bytes in use) for too long.
             DirectoryFull: there is no room for the file.
@@ -239,7 +242,8 @@ class FileTier(StorageTier):
     def _write(self, fd: int, chunk: Chunk, body: memoryview) -> None:
         """Write a chunk to an empty file, and set the modification time (time of last use) to now.
 
-        Raises OSError.
+        Raises:
+            OSError: the file cannot be written.
         """
         write_chunk(fd, chunk, body)
         now = int(self._clock() * 1e9)

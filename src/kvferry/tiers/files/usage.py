@@ -28,7 +28,7 @@ class UsageReader:
         self._last = StoreUsage()
 
     def read(self, *, empty: bool) -> StoreUsage:
-        """Return the current usage of the directory. A value that cannot be read keeps its last known value.
+        """Return the current usage of the directory. If a value cannot be read, return its last known value.
 
         Args:
             empty: whether the namespace (scope of chunk keys) of this process has no chunks. Only then is

@@ -21,7 +21,7 @@ PIECE_BYTES = 2 << 20
 
 
 def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
-    """Return the description of a chunk's content that its file contains: group name, tokens and sections.
+    """Describe the content of a chunk for the header of its file: KV cache group, tokens and sections.
 
     Args:
         group: KV cache group that the chunk belongs to, in the format in which chunks are stored.

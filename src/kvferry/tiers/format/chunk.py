@@ -80,7 +80,7 @@ class ChunkGroup:
     Attributes:
         name: name of the group, unique in the chunk: 1 to 31 printable ASCII characters.
         tokens: number of tokens that the sections hold; 0 for a snapshot of recurrent state.
-        sections: sections of the group, one or more, with different names.
+        sections: sections (runs of units of equal size) of the group, one or more, with different names.
     """
 
     name: str
@@ -115,7 +115,7 @@ class ChunkLayout:
     @staticmethod
     @lru_cache(maxsize=16)
     def of(groups: tuple[ChunkGroup, ...]) -> ChunkLayout:
-        """Compute the layout of the file of a chunk with these KV cache groups.
+        """Compute the layout of a chunk file from the KV cache groups of the chunk.
 
         Raises:
             ChunkError: the groups do not form a chunk.

@@ -66,10 +66,13 @@ class ChunkHeader:
 
 
 def header_span(start: Buffer) -> int:
-    """Return the padded length of a chunk file's header, in bytes, which the first bytes of the file tell.
+    """Read the length of a chunk file's header from the first bytes of the file.
 
     Args:
         start: first 128 bytes of the file, or more.
+
+    Returns:
+        The length of the header in bytes, with padding.
 
     Raises:
         OtherVersion: the file is a chunk file of another format version.

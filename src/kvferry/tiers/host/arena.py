@@ -145,8 +145,8 @@ class Arena:
     def slots(self, offset: int, stride: int) -> StagedImages:
         """Return a description of packed memory in the arena, for copies to and from KV blocks.
 
-        The memory consists of *cells*. A cell holds the smallest run of tokens that both block sizes of a
-        copy divide into. A slot (memory of one chunk) has one or more cells.
+        The memory consists of *cells*. A cell holds the smallest run of tokens that the block sizes of both
+        sides of a copy divide into. A slot (memory of one chunk) has one or more cells.
 
         Args:
             offset: offset of the first cell in the arena, in bytes.
@@ -159,9 +159,9 @@ class Arena:
         return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
 
     def close(self) -> None:
-        """Unmap the arena in this process. Once the owner has closed it, no process can attach. Idempotent.
+        """Unmap the arena in this process. Once the owner has closed the arena, no process can attach.
 
-        The memory stays mapped until the last array or view of it is deleted.
+        Idempotent. The memory stays mapped until the last array or view of the memory is deleted.
         """
         if self._fd < 0:
             return

@@ -70,13 +70,13 @@ class Slabs:
         self._idle: Counter[int] = Counter()
 
     def has_room(self, stride: int) -> bool:
-        """Return whether a slot of `stride` bytes can be allocated."""
+        """Return whether a slot (memory of one chunk) of `stride` bytes can be allocated."""
         return bool(self._open[stride] or self._spare)
 
     def take(self, stride: int) -> int | None:
-        """Allocate a slot of `stride` bytes; return its byte offset in the arena.
+        """Allocate a slot (memory of one chunk) of `stride` bytes; return its byte offset in the arena.
 
-        Return None if no slot of this size is free and no slab is spare.
+        Return None if no slot of this size is free and no slab (part of the arena) is unused.
         """
         if not self._open[stride]:
             if not self._spare:
@@ -194,7 +194,7 @@ def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]
 
     def lost(size: int) -> int:
-        """Return the bytes that slots of the worst size cannot use, with slabs of `size` bytes."""
+        """Return the number of arena bytes wasted with slabs of `size` bytes, for the worst slot size."""
         return max(capacity_bytes - capacity_bytes // size * (size // stride) * stride for stride in strides)
 
     return min(sizes, key=lambda size: (lost(size), size))

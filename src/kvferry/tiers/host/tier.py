@@ -32,9 +32,10 @@ __all__ = ["HostTier", "Slot"]
 
 
 class HostTier:
-    """The chunks in the arena, the host memory that all ranks of a node share. Evicts chunks when it is full.
+    """The host tier, which keeps chunks in the arena (host memory that all ranks of a node share).
 
-    Not thread-safe: only the engine's thread may use the object.
+    When the arena is full, the tier evicts chunks. Not thread-safe: only the engine's thread may use the
+    object.
 
     Attributes:
         counters: counts of stores, loads and evictions since the start.
@@ -92,7 +93,7 @@ class HostTier:
 
         Args:
             key: key of the chunk.
-            group: index of its KV cache group.
+            group: index of the chunk's KV cache group.
             counted: whether a failure counts as a dropped chunk; False if the caller will retry.
         """
         if key in self._slots.ready or key in self._slots.filling:
@@ -196,7 +197,9 @@ class HostTier:
         self.keys.clear()
 
     def check_integrity(self) -> None:
-        """Check that slots, policy and keys are consistent. The time is proportional to the number of chunks.
+        """Check that the slots, the eviction policy and the known keys agree.
+
+        The time is proportional to the number of chunks.
 
         Raises:
             AssertionError: an inconsistency was found; the message describes it.
@@ -219,7 +222,10 @@ class HostTier:
         Stop earlier if all remaining chunks are held, or if too many bytes were evicted. An evicted chunk can
         have another size than the group's chunks. Then its slot stays free for chunks of that size. When such
         slots add up to a slab (a part of the arena with slots of one size), a slab of that size is emptied
-        for this group. So free slots of one size never withhold much more than a slab from the other sizes.
+        for this group. So the free slots of one size never take much more than a slab from the other sizes.
+
+        Args:
+            group: index of the KV cache group.
         """
         size, evicted = self._slots.chunk_bytes[group], 0
         while not self._slots.slabs.has_room(size) and evicted < self._most_evicted:

@@ -62,10 +62,14 @@ class KeyTable:
         return self._count
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Return the tiers that have each chunk, as bits: int64 of shape (len(tags),), 0 if no tier has it.
+        """Look up which tiers have each chunk.
 
         Args:
             tags: tags (last 8 bytes) of the chunks' keys, as `tags_of` returns them.
+
+        Returns:
+            The bits of the tiers that have each chunk, int64 of shape (len(tags),); 0 if no tier has the
+            chunk.
         """
         return self._rows.tier_bits(tags)
 
@@ -121,7 +125,7 @@ class KeyTable:
             return self._rows.count(bit)
 
     def _grow(self) -> None:
-        """Move some rows to a table of twice the size.
+        """Move some rows of the hash table to a table of twice the size.
 
         When all rows have moved, that table replaces the current one. Until then, changes go to both tables,
         and look-ups use the current one.

@@ -53,13 +53,14 @@ class TagRows:
         return len(self._table)
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Return the tiers that have the chunk of each tag, as bits.
+        """Look up which tiers have the chunk of each tag.
 
         Args:
             tags: tags (last 8 bytes) of the chunks' keys, uint64.
 
         Returns:
-            The bits of the tiers, int64 of shape (len(tags),); 0 if no tier has the chunk.
+            The bits of the tiers that have each chunk, int64 of shape (len(tags),); 0 if no tier has the
+            chunk.
         """
         # All row indices are in range. With ``mode="clip"`` numpy saves the check.
         rows = self._table.take((_rows_of(tags) & self._mask).view(np.int64), axis=0, mode="clip")
@@ -151,5 +152,8 @@ def row_of(tag: int) -> int:
 
 
 def _rows_of(tags: Tags) -> Tags:
-    """Return an integer for each tag, modulo 2^64, whose lowest bits are the index of the tag's row."""
+    """Return `row_of` for each tag, modulo 2^64.
+
+    The lowest bits of a result are the index of the tag's row.
+    """
     return tags + (tags >> _LAST) * np.uint64(_SPREAD)

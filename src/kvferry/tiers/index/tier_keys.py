@@ -54,7 +54,10 @@ class TierKeys:
         return found
 
     def recently_evicted(self, key: bytes) -> bool:
-        """Return whether a chunk left the tier recently. The tier must not have the chunk now."""
+        """Return whether a chunk left the tier recently.
+
+        The caller has checked that the tier does not have it now.
+        """
         return key in self._evicted
 
     def add(self, key: bytes) -> None:

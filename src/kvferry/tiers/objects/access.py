@@ -54,16 +54,16 @@ class GuardedBucket:
     def reading(self) -> AbstractContextManager[BucketClient]:
         """Return a context manager that gives the client for reads.
 
-        If reads are paused after failures, entering it raises `Unavailable`. An `Unavailable` that leaves the
-        ``with`` statement counts as a failed read.
+        If reads are paused after failures, entering the context raises `Unavailable`. An `Unavailable` that
+        leaves the ``with`` statement counts as a failed read.
         """
         return self._through(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
         """Return a context manager that gives the client for writes.
 
-        If writes are paused after failures, entering it raises `Unavailable`. An `Unavailable` that leaves
-        the ``with`` statement counts as a failed write.
+        If writes are paused after failures, entering the context raises `Unavailable`. An `Unavailable` that
+        leaves the ``with`` statement counts as a failed write.
         """
         return self._through(self._writes)
 
@@ -96,7 +96,7 @@ class GuardedBucket:
             breaker.leave(ticket, worked=worked)
 
     def _count(self, fault: Fault) -> bool:
-        """Count a failed request; return whether it is the first with this reason."""
+        """Count a failed request. Return whether this is the first failure for this reason."""
         with self._lock:
             self._faults[fault] += 1
             return self._faults[fault] == 1

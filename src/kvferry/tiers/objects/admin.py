@@ -20,7 +20,7 @@ _REMOVED = 1000
 
 
 class BucketAdmin(CacheAdmin):
-    """The operations of operator commands on the kvferry objects under a URL of object storage.
+    """The kvferry objects under a URL of object storage, with the operations that operator commands need.
 
     There is no capacity limit. There are no temporary files to remove, because an object appears completely
     or not at all.
@@ -48,7 +48,8 @@ class BucketAdmin(CacheAdmin):
     def entries(self) -> Iterator[CacheEntry]:
         """Yield an entry for each kvferry object under the URL.
 
-        Raises ConfigError if they cannot be listed.
+        Raises:
+            ConfigError: the objects cannot be listed.
         """
         with self._told():
             for page in self._bucket.list():
@@ -69,7 +70,7 @@ class BucketAdmin(CacheAdmin):
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
         """Return a context manager that opens an object for reading.
 
-        Entering it raises FileNotFoundError if the object is gone, or another OSError.
+        Entering the context raises FileNotFoundError if the object is gone, or another OSError.
         """
         name = self._name(entry)
         found = self._bucket.get(name)
@@ -102,7 +103,10 @@ class BucketAdmin(CacheAdmin):
         return CollectResult(0, len(evicted), sum(one.charged for one in evicted), charged, capacity)
 
     def clear(self) -> tuple[int, int]:
-        """Remove all kvferry objects under the URL, and no others; return their number and their bytes.
+        """Remove all kvferry objects under the URL, and no other objects.
+
+        Returns:
+            The number of removed objects, and the sum of their bytes.
 
         Raises:
             ConfigError: the store cannot be used.

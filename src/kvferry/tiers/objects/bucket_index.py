@@ -29,9 +29,9 @@ _PAUSE_SECONDS = 0.001
 
 
 class BucketIndex:
-    """Keeps the known chunk keys of one namespace up to date with a bucket that other processes change.
+    """Keeps the known chunk keys of one namespace up to date while other processes change the bucket.
 
-    Any thread may use it.
+    Any thread may use the object.
 
     Args:
         bucket: bucket to list.
@@ -68,9 +68,10 @@ class BucketIndex:
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
-        """Update the known keys from a listing of the namespace, unless another thread is listing it.
+        """List the chunks of the namespace, and update the known keys.
 
-        The listing takes at most about `seconds`. If it fails, no exception is raised.
+        Do nothing if another thread is listing them. The listing takes at most about `seconds`. If it fails,
+        no exception is raised.
 
         Returns:
             1 if the listing added or removed keys, else 0.
@@ -86,7 +87,7 @@ class BucketIndex:
             self._listing.release()
 
     def _list(self, seconds: float) -> None:
-        """Update the known keys from a listing of the namespace for at most about `seconds`.
+        """List the chunks of the namespace for at most about `seconds`, and update the known keys.
 
         If the object that describes the namespace (its note) is missing, write it.
 

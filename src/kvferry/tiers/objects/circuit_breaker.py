@@ -57,12 +57,12 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Return whether `enter` would refuse a request now."""
+        """Return whether the breaker would refuse a request to the store now."""
         with self._lock:
             return self._turns_away()
 
     def enter(self) -> int | None:
-        """Request admission to make a request to the store.
+        """Ask the breaker to admit a request to the store.
 
         Returns:
             A ticket (number of state changes so far) for `leave` if the request is admitted; None if it is
@@ -93,7 +93,7 @@ class CircuitBreaker:
                 self._become(_CircuitState.OPEN)
 
     def _turns_away(self) -> bool:
-        """Return whether a request would be refused now. The caller holds the lock."""
+        """Return whether the breaker would refuse a request to the store now. The caller holds the lock."""
         waits = self._state is _CircuitState.OPEN and self._clock() < self._until
         return waits or self._state is _CircuitState.HALF_OPEN
 

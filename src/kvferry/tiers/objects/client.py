@@ -104,10 +104,10 @@ class BucketClient:
         _first_user()
 
     def put(self, path: str, pieces: Sequence[Buffer]) -> None:
-        """Store an object completely or not at all. It replaces an object of the same name.
+        """Store an object completely or not at all. An existing object of the same name is replaced.
 
-        An object of any size is stored with one request. In measurements, a multipart upload was no faster.
-        An abandoned one leaves hidden parts in the bucket, which cost money.
+        An object of any size is stored with one request. In measurements, a multipart upload was no faster,
+        and an abandoned multipart upload leaves hidden parts in the bucket, which cost money.
 
         Args:
             path: path of the object below the URL.
@@ -127,7 +127,11 @@ class BucketClient:
             self._let_go(views)
 
     def size(self, path: str) -> int | None:
-        """Return the length of an object in bytes; None if it does not exist. Raises `Unavailable`."""
+        """Return the length of an object in bytes; None if the object does not exist.
+
+        Raises:
+            Unavailable: the request failed.
+        """
         return self.head(path)[0]
 
     def head(self, path: str) -> tuple[int | None, str]:
@@ -160,10 +164,13 @@ class BucketClient:
             return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
     def list(self, prefix: str = "") -> Iterator[Sequence[ListedObject]]:
-        """Yield all objects below a path as pages of a listing, in no particular order. Raises `Unavailable`.
+        """Yield all objects below a path as pages of a listing, in no particular order.
 
         Args:
             prefix: path of a folder below the URL; empty for all objects.
+
+        Raises:
+            Unavailable: a request failed.
         """
         with _asking():
             for page in obstore.list(self._store, prefix or None, chunk_size=_LISTED):
@@ -192,10 +199,13 @@ class BucketClient:
             obstore.rename(self._store, path, to)
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects, and ignore missing ones. Raises `Unavailable`.
+        """Remove objects, and ignore missing ones.
 
         Args:
             paths: paths of the objects below the URL.
+
+        Raises:
+            Unavailable: a request failed.
         """
         try:
             with _asking():
@@ -227,7 +237,7 @@ class BucketClient:
 def _asking() -> Iterator[None]:
     """Return a context manager for a request, which converts errors to FileNotFoundError or `Unavailable`.
 
-    In a process that was forked from one that used object storage, entering it raises `Unavailable`.
+    In a process that was forked from one that used object storage, entering the context raises `Unavailable`.
     """
     if _first_user() != os.getpid():
         # A forked process does not have the client's threads, so a request would wait forever.

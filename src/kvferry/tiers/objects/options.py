@@ -79,7 +79,7 @@ class StoreSettings:
     Attributes:
         scheme: scheme of the URL: s3, gs, az or file.
         url: URL without a slash at its end. It has no secrets.
-        store: settings of the store, by obstore's names.
+        store: settings that only this kind of store has, by obstore's names.
         client: settings of the connections to the store, by obstore's names.
         endpoint: configured server; None for the provider's own.
     """
@@ -135,12 +135,15 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
 
 
 def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:
-    """Check that obstore has an option with this name for a kind of object storage. Raises ConfigError.
+    """Check that obstore has an option with this name for a kind of object storage.
 
     Args:
         name: name of the option.
         scheme: scheme of the URL: s3, gs, az or file.
         known: names of the options that only this scheme has.
+
+    Raises:
+        ConfigError: there is no such option; the message names the most similar option.
     """
     names = sorted(known | CLIENT) if known else []
     if name in names:

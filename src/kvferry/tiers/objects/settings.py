@@ -24,7 +24,7 @@ class ObjectSettings(StorageSettings, frozen=True):
     Attributes:
         url: URL above all objects of the tier, such as ``s3://bucket/prefix``.
         options: options of the client, by obstore's names. Credentials usually come from the environment.
-        timeout_seconds: time limit for fetching one chunk. Storing one may take twice as long.
+        timeout_seconds: time limit for fetching one chunk. Storing a chunk may take twice as long.
     """
 
     kind: ClassVar[str] = "object"
@@ -35,7 +35,7 @@ class ObjectSettings(StorageSettings, frozen=True):
     timeout_seconds: float = 20.0
 
     def check(self, where: str) -> None:
-        """Check that the timeout is in range. Raises ConfigError."""
+        """Check that the timeout is in range. Raises ConfigError if it is not."""
         if not 0 < self.timeout_seconds < 3600:
             raise ConfigError(
                 f"{where}: timeout_seconds is {self.timeout_seconds}, it must be above 0 and below an hour"

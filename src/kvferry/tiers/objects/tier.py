@@ -190,7 +190,7 @@ class ObjectTier(StorageTier):
         return done
 
     def refresh(self) -> int:
-        """List the store and update `keys`, if the last listing is too old or incomplete.
+        """List the chunks in the store, if the last listing is too old or incomplete; update the known keys.
 
         Returns:
             1 if the listing added or removed keys, else 0.
