@@ -87,7 +87,7 @@ def engine_settings(vllm_config: Any) -> dict[str, str]:
     """Return the vLLM settings that decide KV content but cannot be read from the built model.
 
     Returns:
-        Values as texts, by name of the setting.
+        Value of each setting as a text, by name of the setting.
     """
     model = vllm_config.model_config
     return settings_of(

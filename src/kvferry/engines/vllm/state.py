@@ -48,7 +48,7 @@ class Rank:
 
 
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
-    """Describe a page of recurrent state: by its fields if they can be proved, else as opaque bytes.
+    """Describe a page of recurrent state: as fields whose positions are proved, or as opaque bytes.
 
     Args:
         layer: the engine's recurrent layer, for its dimensions and weight loaders.

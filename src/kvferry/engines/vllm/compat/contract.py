@@ -36,7 +36,7 @@ __all__ = [
 
 
 def hit_source(medium: Medium) -> CacheHitSource:
-    """Return the label under which vLLM counts cache hits for tokens that were loaded from a medium."""
+    """Return vLLM's label for cache hits whose KV came from a medium, such as a peer or host memory."""
     match medium:
         case Medium.PEER:
             return CacheHitSource.P2P

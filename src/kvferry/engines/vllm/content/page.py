@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def page_of_attention(
     layer: Any, name: str, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> PageFormat:
-    """Describe a page (a layer's part of a block): by its fields if they can be proved, else as opaque bytes.
+    """Describe a page (a layer's part of a block): as fields whose positions are proved, or as opaque bytes.
 
     Args:
         layer: the engine's attention layer, for its backend and cache-write operation.

@@ -122,11 +122,11 @@ def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
 
 
 def _factor(layer: Any, one: Written) -> torch.Tensor:
-    """Return the factor that turns a field's decoded elements into the known values of the probe.
+    """Return the factor that turns a field's decoded elements into the values that the check has chosen.
 
-    The probe multiplies its known values by the layer's own scale before it writes them. If the layer's
-    cache-write operation does not divide by this scale, the decoded elements still contain the scale, and the
-    factor is 1 / scale. Otherwise the factor is 1.
+    The check multiplies its values by the layer's own scale before it writes them. If the layer's cache-write
+    operation does not divide by this scale, the decoded elements still contain the scale, and the factor is 1
+    / scale. Otherwise the factor is 1.
 
     Args:
         layer: the engine's attention layer.

@@ -70,7 +70,7 @@ def offsets(field: Field, device: torch.device) -> torch.Tensor:
 
 
 def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
-    """Return the bytes of a field in block 1 of a scratch cache, which is the block that the probe writes.
+    """Return the bytes of a field in block 1 of a scratch cache, which is the block that `write` fills.
 
     Args:
         memory: bytes of the scratch cache, uint8.

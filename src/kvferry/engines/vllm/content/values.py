@@ -44,7 +44,7 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
 
     Args:
         shape: shape of the tensor: (tokens, heads, elements per head and token).
-        axis: one of `AXES`.
+        axis: ``token``, ``head`` or ``content``.
         digit: position of the digit in the index; 0 is the lowest.
         shift: number added to every digit, modulo 5. K and V have different shifts, so they can be
             distinguished.

@@ -284,7 +284,10 @@ class ChildAdmission:
             self._settle(known)
 
     def _settle(self, known: _RequestState) -> None:
-        """Count a request's synchronous load, if there is one, as ended. No child connector reports this end.
+        """Count the end of a request's synchronous load, as succeeded or failed.
+
+        Child connectors report the end of asynchronous loads only. Does nothing if the request has no
+        synchronous load.
 
         Args:
             known: state of the request.
