@@ -150,7 +150,7 @@ class Admission:
         return len(self._known)
 
     def on_new_request(self, request: Request) -> None:
-        """Ask every source whether it may be able to load KV of a new request, and remember those sources."""
+        """Ask every source whether it may be able to load KV of a new request, and remember the answers."""
         bidding = Bidding(self._attempts)
         sources = tuple(source for source in self._sources if source.arrived(request, bidding))
         self._events.arrived(request, sources, [one for one in self._sources if one not in sources])
@@ -246,7 +246,7 @@ class Admission:
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Add orders to the workers' orders for the coming step: to begin loads, and to give up dropped ones.
+        """Order the workers to begin the loads that were chosen, and to give up the loads that were dropped.
 
         Then have each source add its own orders.
 

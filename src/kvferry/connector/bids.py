@@ -109,7 +109,7 @@ class Bidding:
     """The excluded sources of one request, and its remaining attempts to load KV."""
 
     def __init__(self, attempts: int) -> None:
-        """Create the record of a request without excluded sources.
+        """Create the record of one request's attempts and excluded sources. No source is excluded yet.
 
         Args:
             attempts: maximum number of attempts to load the request's KV.

@@ -52,7 +52,7 @@ class Headroom:
         return cls(groups, step_tokens, pool)
 
     def __len__(self) -> int:
-        """Return the number of requests that hold blocks for a load and have not resumed."""
+        """Return the number of requests that hold blocks for a load and have not been scheduled since."""
         return len(self._needs)
 
     def fits(self, request_id: str, total: int, tokens: int) -> bool:

@@ -20,7 +20,7 @@ from kvferry.planning.select import LoadSpan, attends_to_all
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A plan to load the KV of a prompt prefix: all from one source, or a part each from two sources.
+    """A plan to load the KV of a prompt prefix: one source loads all of it, or two sources load a part each.
 
     Attributes:
         bid: offer to load the whole prefix, by one source or by two.

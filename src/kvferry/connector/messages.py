@@ -43,7 +43,7 @@ class StepOrders:
     word when the lease ends, so that a peer that is still reading notices that the blocks may be reused.
 
     Attributes:
-        connects: cards of the ranks of each peer to connect to, by peer name.
+        connects: descriptions of all ranks of each peer to connect to, by peer name.
         disconnects: names of the peers to disconnect, because no load has used them for a while.
         loads: loads to begin, from any source.
         reads: reads from peers that carry out `loads`, with the same keys.

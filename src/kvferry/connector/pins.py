@@ -89,7 +89,7 @@ class Pins(Generic[BlockT]):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Number of blocks that loads hold, in flight or late, by source. Sources without any are absent."""
+        """Number of blocks that loads hold, in flight or late, by source. Only sources with blocks appear."""
         return self._held
 
     def late_blocks(self, source: str) -> int:

@@ -100,14 +100,14 @@ class SchedulerHalf:
         facts: Facts,
         namespace: NamespaceOf,
     ) -> None:
-        """Start the control channel and open the tiers. Called when all workers have started.
+        """Start the control channel to other engines, and open the tiers. Call it when all workers run.
 
         Args:
             workers: descriptions of all workers, sorted by rank.
             pool: the engine's block pool.
             facts: facts about the engine, which peers compare at the handshake.
-            namespace: function that takes the format in which chunks are stored, and returns the namespace of
-                their keys.
+            namespace: function that takes the format in which chunks are stored, and returns the namespace
+                (scope) of the chunk keys.
 
         Raises:
             ConfigError: the control channel cannot listen at its address, no chunk could ever be stored in

@@ -50,11 +50,21 @@ class Line:
 
     @staticmethod
     def through(tokens: int, seconds: float) -> Line:
-        """Return the line for a single measurement: `tokens` (at least 1) took `seconds`."""
+        """Return the line for a single measurement, whose slope is unknown.
+
+        Args:
+            tokens: number of tokens that were loaded, at least 1.
+            seconds: seconds that the load took.
+        """
         return Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
     def then(self, tokens: int, seconds: float) -> Line:
-        """Return the line updated with a new measurement: `tokens` (at least 1) took `seconds`."""
+        """Return this line updated with a new measurement. Older measurements lose weight.
+
+        Args:
+            tokens: number of tokens that were loaded, at least 1.
+            seconds: seconds that the load took.
+        """
         new = Line.through(tokens, seconds)
         return Line(
             *(NEWEST * n + (1 - NEWEST) * b for n, b in zip(_moments(new), _moments(self), strict=True))

@@ -240,7 +240,7 @@ class WorkerHalf:
         return reports
 
     def shutdown(self) -> None:
-        """Close the transfers and end all threads."""
+        """End the transfers between engines and all threads of this worker half."""
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None

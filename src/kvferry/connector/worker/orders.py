@@ -84,7 +84,7 @@ class LoadPart:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """Message to the ranks that no more parts of a load follow.
+    """The message to the ranks that a load is complete or has failed, and that no more parts of it follow.
 
     Attributes:
         key: name of the load.
