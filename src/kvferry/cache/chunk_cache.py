@@ -137,13 +137,13 @@ class ChunkCache:
         return [queue.name for queue in self._queues]
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Reserve a slot of host memory for a chunk that ranks will fill.
+        """Reserve a slot (memory of one chunk in host memory) for a chunk that ranks will fill.
 
         Return None, and count a dropped chunk, if host memory has the chunk already or has no room for it.
 
         Args:
             key: key of the chunk.
-            group: index of its KV cache group.
+            group: index of the chunk's KV cache group.
         """
         self._events += 1
         return self._host.reserve(key, group)

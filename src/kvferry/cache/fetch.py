@@ -37,7 +37,8 @@ class Fetch:
         remaining: chunks that are neither held (kept in host memory for this load) nor being read.
         without: names of tiers that the load must not read from.
         reading: chunks that are being read, by key.
-        ready: chunks in host memory, each with its slot. The slot is not evicted until the load closes it.
+        ready: chunks in host memory, each with its slot (memory of one chunk). The chunk is not evicted until
+            the load closes the slot.
         tiers: names of the tiers that chunks have come from.
         failed: names of tiers with an I/O error in a read of this load. Tiers that turned out not to have a
             chunk are not included, because they no longer offer that chunk.
@@ -56,11 +57,14 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """True if the fetch has ended: all chunks became ready, the fetch failed, or it was cancelled."""
+        """True if no more chunks will become ready: all have, or the load's fetch failed or was cancelled."""
         return self.failure is not None or not (self.remaining or self.reading)
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:
-        """Remove all ready chunks, and return them with their slots. The caller must close the slots."""
+        """Remove all ready chunks, and return each with its slot (memory of one chunk in host memory).
+
+        The caller must close the slots.
+        """
         found = list(self.ready)
         self.ready.clear()
         return found

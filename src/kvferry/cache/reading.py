@@ -102,8 +102,9 @@ class Reading:
     def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
         """Start to read chunks into host memory for a load. `advance` continues the returned fetch.
 
-        A chunk that has arrived is held (not evicted) until the load closes its slot. Chunks that are already
-        in host memory are held first, so that they are not evicted to make room for others.
+        A chunk that has arrived is held (not evicted) until the load closes the chunk's slot (memory of one
+        chunk). Chunks that are already in host memory are held first, so that they are not evicted to make
+        room for others.
 
         Args:
             wanted_chunks: chunks that the load needs, in the order in which to read them.

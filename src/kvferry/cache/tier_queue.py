@@ -172,8 +172,8 @@ class TierQueue:
         Args:
             key: key of the chunk.
             group: description of the content: KV cache group, number of tokens and layout.
-            body: writable memory with the chunk's sections, each at a multiple of 4096 bytes. The tier sets
-                the padding between the sections to zero.
+            body: writable memory with the sections (parts) of the chunk, each at a multiple of 4096 bytes.
+                The tier sets the padding between the sections to zero.
         """
         self._writing.begin()
         self._writes.put(partial(self._write, key, group, body))

@@ -82,7 +82,7 @@ def bad(subject: str, found: str, advice: str) -> Finding:
 
 
 def from_error(subject: str, error: Exception, advice: str = "correct it") -> Finding:
-    """Return a BAD finding for an error. Its advice is the text after the last semicolon of the message.
+    """Return a BAD finding for an error. The advice is the text after the last semicolon of the message.
 
     >>> from_error("port", ValueError("port is 70000; it must be 0 to 65535")).advice
     'it must be 0 to 65535'

@@ -164,7 +164,7 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
 
 
 def _made(default: str) -> str:
-    """Return the default directory; if it does not exist, its nearest existing parent directory."""
+    """Return `default` if this directory exists, else its nearest existing parent directory."""
     path = Path(default)
     return default if path.exists() else str(next(above for above in path.parents if above.exists()))
 

@@ -200,14 +200,14 @@ def opaque_page(
     An axis of length `ranks` stores the rank number. There is no token axis, so both engines need the same
     block size.
 
-    A contiguous page is one element of `run_bytes` bytes. A page that the memory layout scatters has several
-    elements.
+    A contiguous page is one element of `run_bytes` bytes. If the memory layout scatters a page, the page has
+    several elements.
 
     Args:
         content: id of the format of the bytes; it must be equal on both sides.
-        block_tokens: number of tokens per block; 0 for a snapshot of recurrent state.
+        block_tokens: number of tokens per block; 0 for a snapshot (recurrent state at one position).
         run_bytes: bytes of one element, which is the whole page if the page is contiguous.
-        rank: index of this rank among the `ranks` ranks.
+        rank: number of this rank, from 0 to `ranks` - 1; 0 if all ranks hold the same bytes.
         ranks: number of ranks that hold different bytes; 1 if all ranks hold the same bytes.
         loops: (count, stride in bytes) over the elements of a scattered page, outermost first; empty if the
             page is contiguous.

@@ -74,16 +74,16 @@ class PageMap:
 
         Args:
             layer: index of the layer in the group.
-            block: id of the block in the block table. A block may consist of several kernel blocks.
+            block: id of the block in the block table.
         """
         return self.address + layer * self.layer_stride + block * self.block_stride
 
     def at(self, layer: int, block: int, head: int, token: int) -> int:
-        """Return the address of the bytes of one head and token.
+        """Return the address of the KV of one head and token.
 
         Args:
             layer: index of the layer in the group.
-            block: id of the block in the block table. A block may consist of several kernel blocks.
+            block: id of the block in the block table.
             head: index of the head on this rank.
             token: index of the token in the block.
         """
@@ -106,7 +106,8 @@ class PoolRoom:
         slots: number of slots per block. If it is 0 or below the number of the group's layers, there is one
             slot per layer.
         slot_bytes: bytes of one block in a slot, for layouts with contiguous pages; 0 for the size of the
-            page. If a block consists of several kernel blocks, bytes of one kernel block.
+            page. If a block consists of several kernel blocks (blocks as the attention kernel addresses
+            them), bytes of one kernel block.
         block_stride: bytes from one block to the next, for layouts with blocks outermost; 0 if the slots
             determine it.
     """

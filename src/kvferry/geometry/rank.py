@@ -128,7 +128,12 @@ class Group:
 
 
 def group_label(kind: GroupKind, attention_span: int) -> str:
-    """Return the name of a group for messages and metrics, e.g. ``sliding_window(64)``."""
+    """Return the name of a KV cache group for messages and metrics, e.g. ``sliding_window(64)``.
+
+    Args:
+        kind: kind of attention or state of the group.
+        attention_span: window or attention chunk in tokens; 0 for other kinds.
+    """
     return f"{kind}({attention_span})" if attention_span else str(kind)
 
 

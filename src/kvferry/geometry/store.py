@@ -72,7 +72,10 @@ class LayerCache:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of one stored entry (`state_tokens` tokens) or of one snapshot, over all heads."""
+        """Bytes of one stored entry, over all heads.
+
+        An entry stands for `state_tokens` tokens. For recurrent state, it is the state at one position.
+        """
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 
     def bytes_of(self, tokens: int) -> int:

@@ -42,9 +42,10 @@ class OwnedCache:
     def views(self, dtype: torch.dtype = torch.uint8, *, guarded: bool = True) -> dict[str, torch.Tensor]:
         """Return a view of every attention layer, by layer name.
 
-        The axes are ``(blocks, heads, tokens, content)``. If a block consists of several kernel blocks, the
-        first axis counts kernel blocks. The content axis holds the fields (K, V, scales) side by side. If
-        their elements differ in size, as with fp8 and scales, use uint8.
+        The axes are ``(blocks, heads, tokens, content)``. If a block consists of several kernel blocks
+        (blocks as the attention kernel addresses them), the first axis counts kernel blocks. The content axis
+        holds the fields (K, V, scales) side by side. If their elements differ in size, as with fp8 and
+        scales, use uint8.
 
         Args:
             dtype: dtype of the views' elements; uint8 to view bytes.

@@ -63,8 +63,9 @@ class CellViews:
     distances.
 
     Attributes:
-        block_places: number of places from one block to the next.
-        cell_places: number of places from the start of a block to each of its cells, int64 of shape (cells,).
+        block_places: distance from one block to the next, in places.
+        cell_places: distance from the start of a block to each of its cells, in places, int64 of shape
+            (cells,).
         copies: view of the block pool for each strided copy.
     """
 

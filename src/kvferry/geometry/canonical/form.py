@@ -117,14 +117,17 @@ class FormSection:
 
     @property
     def units(self) -> int:
-        """Number of units (pieces that the usual tensor-parallel sizes do not split) in the section."""
+        """Number of units in the section (the fields of a chunk that are sharded along one axis).
+
+        A unit is a piece that the usual tensor-parallel sizes do not split, e.g. one KV head.
+        """
         return unit_count(self.total)
 
     @property
     def unit_elements(self) -> int:
         """Number of heads or channels per unit: 1 for heads, usually more for channels.
 
-        A unit is a piece of the section that the usual tensor-parallel sizes do not split.
+        A unit is a piece of a chunk's fields that the usual tensor-parallel sizes do not split.
         """
         return self.total // self.units
 
@@ -135,11 +138,14 @@ class FormSection:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the section, without the padding after it."""
+        """Bytes of the section (the fields of a chunk that are sharded along one axis), without padding."""
         return self.units * self.unit_bytes
 
     def layers(self) -> Iterator[tuple[str, tuple[SectionField, ...]]]:
-        """Yield the name and the fields of every layer in the section, in memory order."""
+        """Yield (name, fields) of every layer in the section, in memory order.
+
+        A section has the fields of a chunk that are sharded along one axis.
+        """
         for name, parts in groupby(self.parts, lambda part: part.layer):
             yield name, tuple(parts)
 
