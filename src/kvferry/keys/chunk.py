@@ -174,11 +174,10 @@ class ChunkKeys:
         return self._chunks[number]
 
     def at(self, tokens: int) -> bytes:
-        """Return the key of the chunk that ends the request's first `tokens` tokens.
+        """Return the key of the last chunk of the request's first `tokens` tokens.
 
-        If `tokens` is a multiple of `chunk_tokens`, this is the key of the whole chunk that ends there.
-        Otherwise it is the key of an incomplete chunk (*tail*). The key of a tail is for exactly these
-        tokens: a longer tail has another key.
+        If `tokens` is a multiple of `chunk_tokens`, this is a whole chunk. Otherwise it is an incomplete
+        chunk (*tail*). A tail with more tokens has another key.
 
         Args:
             tokens: number of tokens from the start of the request.
@@ -227,7 +226,7 @@ def _little_endian(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Encode token ids as little-endian integers of 4 bytes each.
 
     Raises:
-        Unnameable: a token id is no whole number from 0 to 2^32 - 1.
+        Unnameable: a token id is not a whole number from 0 to 2^32 - 1.
     """
     if isinstance(tokens, np.ndarray):
         return _of_array(tokens)

@@ -67,8 +67,8 @@ class Namespace:
             model: configuration of the model after overrides, such as RoPE, windows and heads.
             dtype: element type of the model's activations.
             kv_dtype: element type of the KV cache.
-            scales: scales of a quantised KV cache, by name; empty if it is not quantised. Scales that an
-                engine computes at run time differ from run to run, so they give another namespace each time.
+            scales: scales of a quantised KV cache, by name; empty if the cache is not quantised. Scales that
+                an engine computes at run time give another namespace in each run.
             form: description of the format of a chunk's bytes, the lines from `CanonicalForm.describe`.
             name: display name of the model.
 
@@ -109,7 +109,7 @@ class Namespace:
 
     @property
     def note(self) -> str:
-        """Text of the note that a tier stores beside the chunks: JSON with the facts and the model's name."""
+        """Text of the note (small JSON file) that a tier stores beside the chunks: facts and model name."""
         return _dumped({"facts": self.facts, "name": self.name})
 
     @property
@@ -179,7 +179,7 @@ def _parsed(text: str) -> dict[str, Any]:
     """Parse the text of a JSON object.
 
     Raises:
-        Unnameable: the text is no JSON, or not an object.
+        Unnameable: the text is not JSON, or not an object.
     """
     try:
         found = json.loads(text)

@@ -31,10 +31,10 @@ ONE_CELL: Offsets = (0,)
 
 @dataclass(frozen=True)
 class CellCopy:
-    """Strided copies of one cell, and the byte offsets at which other cells of a block need the same copies.
+    """Strided copies that copy one cell of a block, and the byte offset of every cell in its block.
 
-    A cell is the part of a block that is copied as one unit. The strided copies are the same for every cell
-    of a block. For another cell, add its offsets to the addresses.
+    A cell is the part of a block that is copied as one unit. All cells of a block need equal copies. To copy
+    another cell, add the offsets of that cell to the addresses.
 
     Attributes:
         src_at, dst_at: byte offset of each cell in its source block, and in its destination block.
@@ -55,28 +55,31 @@ class CellCopy:
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """Lengths of the runs of one cell: (length in bytes, number of runs) for each distinct length."""
+        """Distinct lengths of the contiguous runs of one cell (part of a block that is copied as one unit).
+
+        Each entry is (length in bytes, number of runs of this length).
+        """
         found = np.unique(self.descriptors.length, return_counts=True)
         return tuple(zip(*(array.tolist() for array in found), strict=True))
 
     @cached_property
     def src_steps(self) -> frozenset[int]:
-        """Distinct distances in bytes between neighbouring cells of a source block."""
+        """Distinct distances in bytes between neighbouring cells (copied units) of a source block."""
         return frozenset(np.diff(self.src_offsets).tolist())
 
     @cached_property
     def dst_steps(self) -> frozenset[int]:
-        """Distinct distances in bytes between neighbouring cells of a destination block."""
+        """Distinct distances in bytes between neighbouring cells (copied units) of a destination block."""
         return frozenset(np.diff(self.dst_offsets).tolist())
 
     @cached_property
     def src_offsets(self) -> Int64s:
-        """Byte offset of each cell in its source block, int64 of shape (cells,)."""
+        """Byte offset of each cell (copied unit) in its source block, int64 of shape (cells,)."""
         return np.array(self.src_at, np.int64)
 
     @cached_property
     def dst_offsets(self) -> Int64s:
-        """Byte offset of each cell in its destination block, int64 of shape (cells,)."""
+        """Byte offset of each cell (copied unit) in its destination block, int64 of shape (cells,)."""
         return np.array(self.dst_at, np.int64)
 
 
@@ -129,10 +132,11 @@ def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 def split_tokens(
     src: Int64s, dst: Int64s, cell_tokens: int
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
-    """Divide the tokens of a cell into groups whose tokens have equal distances from one cell to the next.
+    """Group the tokens of a cell by the distances in bytes from each cell of a block to the next.
 
-    A cell is a fixed number of consecutive tokens of a block. Usually there is one group, so one `CellCopy`
-    describes all tokens. There are several groups if a block consists of kernel blocks that end inside cells.
+    A cell is a fixed number of consecutive tokens of a block. Usually all tokens have the same distances.
+    There is then one group, which one `CellCopy` describes. There are several groups if a block consists of
+    kernel blocks that end inside cells.
 
     >>> src, dst = np.arange(6) * 2, np.arange(4) * 10
     >>> [(a, b, c.tolist(), d.tolist()) for a, b, c, d in split_tokens(src, dst, 2)]

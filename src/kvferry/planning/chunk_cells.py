@@ -34,9 +34,9 @@ class TableSlice:
     ids: tuple[int, ...]
 
     def table(self) -> Int64s:
-        """Return the block ids by position, int64 of shape (first + len(ids),).
+        """Return the block table from its start to the end of this part, int64 of shape (first + len(ids),).
 
-        All positions before `first` have 0, the id of the null block.
+        Positions before `first` have 0, the id of the null block.
 
         >>> TableSlice(2, (7, 9)).table().tolist()
         [0, 0, 7, 9]
@@ -51,7 +51,7 @@ def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> T
     TableSlice(first=1, ids=(6, 7, 8))
 
     Args:
-        ids: block table: block ids by position.
+        ids: block table (block ids by position).
         low, high: first token, and token after the last, counted from the start of the prompt.
         block_tokens: number of tokens per block.
     """
@@ -107,7 +107,7 @@ def cells_to_store(
             position), exactly one number.
         available: range of tokens whose content the blocks hold. The range must begin at the start of a cell.
             Cells without any of these tokens are not copied.
-        blocks: part of the block table of the route's source group that holds the chunks.
+        blocks: part of the source group's block table that holds the chunks.
 
     Raises:
         TransferError: a block is missing or null.
@@ -137,10 +137,11 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return the cells of a stored chunk that hold no available token. The caller fills them with zeros.
+    """Return the cells of a chunk that are cleared instead of copied when the chunk is stored.
 
-    A cell is the part of a block that is copied as one unit. In the result, the chunk has number 1 in the
-    buffer, as if the buffer held no other chunk. All source block ids are 0, because no block is read.
+    A cell is the part of a block that is copied as one unit. The engine's blocks hold no token of these
+    cells. In the result, the chunk has number 1 in the buffer, as if the buffer held no other chunk. All
+    source block ids are 0, because no block is read.
 
     Args:
         route: layers to copy, from a rank's blocks to a pool of chunks.

@@ -70,8 +70,8 @@ class ChunkedPrompt:
         chunk_tokens: number of tokens per chunk.
         prompt: length of the whole prompt in tokens.
         local_tokens: length in tokens of the prefix that the engine itself holds, in every group. The prefix
-            need not end at a boundary. In a sliding-window group the engine may hold only the trailing
-            window. That is enough, because a longer prefix needs no older tokens.
+            may end inside a chunk. In a sliding-window group, the engine may hold only the trailing window,
+            because a longer prefix needs no older tokens.
         first: length in tokens of the prefix that another source loads for the groups that attend to all
             tokens; 0 if there is no such source.
     """
@@ -129,11 +129,12 @@ class Coverage:
     Attributes:
         groups: attention patterns of all KV cache groups of the model.
         chunked: the prompt, divided into chunks.
-        tier_numbers: fastest tier that holds each chunk, int64 of shape (groups, `chunked.chunks`).
-        ends: boundaries in tokens, int64 of shape (`chunked.chunks`,).
+        tier_numbers: number of the fastest tier that holds each chunk, int64 of shape (groups,
+            `chunked.chunks`).
+        ends: length in tokens of the prefix that ends at each boundary, int64 of shape (`chunked.chunks`,).
         usable: True for boundaries at which a prefix may end if every chunk is cached, bool of shape
             (`chunked.chunks`,).
-        slowest: one array per group, int64 of shape (`chunked.chunks`,). For each boundary, the array has the
+        slowest: one array per group, int64 of shape (`chunked.chunks`,): for each boundary, the number of the
             slowest tier that the group must read if the prefix ends there.
         slowest_overall: maximum of `slowest` over all groups, int64 of shape (`chunked.chunks`,).
     """
@@ -150,7 +151,7 @@ class Coverage:
     def tokens(self) -> int:
         """Length in tokens of the longest usable prefix.
 
-        If no cached chunk extends the prefix that the engine itself holds, it is the length of that prefix.
+        If no cached chunk extends the prefix that the engine itself holds, this is the length of that prefix.
         """
         return self.longest()[0]
 
@@ -173,11 +174,11 @@ class Coverage:
 
     @property
     def nearest_boundary(self) -> int | None:
-        """Length in tokens of the longer prefix that comes closest to being usable.
+        """Length in tokens of the unusable prefix that comes closest to being usable.
 
-        Of all longer prefixes that end at the end of a chunk, it is the one for which the fewest groups lack
-        chunks. If this number is equal for several prefixes, it is the shortest of them. It is None if there
-        is no longer prefix that the prompt may use.
+        Only prefixes that are longer than the longest usable prefix and end at the end of a chunk count. The
+        closest prefix is the one for which the fewest groups lack chunks. If several prefixes are equally
+        close, the property has the shortest length. It is None if there is no such prefix.
         """
         at = self._better()
         return None if at is None else int(self.ends[at])
@@ -186,7 +187,7 @@ class Coverage:
     def missing(self) -> tuple[MissingChunk, ...]:
         """First missing chunk of each group that lacks chunks for the prefix of `nearest_boundary` tokens.
 
-        This is the longer prefix that comes closest to being usable. The tuple is empty if
+        This prefix is the unusable prefix that comes closest to being usable. The tuple is empty if
         `nearest_boundary` is None.
         """
         at = self._better()
@@ -206,7 +207,7 @@ class Coverage:
         return tuple(found)
 
     def longest(self, before: int = NO_TIER) -> tuple[int, int]:
-        """Return the longest usable prefix whose chunks all come from tiers that are faster than `before`.
+        """Return the longest prefix that is usable with chunks from only the tiers faster than tier `before`.
 
         Args:
             before: number of the first tier that is excluded, at least 1. The fastest tier has number 0. By
@@ -238,7 +239,7 @@ class Coverage:
     def _better(self) -> int | None:
         """Return the index of the chunk that ends at `nearest_boundary`; None if `nearest_boundary` is None.
 
-        `nearest_boundary` is the end of the longer prefix that comes closest to being usable.
+        `nearest_boundary` is the end of the unusable prefix that comes closest to being usable.
         """
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
@@ -250,7 +251,8 @@ class Coverage:
 def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
     """Return the length in tokens of the longest prefix that a prompt may use if every chunk is cached.
 
-    It is the whole prompt, or the prompt without its last token if the model has recurrent state.
+    This is the whole prompt, or one token less if the model has recurrent state. The engine computes the last
+    token itself, and recurrent state must not see this token twice.
 
     Args:
         groups: attention patterns of all groups of the model.

@@ -31,7 +31,7 @@ class Descriptors:
 
     @property
     def total_bytes(self) -> int:
-        """Total bytes of all runs."""
+        """Number of bytes of all runs together."""
         return int(self.length.sum())
 
 

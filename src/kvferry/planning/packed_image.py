@@ -46,8 +46,8 @@ class PackedImage:
     Attributes:
         stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
         nests: strided copies between the engine's blocks and the image: from the source to a gathered image,
-            or from a fetched image to the destination. On the engine's side, they have the absolute
-            addresses of block 0.
+            or from a fetched image to the destination. The addresses on the engine's side are absolute
+            addresses in block 0.
         reads: descriptors of the reads, in the order of the image: from a gathered image to the destination,
             or from the source to a fetched image.
     """

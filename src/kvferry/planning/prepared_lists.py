@@ -57,8 +57,8 @@ class TransferCounts:
 class PreparedEntries:
     """The range of entries of one transfer method in the descriptor list that is prepared for one side.
 
-    There is one entry per row (contiguous run of a cell), cell of a block, and block. In the list of a
-    staging area, images (packed cells) take the place of blocks.
+    There is one entry for each combination of block, cell (part of a block) and row (contiguous run of bytes
+    in a cell). In the list of a staging area, images (packed cells) take the place of blocks.
 
     Attributes:
         base: index of the first entry in the list.
@@ -73,9 +73,9 @@ class PreparedEntries:
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
         """Return the list indices of the descriptors of ``n`` cells, int32 of shape (rows · n,).
 
-        A cell is the part of a block that is copied as one unit. A row is one of its contiguous runs. The
-        order is row-major: first row 0 of all cells, then row 1 of all cells. Neighbours in this order are
-        often neighbours in memory too.
+        A cell is the part of a block that is copied as one unit. A row is a contiguous run of bytes in a
+        cell. The order is row-major: first row 0 of all cells, then row 1 of all cells. Neighbours in this
+        order are often neighbours in memory too.
 
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]

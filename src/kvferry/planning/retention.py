@@ -19,7 +19,8 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     """Return the lengths of the longest prefixes of a prompt that later prompts can load.
 
     Returns:
-        (tokens that the same prompt can load, tokens that a prompt which continues this prompt can load).
+        Two lengths in tokens: the longest prefix that the same prompt can load, and the longest prefix that a
+        continuation of this prompt can load.
 
     >>> last_prefix_ends(2000, 256, 0), last_prefix_ends(2000, 64, 128), last_prefix_ends(1920, 64, 128)
     ((1792, 2000), (1920, 1920), (1792, 1920))
@@ -42,8 +43,8 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
 def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
     """Return True if a chunk of an attention group is worth storing.
 
-    A chunk of full attention always is. A chunk of a window is worth storing if a later prompt that loads one
-    of the expected prefixes attends to the chunk.
+    A chunk of full attention is always worth storing. A chunk of a sliding window is worth storing if a later
+    prompt that loads one of the expected prefixes attends to the chunk.
 
     Example: chunks of 256 tokens, a window of 1,024 tokens, and prefixes that end at multiples of 4,096
     tokens. The last four chunks before each end are stored.
@@ -74,7 +75,7 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
 def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
     """Return True if a snapshot (recurrent state at one position) is worth storing.
 
-    It is if a chunk and one of the expected prefixes end at its position.
+    A snapshot is worth storing if a chunk and one of the expected prefixes end at the snapshot's position.
 
     >>> ends = last_prefix_ends(1400, 128, 128)
     >>> [keeps_snapshot(tokens, 128, 1024, ends) for tokens in (64, 512, 1024, 1280)]

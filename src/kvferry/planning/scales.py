@@ -18,6 +18,9 @@ def same_scales(a: Layer, b: Layer) -> bool:
     False
     >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))
     True
+
+    Args:
+        a, b: geometry of the layer on each rank.
     """
     return all(_same(source, a, b) for source in {scale.source for scale in (*a.scales, *b.scales)})
 

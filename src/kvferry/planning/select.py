@@ -56,12 +56,12 @@ class LoadSpan:
 
     @property
     def begins(self) -> int:
-        """Position of the first transferred token in layers that attend to all tokens."""
+        """Position of the first token that the load transfers for layers that attend to all tokens."""
         return self.local_tokens if self.part is None else max(self.local_tokens, self.part[0])
 
     @property
     def ends(self) -> int:
-        """Position after the last transferred token in layers that attend to all tokens."""
+        """Position after the last token that the load transfers for layers that attend to all tokens."""
         return self.total if self.part is None else self.part[1]
 
 
@@ -271,7 +271,7 @@ def partly_written_blocks(
 
 
 def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
-    """Check that no two loads of parts of a prefix write to the same block of the destination.
+    """Check that the load of one part of a prefix shares no destination block with the adjacent parts.
 
     Args:
         route: layers to transfer.
@@ -296,7 +296,7 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
 def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
     """Check that every block id is valid, and return the cells (parts of blocks that are copied as one unit).
 
-    An id beyond the pool would select other bytes than those of the block.
+    With an id beyond the pool, the transfer would use memory that does not belong to the block.
 
     Args:
         route: layers to transfer.
@@ -341,9 +341,10 @@ def blocks_needed(
 def unwritten_blocks_needed(
     kind: GroupKind, attention_span: int, block_tokens: int, span: LoadSpan, table: Int64s
 ) -> Int64s:
-    """Return the ids of the blocks that hold tokens which a load needs, but none that the engine already has.
+    """Return the ids of a group's blocks that hold tokens which a load needs.
 
-    The ids are int64, in order of position, without null blocks.
+    Blocks that also hold tokens which the engine already has are left out, and so are null blocks. The ids
+    are int64, in order of position.
 
     >>> table = np.arange(10, 16)
     >>> unwritten_blocks_needed(GroupKind.FULL, 0, 16, LoadSpan(24, 64, prompt=64), table).tolist()

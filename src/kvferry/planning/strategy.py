@@ -109,9 +109,9 @@ class Costs:
 
     @property
     def gap_bytes(self) -> int:
-        """Length in bytes of the gap between two runs above which a second descriptor is cheaper.
+        """Length in bytes of the longest gap between two runs that is cheaper to read than to skip.
 
-        Reading a gap of this length takes as long as one more descriptor.
+        To skip a gap takes one more descriptor.
         """
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
@@ -279,13 +279,12 @@ def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedIma
     """Return the layout of images that the destination reads from the source and then unpacks.
 
     An image is a cell (part of a block) packed into contiguous memory, here in the byte order of the source.
-    Return None if nothing is copied or an image would need too many reads. Gaps that are read instead of
-    skipped are limited until no read is longer than the distance between blocks. Reading other blocks never
-    pays.
+    Return None if nothing is copied or an image would need too many reads.
 
     Args:
         route: layers to transfer from one rank to another.
-        gap_bytes: length in bytes of the longest gap to read, before this limit is reduced.
+        gap_bytes: length in bytes of the longest gap that is read instead of skipped. This limit is reduced
+            until no read is longer than the distance between blocks, because reading other blocks never pays.
         cuts: addresses that no read may cross: the first address of each registered region of the source.
     """
     image = fetch_image(route.cell_copies, gap_bytes, cuts)
@@ -301,7 +300,7 @@ def _read_count(image: PackedImage) -> int:
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Return (calls of the copy operation, runs that these calls copy) for one cell (part of a block)."""
+    """Return (number of calls of the copy operation, number of copied runs) per cell (part of a block)."""
     nests = [nest for part in parts for nest in part.nests]
     return len(nests), sum(nest.rows for nest in nests)
 

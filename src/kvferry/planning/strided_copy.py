@@ -63,7 +63,7 @@ class StridedCopy:
         return self.rows * self.run
 
     def at(self, src: int, dst: int) -> StridedCopy:
-        """Return the same copy with addresses shifted by `src` and `dst` bytes."""
+        """Return this copy, shifted by `src` bytes at the source and by `dst` bytes at the destination."""
         return replace(self, src=self.src + src, dst=self.dst + dst)
 
     def ascending(self) -> tuple[StridedCopy, ...]:

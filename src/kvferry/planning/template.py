@@ -39,8 +39,8 @@ class Route:
         src_stride, dst_stride: bytes from one block to the next on each side.
         src_blocks, dst_blocks: number of blocks in the pool of each side.
         cell_copies: strided copies of a cell, at the absolute addresses of block 0. For block ``b``, add
-            ``b * stride``. One loop describes all layers at regular distances. So a cross-layer cache, which
-            stores the layers of a block side by side, needs one strided copy, often with a single run.
+            ``b * stride`` to the addresses. One loop describes all layers at regular distances. A cross-layer
+            cache, which stores the layers of a block side by side, needs only one strided copy.
     """
 
     src_group: int
@@ -413,8 +413,8 @@ def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iter
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
     """Return warnings about layers of which the peer keeps fewer tokens than this rank needs.
 
-    The list is empty if there are no such layers. They occur if the hybrid KV cache manager is enabled at the
-    peer and disabled here. Sliding-window layers then count as full attention here.
+    There are such layers, for example, if the hybrid KV cache manager is enabled at the peer and disabled
+    here. Sliding-window layers then count as full attention here. The list is empty if there are none.
 
     Args:
         srcs: geometry of all ranks of the peer.

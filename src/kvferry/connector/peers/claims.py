@@ -29,7 +29,7 @@ class Claim:
         address: address (host, port) of the producer's control channel.
         ticket: random id that the request sends to the producer to claim the lease.
         prompt: digests of the prompt content, sent with the ticket.
-        number: number by which the control client knows the exchange of this ticket.
+        number: number of the message with this ticket, by which the control client finds the answer.
     """
 
     address: Address
@@ -64,7 +64,7 @@ class Claims:
     """
 
     def __init__(self, client: ControlClient) -> None:
-        """Create the object without claims.
+        """Create an object that holds no claims yet.
 
         Args:
             client: control channel to the producers.

@@ -211,10 +211,11 @@ class Producer:
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and order the workers to end leases.
 
-        The leases end that were released, withdrawn or have expired. Mutates `events` and `orders`.
+        A lease ends if its readers have released it, if it has expired or was withdrawn, or if no engine has
+        claimed it and requests wait for blocks. Mutates `events` and `orders`.
 
         Args:
-            events: queue of the messages of engines that read from this engine. It is emptied.
+            events: queue of messages from engines that read from this engine. The queue is emptied.
             orders: orders of the coming step. The leases that end are added.
         """
         while events:
@@ -284,8 +285,8 @@ class Producer:
     def sent(self, request_ids: set[str]) -> None:
         """Record that all workers have ended the leases of these requests.
 
-        The workers have also changed the lease words (integers in registered memory that show whether a lease
-        is valid). The engine frees the blocks.
+        The workers have changed the lease words (integers in registered memory that show whether a lease is
+        valid). The engine can free the blocks now.
         """
         for name in request_ids:
             self._book.ended(name)

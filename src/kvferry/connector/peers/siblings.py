@@ -19,7 +19,7 @@ class Siblings:
     """
 
     def __init__(self, parent_of: Callable[[str], str | None]) -> None:
-        """Create the object without offers.
+        """Create an object that holds no offers yet.
 
         Args:
             parent_of: function that takes a request id and returns the id that all samples of its prompt

@@ -163,7 +163,7 @@ class PeerSource:
         """Return this source's offer (bid) to load tokens of a request's prompt; empty if it has no offer.
 
         The bid covers the tokens that a peer offers after the first `local_tokens` tokens. Until the peer has
-        answered, the bid is marked as uncertain (looking).
+        answered, the bid is marked as an upper bound (looking).
 
         Args:
             request: request that waits to be scheduled.
@@ -367,7 +367,7 @@ class PeerSource:
         LoRA adapter is being computed.
 
         Args:
-            pull: state of the exchange with the peer. Its `claim` is set.
+            pull: state of the exchange with the peer. This method sets the field `claim`.
             request: request that came with the ticket.
         """
         if pull.tokens > request.num_prompt_tokens - self._computed_again:
@@ -397,7 +397,7 @@ class PeerSource:
         refused or cannot be read from.
 
         Args:
-            pull: state of the exchange with the peer. Its `grant` and `incarnation` are set.
+            pull: state of the exchange with the peer. This method sets `grant` and `incarnation`.
         """
         peer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(peer, PeerInfo):

@@ -125,8 +125,8 @@ class TurnKeeper:
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Keep the KV blocks of a finished request for the next turn of its conversation.
 
-        The blocks are kept only if another engine can continue from their KV and they fit into the share of
-        the pool for such blocks. Turns that this request continues are released.
+        The blocks are kept only if another engine can continue from their KV and the share of the pool for
+        such blocks suffices. Kept blocks of an earlier turn that this request continues are released.
 
         Args:
             request: request that has ended.

@@ -54,7 +54,8 @@ class TurnNames:
     def start_anew(self) -> None:
         """Change all names from now on, because the engine's cache was reset.
 
-        KV from before the reset is not found any more. The new names contain a random number, so that other
-        engines do not find later KV of this engine either. It may depend on KV from before the reset.
+        KV from before the reset is not found any more. The new names contain a random number, so other
+        engines do not find KV that this engine keeps later either. Blocks of running requests may still hold
+        KV from before the reset.
         """
         self._epoch = f"{secrets.token_hex(16)} "

@@ -27,7 +27,7 @@ class UnclaimedLeases:
     """
 
     def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
-        """Create the object without leases.
+        """Create an object that knows no leases yet.
 
         Args:
             book: record that grants leases and knows which of them are unclaimed.

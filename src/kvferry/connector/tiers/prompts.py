@@ -26,7 +26,7 @@ class Prompts:
     """
 
     def __init__(self, canonical: CanonicalForm, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Create the object without requests.
+        """Create an object that knows no requests yet.
 
         Args:
             canonical: format in which chunks are stored.
@@ -41,10 +41,10 @@ class Prompts:
 
     @property
     def widest(self) -> int:
-        """Index of the KV cache group that needs most chunks of a prefix, among the groups as stored.
+        """Index, in the storage format, of the KV cache group that needs the most chunks of a prefix.
 
-        It is a group that attends to all tokens. If there is none, it is the group with the longest window.
-        If there is no attention, it is a group of recurrent state.
+        This is a group that attends to all tokens, if there is one. Otherwise it is the group with the
+        longest window. In a model without attention, it is a group of recurrent state.
         """
         groups = self._canonical.groups
         kinds = [
@@ -55,7 +55,7 @@ class Prompts:
     def add(self, request: Request) -> PromptChunks | None:
         """Compute the chunk keys of a new request and return its chunks.
 
-        Return None if the keys are not certain or not known yet. The reason is remembered.
+        Return None if the keys are not certain or not known yet, and remember the reason.
         """
         self._unnamed.pop(request.request_id, None)
         try:
@@ -110,11 +110,12 @@ class Prompts:
         self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Change all chunk keys from now on, because the engine's cache was reset. Ends a `suspend`.
+        """Change all chunk keys from now on, because the engine's cache was reset.
 
-        Chunks from before the reset are not found any more. The new keys contain a random number, so other
-        engines do not find the chunks that are stored from now on. KV of running requests is no longer stored
-        or looked up, because their blocks mix KV from before and after the reset.
+        If `suspend` was called, keys are computed again. Chunks from before the reset are not found any more.
+        The new keys contain a random number, so other engines do not find the chunks that are stored from now
+        on. KV of running requests is no longer stored or looked up, because their blocks mix KV from before
+        and after the reset.
         """
         self._known.clear()
         self._unnamed.clear()

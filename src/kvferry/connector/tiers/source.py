@@ -204,8 +204,8 @@ class TierSource:
     def _naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
         """Return a placeholder bid for a request whose chunk keys are not known yet.
 
-        The bid is marked as uncertain (looking) while the digest of the request's LoRA adapter is computed.
-        Return no bid if the keys can never be known, or if no token is left to load.
+        While the digest of the request's LoRA adapter is computed, the bid is an upper bound, marked as
+        `looking`. Return no bid if the keys can never be known, or if no token is left to load.
         """
         most = request.num_tokens - 1 - local_tokens
         if most <= 0 or not self._prompts.are_pending(request.request_id):

@@ -54,7 +54,7 @@ class StoreOrders:
     def __init__(
         self, cache: ChunkCache, pool: BlockPool, labels: Sequence[str], events: EventStream
     ) -> None:
-        """Create the object without stores.
+        """Create an object that knows no stores yet.
 
         Args:
             cache: chunks in host memory and in the slower tiers.

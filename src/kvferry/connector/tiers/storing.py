@@ -56,7 +56,7 @@ class Storing:
         orders: StoreOrders,
         snapshot_tokens: int,
     ) -> None:
-        """Create the object without requests.
+        """Create an object that knows no requests yet.
 
         Args:
             cache: chunks in host memory and in the slower tiers.

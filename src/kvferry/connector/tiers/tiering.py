@@ -49,7 +49,7 @@ NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
 
 
 class Tiering:
-    """The tiers of one engine: opens them, stores and loads chunks once per step, and closes them.
+    """Opens the tiers of one engine, stores and loads chunks in every step, and closes the tiers.
 
     Tiers are host memory, files and object stores. Only the engine's thread calls the methods.
 
@@ -213,7 +213,7 @@ class Tiering:
 
 
 def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
-    """Return the format in which this engine's chunks are stored.
+    """Return the format in which this engine's chunks (fixed numbers of tokens of a group) are stored.
 
     Raises:
         ConfigError: no chunk of this engine could ever be stored.
