@@ -39,7 +39,10 @@ class Mover(Protocol):
 
 
 class PoolMover:
-    """A mover (benchmarked method of moving bytes) that calls a function for each item in several threads."""
+    """A mover (benchmarked method of moving bytes) that calls a function once per item.
+
+    The threads of a pool share the items.
+    """
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ class TierCase:
         depth: number of chunks in flight, or of threads for the host tier.
         target: speed that kvferry should reach, as a share of the limit's speed.
         ours: mover that uses kvferry.
-        limits: movers without kvferry. The fastest of them is the limit.
+        limits: movers without kvferry. The fastest of them is the limit, with which kvferry is compared.
         controls: other movers without kvferry, whose speed helps to explain the result.
     """
 
@@ -43,7 +43,8 @@ class TierSpeed:
         depth: number of chunks in flight, or of threads for the host tier.
         target: speed that kvferry should reach, as a share of the limit's speed.
         ours: times of kvferry in all rounds.
-        limits: times of methods without kvferry. The fastest of them is the limit.
+        limits: times of methods without kvferry. The fastest of them is the limit, with which kvferry is
+            compared.
         controls: times of other methods without kvferry, which help to explain the result.
     """
 
@@ -57,7 +58,7 @@ class TierSpeed:
 
     @property
     def limit(self) -> MoverRounds:
-        """Return the times of the fastest method without kvferry.
+        """Return the times of the method without kvferry with which kvferry is compared.
 
         This is the entry of `limits` with the highest median speed.
         """
@@ -65,12 +66,15 @@ class TierSpeed:
 
     @property
     def ratio(self) -> Spread:
-        """Return kvferry's speed as a multiple of the limit's speed, compared round by round."""
+        """Return kvferry's speed as a multiple of the speed of the fastest method in `limits`.
+
+        The speeds are compared round by round.
+        """
         return self.ours.times(self.limit)
 
     @property
     def reached(self) -> bool:
-        """Return whether kvferry reaches the target: the median of `ratio` is at least `target`."""
+        """Return whether kvferry reaches its target speed: the median of `ratio` is at least `target`."""
         return self.ratio.median >= self.target
 
 

@@ -92,7 +92,7 @@ def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
 
     The gain is kvferry's speed at a larger depth as a multiple of its speed at the smallest depth. The
     controls are methods without kvferry that help to explain the result. Their speed at the smallest depth is
-    printed as a share of the limit's speed.
+    printed as a share of the limit: the speed of the method with which kvferry is compared.
     """
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tier", "direction"):

@@ -47,7 +47,10 @@ class SimulatedEngine:
 
     @property
     def span(self) -> LoadSpan:
-        """Return the range of tokens to load: the first `tokens` tokens of a prompt with one more token."""
+        """Return the range of tokens to load: all tokens of the prompt except its last token.
+
+        The request's length `tokens` does not include the last token, which the engine computes.
+        """
         return span_of(self.tokens)
 
     @property

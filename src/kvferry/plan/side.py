@@ -98,7 +98,10 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
 
 
 def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
-    """Return an engine's parallel sizes, block sizes, KV cache groups and layout, as vLLM would choose them.
+    """Return all settings that decide an engine's memory layout, with vLLM's choice for those not requested.
+
+    The settings are the parallel sizes, the KV cache groups, the block sizes, the axis order, and the number
+    of blocks.
 
     Args:
         reading: description of the model's KV cache.
