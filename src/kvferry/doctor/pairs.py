@@ -150,7 +150,10 @@ def _fact_of(difference: str) -> str:
 
 
 def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
-    """Report whether two engines are on one machine, and the measured speed and latency between them.
+    """Report whether two engines are on one machine, and what was measured about their connection.
+
+    The finding gives the latency of both control channels, as seen from this machine. If the engines are on
+    one machine, it also gives the speed of READs between two processes of this machine.
 
     Args:
         there: description of the engine that has the KV.

@@ -74,7 +74,7 @@ class LayerCache:
     def whole_bytes(self) -> int:
         """Bytes of one stored entry, over all heads.
 
-        An entry stands for `state_tokens` tokens. For recurrent state, it is the state at one position.
+        An entry stands for `state_tokens` tokens. For recurrent state, an entry is the state at one position.
         """
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 

@@ -137,7 +137,7 @@ class ChunkCopies:
         )
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return the strided copies of a cell (run of tokens) as they apply to the rank's block pool.
+        """Return the strided copies of a cell (run of tokens) for use with the rank's block pool.
 
         Copies with negative strides are replaced by equivalent ones without, because tensor views do not
         allow negative strides.
