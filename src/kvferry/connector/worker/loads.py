@@ -33,10 +33,7 @@ class Settled:
 
 
 class Joined:
-    """Combines the results of the loads of one attempt, each of which loads a part of the same prefix.
-
-    It keeps the results of several attempts at a time.
-    """
+    """Collects the results of loads by attempt. All loads of an attempt load parts of the same prefix."""
 
     def __init__(self) -> None:
         self._heard: dict[str, list[str | None]] = {}

@@ -97,7 +97,10 @@ class ChunkMover:
         return _taken(self._moved)
 
     def ended(self) -> list[LoadEnd]:
-        """Return the loads since the last call that have nothing left to copy, and clear them."""
+        """Return the loads that have ended since the last call, with the reasons of failures, and clear them.
+
+        A load has ended when none of its chunks is left to copy.
+        """
         return _taken(self._ended)
 
     def close(self) -> None:
