@@ -26,7 +26,7 @@ class Location:
 
     Attributes:
         text: description of the location, for messages.
-        key: value for comparison; two tiers of one kind with equal keys have the same chunks.
+        key: tuple for comparison. Two tiers of one kind with equal keys have the same chunks.
     """
 
     text: str

@@ -82,7 +82,7 @@ class CacheTotals:
 
 @dataclass(frozen=True)
 class BadChunk:
-    """A file that failed a check.
+    """A chunk file that failed a check.
 
     Attributes:
         path: path or URL of the file.

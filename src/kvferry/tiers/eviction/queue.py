@@ -9,10 +9,10 @@ from collections.abc import Iterable
 class ByteQueue:
     """A queue of chunk keys and the sizes of the chunks, ordered from the oldest to the newest key.
 
-    A pinned key, which must not be evicted, has no place in the order, but its size counts in `total`.
+    A pinned key, which must not be evicted, has no place in the order, but its chunk counts in `total`.
 
     Methods that move one key take constant time. They raise KeyError if the key is not in the queue. `pin`
-    also raises KeyError for a pinned key, and `unpin` for an unpinned one.
+    also raises KeyError for a pinned key, and `unpin` for an unpinned key.
 
     Attributes:
         total: total bytes of the chunks of all keys, pinned or not.
@@ -37,7 +37,7 @@ class ByteQueue:
         return len(self._unpinned)
 
     def push(self, key: bytes, size: int) -> None:
-        """Add a key as the newest one, for a chunk of `size` bytes. The key must not be in the queue yet."""
+        """Add a key as the newest, for a chunk of `size` bytes. The key must not be in the queue yet."""
         self._unpinned[key] = size
         self.total += size
 
@@ -63,7 +63,7 @@ class ByteQueue:
         self._pinned[key] = self._unpinned.pop(key)
 
     def unpin(self, key: bytes) -> None:
-        """Put a pinned key back into the order, as the newest key."""
+        """Make a pinned key available to `pop` again, as the newest key of the queue."""
         self._unpinned[key] = self._pinned.pop(key)
 
     def move(self, key: bytes, to: ByteQueue) -> None:

@@ -72,7 +72,7 @@ def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
 
     Raises:
         ChunkError: the file is damaged, or contains the chunk of another key.
-        OSError: the file cannot be read, or its header was wrong only when `read_chunk` read it.
+        OSError: the file cannot be read, or its header has changed since `read_chunk` read it.
     """
     set_direct(fd, on=False)
     header = read_header(fd)
@@ -110,7 +110,7 @@ def read(fd: int, offset: int, size: int) -> Buffer:
 
 
 class _ProgressiveRead:
-    """A reader of a chunk file that reads the file in pieces, each when its bytes are needed.
+    """A reader of a chunk file that reads the file in pieces, each piece when its bytes are needed.
 
     Args:
         fd: descriptor of the file.

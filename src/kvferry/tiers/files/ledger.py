@@ -97,7 +97,8 @@ class Ledger:
     Any thread may use the object.
 
     Args:
-        root: path of the directory. It must stay on the device where it was when the ledger was first held.
+        root: path of the directory. After the first use of the ledger, the directory must stay on the same
+            device.
         lock_seconds: default time to wait for other threads and processes.
         clock: function that returns monotonic seconds.
         sleep: function that waits a number of seconds.

@@ -170,7 +170,7 @@ def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: Directo
 
 
 def _check_again(root: str) -> None:
-    """Check that a directory can still be used after another directory has replaced it at the same path.
+    """Check that a file tier can use the directory that has replaced the previous one at the same path.
 
     Raises:
         OSError: the directory cannot be used.

@@ -59,7 +59,10 @@ class FileSettings(StorageSettings, frozen=True):
 
     @property
     def location(self) -> Location:
-        """The location of the chunks: the absolute path of the directory, or a text for the default one."""
+        """The location of the chunks in the file system.
+
+        It is the absolute path of the directory, or a fixed text if the default directory is used.
+        """
         if self.path is None:
             return Location("the default directory", ())
         path = os.path.abspath(self.path)

@@ -146,7 +146,10 @@ class FileTier(StorageTier):
         return self._usage.read(empty=not len(self._listed))
 
     def refresh(self) -> int:
-        """Update the known keys from the folders that changed. Return the number of these folders."""
+        """Read the folders that changed, and update the keys of known chunks.
+
+        Return the number of these folders.
+        """
         return self._index.refresh()
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:

@@ -31,8 +31,8 @@ class UsageReader:
         """Return the current usage of the directory. If a value cannot be read, return its last known value.
 
         Args:
-            empty: whether the namespace (scope of chunk keys) of this process has no chunks. Only then is
-                another namespace with the same model name looked up.
+            empty: whether the namespace (scope of chunk keys) of this process has no chunks. If so, the
+                result names another namespace with the same model name, if there is one.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
         self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")

@@ -33,7 +33,7 @@ def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float])
 
 
 def _mark_used(root: str, path: str, latest: int, now: int) -> int:
-    """Set the modification time (time of last use) of a file to now, but later than the previous file's.
+    """Set the modification time (last use) of a file to now, but later than that of the previous file.
 
     A recent time that is later than that of the previous file is kept.
 

@@ -76,7 +76,7 @@ class Arena:
         """Map the file of an arena into this process. Call `create` or `attach` instead.
 
         Args:
-            fd: descriptor of the file. `close` closes it.
+            fd: descriptor of the file, which `close` closes.
             name: handle with which other processes attach.
         """
         self._fd = fd

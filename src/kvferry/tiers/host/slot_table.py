@@ -78,7 +78,7 @@ class SlotTable:
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: Sequence[int]) -> None:
-        """Create a table whose slots are all FREE.
+        """Create a table of slots (memory of one chunk each) that are all FREE.
 
         Args:
             capacity_bytes: bytes of the arena (host memory that holds the chunks).
@@ -184,7 +184,7 @@ class SlotTable:
     def evict(self, key: bytes) -> ResidentChunk:
         """Evict a READY (readable) chunk and return it.
 
-        The slot of the chunk becomes FREE. If a read still holds the slot, it becomes EVICTED until the last
+        The slot of the chunk becomes FREE. If a read still holds the slot, the slot is EVICTED until the last
         read ends.
 
         Raises:
@@ -197,8 +197,8 @@ class SlotTable:
     def clear(self) -> int:
         """Evict all chunks, and return the number of chunks that were being filled.
 
-        A slot becomes FREE. If a read or a fill still holds the slot, it becomes EVICTED until the last hold
-        is released.
+        Each slot becomes FREE. If a read or a fill still holds a slot, the slot is EVICTED until the last
+        hold is released.
         """
         for key in list(self.ready):
             self.evict(key)
@@ -223,7 +223,9 @@ class SlotTable:
         return []
 
     def check_integrity(self) -> None:
-        """Check that all slot states are consistent. The time is proportional to the number of chunks.
+        """Check that the states of all slots (memory of one chunk each) are consistent.
+
+        The time is proportional to the number of chunks.
 
         Raises:
             AssertionError: a state is inconsistent; the message describes it.
@@ -264,7 +266,15 @@ class SlotTable:
         return Slot(chunk.key, chunk.group, chunk.offset, serial)
 
     def _let_go(self, slot: Slot, holds: dict[int, ResidentChunk]) -> ResidentChunk:
-        """Release a hold and return its chunk. Raises KeyError if the hold was released before."""
+        """Release a hold, which protects a chunk's memory from reuse, and return the chunk.
+
+        Args:
+            slot: hold to release.
+            holds: held chunk by serial number of the hold: either `_fills` or `_reads`.
+
+        Raises:
+            KeyError: the hold was released before.
+        """
         chunk = holds.pop(slot.serial)
         chunk.holds -= 1
         self._free_if_over(chunk)

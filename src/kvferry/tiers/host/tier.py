@@ -158,7 +158,7 @@ class HostTier:
         """Hold a chunk for reading, but count neither a use nor a miss.
 
         A held chunk stays in its memory until `close`. Use this method for copies to another tier, and for
-        loads for which `open` has already counted a miss.
+        loads if `open` has already counted a miss.
 
         Returns:
             The hold, which the caller must pass to `close`; None if the tier does not have the chunk.

@@ -85,7 +85,7 @@ class KeyTable:
         return 1 << self._tiers - 1
 
     def update(self, tag: int, *, keep: int = ALL_TIERS, add: int = 0) -> int:
-        """Change the tier bits of a chunk, which say which tiers have it, to ``(bits & keep) | add``.
+        """Change which tiers have a chunk: set its tier bits (one bit per tier) to ``(bits & keep) | add``.
 
         Args:
             tag: tag (last 8 bytes) of the chunk's key, as `tag_of` returns it.

@@ -111,7 +111,7 @@ class ListedKeys:
                 known[key] = self._listings[key[0]]
 
     def _remove_unlisted(self, part: int) -> None:
-        """Remove the keys whose first byte is `part` and that the latest listing did not show."""
+        """Remove the known keys with first byte `part` that the latest listing did not show."""
         with self._lock:
             known, latest = self._keys[part], self._listings[part]
             missing = [key for key, listing in known.items() if listing < latest]

@@ -70,6 +70,9 @@ class TierKeys:
             self._evicted.add(key)
 
     def clear(self) -> None:
-        """Remove all keys and forget the evicted ones. The time is proportional to the size of the table."""
+        """Remove all keys, and forget which keys were recently evicted.
+
+        The time is proportional to the size of the table.
+        """
         self.table.clear(self.bit)
         self._evicted = RecentlyEvicted()

@@ -19,10 +19,11 @@ _FAILURES = 3
 
 
 class GuardedBucket:
-    """A bucket with one circuit breaker for reads and one for writes. Any thread may use it.
+    """Access to a bucket through one circuit breaker for reads and another for writes.
 
     A *circuit breaker* refuses requests for a while after several have failed. Reads and writes pause
-    separately, because a store may allow only one of them, or have capacity for only one.
+    separately, because a store may allow only one of them, or have capacity for only one. Any thread may use
+    the object.
 
     Args:
         bucket: client that makes the requests.

@@ -123,10 +123,10 @@ class BucketIndex:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
-        """List the objects of the namespace, and yield them as pages of the listing.
+        """List the objects of the namespace (scope of chunk keys), and yield them as pages of the listing.
 
-        If a name that obstore cannot read breaks the listing, list each of the 256 folders separately, and
-        skip the broken ones.
+        If obstore cannot read the name of an object, the listing fails. Then list each of the 256 folders
+        separately, and skip folders with such a name.
         """
         folder = self._namespace.digest.hex()
         try:

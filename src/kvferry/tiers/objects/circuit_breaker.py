@@ -28,16 +28,16 @@ class _CircuitState(Enum):
 class CircuitBreaker:
     """Admits requests to a store, and refuses them for a while after several have failed.
 
-    Any thread may use it.
+    Any thread may use the object.
 
     ::
 
         CLOSED --failures in a row--> OPEN --pause_seconds, first to ask--> HALF_OPEN --it worked--> CLOSED
                                        ^---------------------------------it failed---'
 
-    An admitted request gets a *ticket*, the number of changes of state so far, and must return it with its
-    outcome. An outcome is ignored if the state has changed since the ticket was given. So when many requests
-    wait for a dead store, the last ones to fail do not prolong the pause.
+    An admitted request gets a *ticket* (number of state changes so far), and must return it with the outcome
+    of the request. The outcome is ignored if the state has changed since the ticket was given. So when many
+    requests wait for a dead store, the last failures do not prolong the pause.
 
     Args:
         failures: number of consecutive failures that opens the breaker.

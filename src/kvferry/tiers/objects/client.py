@@ -308,7 +308,8 @@ def _said(error: Exception, options: Mapping[str, str]) -> str:
 
     Args:
         error: error of obstore.
-        options: values of options by name. The values may be secret, so the text contains ``<name>`` instead.
+        options: options of the client by name. The text contains ``<name>`` instead of the value, which may
+            be secret.
     """
     said = str(error).partition("\n\nDebug source")[0]
     for name, value in options.items():

@@ -66,7 +66,10 @@ class ObjectSettings(StorageSettings, frozen=True):
 
     @property
     def trial_seconds(self) -> float:
-        """Time limit for `try_out`, in seconds: three requests, and some time to connect."""
+        """Time limit for a trial write (`try_out`), in seconds.
+
+        It allows for three requests and for connecting.
+        """
         return 4 * self.timeout_seconds
 
     def try_out(self) -> TrialResult:
