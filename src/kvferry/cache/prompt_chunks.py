@@ -121,7 +121,7 @@ class PromptChunks:
         return coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
-        """Yield the chunks that are needed to load a prefix, or a part of a prefix, in the order of the prompt.
+        """Yield the chunks that are needed to load a prefix or a part of it, in the order of the prompt.
 
         Args:
             found: result of `look_up`.
