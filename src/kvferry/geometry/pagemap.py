@@ -50,8 +50,8 @@ class PageMap:
             kernel blocks (blocks as the attention kernel addresses them), kernel blocks are counted. A group
             of recurrent state has one head and one token, and the content is the whole snapshot.
         strides: bytes between neighbours along each of these five axes.
-        kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks ``[b·kernels,
-            (b+1)·kernels)``.
+        kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks
+            ``[b·kernels, (b+1)·kernels)``.
     """
 
     address: int
