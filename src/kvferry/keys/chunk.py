@@ -97,8 +97,8 @@ class ChunkKeys:
             items: multimodal items of the request, in any order. Items may lie beyond the tokens given so
                 far. An item affects the key of the chunk in which it begins, and thus all later keys.
             lora: digest or other identity of the LoRA adapter's weights; empty without an adapter. A name is
-                not enough, because two adapters can have one name.
-            salt: cache salt of the tenant; empty without one. Another salt gives other keys.
+                not enough, because two adapters can have equal names.
+            salt: cache salt of the tenant; empty without a salt. Different salts give different keys.
 
         Raises:
             Unnameable: a token id does not fit into 4 bytes, or `chunk_tokens` is below 1.
@@ -199,8 +199,8 @@ class ChunkKeys:
     def _before(self, index: int) -> bytes:
         """Return the key from which the key of chunk `index` is derived.
 
-        This is the key of the chunk before. For the first chunk, it is a digest of the chunk size, the LoRA
-        adapter and the cache salt.
+        This is the key of the previous chunk. The key of the first chunk is derived from a digest of the
+        chunk size, the LoRA adapter and the cache salt.
         """
         return self._chunks[index - 1] if index else self._root
 
@@ -211,7 +211,7 @@ def _count(number: int) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """Encode a text as its length and its UTF-8 bytes. Lone surrogates, as JSON may have, are allowed."""
+    """Encode a text as its length in bytes and its UTF-8 bytes. Lone surrogates (from JSON) are allowed."""
     data = text.encode("utf-8", "surrogatepass")
     return _count(len(data)) + data
 

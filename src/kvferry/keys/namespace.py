@@ -263,8 +263,8 @@ def _name(where: str, key: Any) -> str:
 def _encodable(where: str, text: str) -> str:
     """Check that a text has no surrogates, and return the text unchanged.
 
-    A pair of surrogates has the same JSON as the character that the pair encodes. Two different texts would
-    then have one digest.
+    A pair of surrogates has the same JSON as the character that the pair encodes, so two different texts
+    would have equal digests.
 
     Args:
         where: dotted path of the text in the facts, for messages.

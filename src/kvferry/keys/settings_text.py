@@ -55,8 +55,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}
 
-    A model's own code may put objects into its configuration. They are read by their attributes, because
-    Python prints an object differently in every process.
+    A model's own code may put objects into its configuration. Such objects are represented by their
+    attributes, because Python prints an object differently in every process.
 
     >>> from types import SimpleNamespace
     >>> settings_of({"blocks": [SimpleNamespace(heads={2, 10})], "first": SimpleNamespace(heads=2)})

@@ -116,7 +116,7 @@ class PoolDescriptors:
 
 
 def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
-    """Merge the `CellCopy` objects that have equal cell offsets, and leave out those without strided copies.
+    """Merge the `CellCopy` objects that have equal cell offsets. Leave out objects without strided copies.
 
     >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
     >>> joined([k, v, CellCopy((0, 3), (0,), ())])

@@ -175,8 +175,8 @@ def cells_to_load(
         chunk_tokens: number of tokens per chunk.
         group: attention pattern of the route's destination group.
         span: tokens of the whole load.
-        numbers: numbers, in the prompt, of the chunks in the buffer, ascending. They may be a part of the
-            load's chunks. For a snapshot (recurrent state at one position), exactly one number.
+        numbers: numbers, in the prompt, of the chunks in the buffer, ascending. The buffer may hold only a
+            part of the load's chunks. For a snapshot (recurrent state at one position), exactly one number.
         table: block ids of the destination group by position, int64 of shape (blocks,).
 
     Raises:

@@ -176,9 +176,9 @@ class Coverage:
     def nearest_boundary(self) -> int | None:
         """Length in tokens of the unusable prefix that comes closest to being usable.
 
-        Only prefixes that are longer than the longest usable prefix and end at the end of a chunk count. The
-        closest prefix is the one for which the fewest groups lack chunks. If several prefixes are equally
-        close, the property has the shortest length. It is None if there is no such prefix.
+        The candidates are longer than the longest usable prefix and end at the end of a chunk. The closest
+        candidate is the prefix for which the fewest groups lack chunks. If several candidates are equally
+        close, the shortest is taken. The length is None if there is no candidate.
         """
         at = self._better()
         return None if at is None else int(self.ends[at])

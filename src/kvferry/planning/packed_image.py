@@ -226,7 +226,8 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
         cuts: addresses that no merged range may cross.
 
     Returns:
-        (address, length in bytes) of the merged ranges, int64 of shape (merged ranges,), by address.
+        (address, length in bytes) of the merged ranges, each int64 of shape (merged ranges,), in ascending
+        order of address.
     """
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate((start + length)[order])

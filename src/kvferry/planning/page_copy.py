@@ -45,8 +45,8 @@ class PageCopy:
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
     """Return the reasons why pages of `src` cannot be copied to pages of `dst`, one sentence each.
 
-    The list is empty if they can be copied. The two sides may hold different ranges of an axis such as heads,
-    because a transfer can reshard.
+    The list is empty if the pages can be copied. The two sides may hold different ranges of an axis such as
+    heads, because a transfer can reshard.
     """
     if bool(src.block_tokens) != bool(dst.block_tokens):
         return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
@@ -80,8 +80,8 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> PageCopy:
     """Compute the copy of a cell from a page of format `src` to a page of format `dst`.
 
-    A cell is the part of a page that is copied as one unit. Its number of tokens is the greatest common
-    divisor of both block sizes.
+    A cell is the part of a page that is copied as one unit. The number of tokens per cell is the greatest
+    common divisor of both block sizes.
 
     Example: blocks of 4 tokens are copied to blocks of 6 tokens, so cells have 2 tokens. A token has one
     element of 2 bytes.
@@ -146,7 +146,7 @@ def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:
     """Return the byte offsets of the elements of an axis that both sides hold.
 
     Args:
-        src, dst: range of the axis that each side holds, and its strides there.
+        src, dst: description of the axis on each side: the range that the side holds, and the strides.
 
     Returns:
         (offsets at the source, offsets at the destination), int64 of shape (elements,).

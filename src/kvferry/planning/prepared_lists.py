@@ -37,7 +37,7 @@ class DescriptorIndices:
 
 @dataclass(frozen=True, slots=True)
 class TransferCounts:
-    """Size of one request's transfer over one route (set of layers that are copied alike between two ranks).
+    """The size of one request's transfer over one route (set of layers that are copied alike).
 
     Attributes:
         bytes: number of useful bytes.
@@ -55,7 +55,7 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedEntries:
-    """The range of entries of one transfer method in the descriptor list that is prepared for one side.
+    """The range of entries that one transfer method uses in the prepared descriptor list of one side.
 
     There is one entry for each combination of block, cell (part of a block) and row (contiguous run of bytes
     in a cell). In the list of a staging area, images (packed cells) take the place of blocks.

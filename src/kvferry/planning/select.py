@@ -49,8 +49,8 @@ class LoadSpan:
     def next_token(self) -> int:
         """Position of the first token that the destination computes.
 
-        It is at most the position of the last prompt token. The engine always computes this token, to sample
-        from it, even if its KV is loaded.
+        The position is at most that of the last prompt token. The engine always computes the last prompt
+        token to sample from, even if the KV of this token is loaded.
         """
         return min(self.total, self.prompt - 1)
 
@@ -144,9 +144,8 @@ def partial_block(
 ) -> int | None:
     """Return the position, in the block table, of the destination block whose first tokens are not loaded.
 
-    Return None if every loaded block is loaded from its first token on. In a sliding-window or chunked group,
-    the source may have freed the tokens before the window. Then the window's first block has no content in
-    its first tokens.
+    There may be such a block in a sliding-window or chunked group, because only content from the start of the
+    window on is loaded. The window may begin inside a block. Return None if there is no such block.
 
     >>> span = LoadSpan(0, 300, 300)   # the next token, 299, sees 200..299; content begins at 192
     >>> partial_block(GroupKind.SLIDING, 100, 128, span, 64)

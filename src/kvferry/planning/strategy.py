@@ -111,7 +111,7 @@ class Costs:
     def gap_bytes(self) -> int:
         """Length in bytes of the longest gap between two runs that is cheaper to read than to skip.
 
-        To skip a gap takes one more descriptor.
+        Skipping a gap takes one more descriptor.
         """
         return int(self.read_descriptor_seconds / max(self.read_byte_seconds, 1e-15))
 
@@ -178,8 +178,8 @@ class TransferMethod:
         strategy: direct, over-read or staged.
         work: work per cell.
         image: layout of images; None for the direct strategy.
-        landing: copies from an image in the destination's staging memory into place. They are used if the
-            source packs the image and the destination reads the image whole; None otherwise.
+        landing: copies from an image in the destination's staging memory into place, if the source packs the
+            image and the destination reads the image whole; None otherwise.
     """
 
     strategy: Strategy
@@ -189,7 +189,7 @@ class TransferMethod:
 
     @property
     def scatters(self) -> tuple[PoolCopies, ...] | None:
-        """Copies by which the destination unpacks an image (packed cell); None if it unpacks nothing."""
+        """Copies by which the destination unpacks an image (packed cell); None if it unpacks no image."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.nests
         return self.landing
@@ -268,8 +268,8 @@ def choose_method(
         found: methods to choose from, at least one.
         cells: number of cells (parts of blocks copied as one unit) to transfer.
         costs: costs of the machine.
-        pinned: strategy that the method must have. It is ignored if no method has this strategy. None to
-            choose among all methods.
+        pinned: strategy that the method must have, unless no method has this strategy. None to choose among
+            all methods.
     """
     allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
     return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))

@@ -25,7 +25,9 @@ from kvferry.planning.strided_copy import StridedCopy
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Layers that are read together from one source rank. They share groups, block sizes and block strides.
+    """A set of layers that are read together from one source rank.
+
+    The layers have the same KV cache group, block size and block stride on each side.
 
     A *cell* is the part of a block that is copied as one unit. The number of tokens per cell is the greatest
     common divisor of both block sizes.
@@ -216,7 +218,7 @@ def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry
 
 
 class _Pages:
-    """Numbers page formats, because numbers are faster to compare. Equal formats have the same number.
+    """Assigns numbers to page formats, because numbers are faster to compare. Equal formats share a number.
 
     All numbered formats must live as long as this object, because a format is recognised by its ``id()``.
     """

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
     """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
 
-    Layers of a draft model may be missing at the peer. They cause only a warning in the log.
+    If layers of a draft model are missing at the peer, log a warning.
 
     Args:
         theirs: cards (descriptions with the KV cache geometry) of the peer's ranks.

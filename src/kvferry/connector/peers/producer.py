@@ -102,7 +102,7 @@ class Producer:
         self.port = 0
 
     def start(self, server: ControlServer, pool: BlockPool, workers: int) -> None:
-        """Begin to grant leases and to publish them on the control channel.
+        """Begin to grant leases (promises to keep KV blocks until other engines have read them).
 
         Args:
             server: control channel that answers other engines.
@@ -268,7 +268,7 @@ class Producer:
         return leases
 
     def reset(self) -> None:
-        """Withdraw all offers of KV, and all KV kept for next turns. Other engines must not read it any more.
+        """Withdraw all offers of KV, and all KV kept for next turns, because this KV is no longer valid.
 
         The leases end with the coming step.
         """

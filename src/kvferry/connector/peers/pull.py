@@ -74,7 +74,8 @@ class Pull:
 def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
     """Return (tokens per block, identities of the layers on all ranks) for each KV cache group of an engine.
 
-    The layers identify a group at another engine, which may keep a windowed layer as full attention.
+    Groups of two engines are matched by their layers, because another engine may keep a windowed layer as
+    full attention.
 
     Args:
         ranks: geometry of all ranks of the engine.

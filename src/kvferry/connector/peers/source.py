@@ -56,9 +56,10 @@ def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
 
 
 class PeerSource:
-    """The source of KV from other engines (peers). It bids for requests, and orders the workers to read.
+    """The source that loads KV from other engines (peers), by orders to the workers.
 
-    A bid is the offer of a source to load a part of a prompt. Only the engine's thread calls the methods.
+    For each request, the source makes bids. A bid is the offer of a source to load a part of the prompt. Only
+    the engine's thread calls the methods.
     """
 
     name = PEER
@@ -108,7 +109,8 @@ class PeerSource:
     def __len__(self) -> int:
         """Return the number of unfinished requests for which a peer may hold KV.
 
-        The client has sent an offer with the request, or a peer has kept the KV of an earlier turn.
+        Each of them has arrived with a peer's offer of KV, or a peer keeps KV of an earlier turn of the
+        conversation.
         """
         return len(self._pulls)
 
@@ -149,7 +151,7 @@ class PeerSource:
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return the reason why no peer can serve a request; None if a peer may be able to.
+        """Return the reason why no peer can serve a request; None if a peer may be able to serve it.
 
         The reason is a malformed offer in the request, or that this engine has stopped reading from peers.
         """
@@ -230,9 +232,9 @@ class PeerSource:
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Request) -> None:
-        """Order all workers to read the KV of a load, and first to connect to the peer if it is a new one.
+        """Order all workers to read the KV of a load from its peer, after connecting to a new peer.
 
-        `hand_over` adds these orders to those of the coming step.
+        The workers receive these orders with the coming step, by `hand_over`.
         """
         pull = self._pulls[load.request_id]
         assert pull.grant is not None
@@ -317,7 +319,7 @@ class PeerSource:
             self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. Drop an unanswered question to peers about its earlier turns."""
+        """Forget a request that has ended, and drop an unanswered question to peers about the request."""
         self._turns.drop(request_id)
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)
@@ -348,7 +350,7 @@ class PeerSource:
         used for `UNUSED_SECONDS`.
 
         Args:
-            orders: orders of the coming step to all workers. They are mutated.
+            orders: orders of the coming step to all workers. This object is mutated.
         """
         self._claims.step()
         orders.connects = {name: known.ranks for name, known in self._connects.items()}
@@ -442,9 +444,10 @@ class PeerSource:
         return None
 
     def _last_bid(self, request: Request) -> tuple[Bid | None, int]:
-        """Return the last offer (bid) that `bids` made for a request, and the number of tokens up to its end.
+        """Return the last offer to load KV for a request, and the position at which the offer ends.
 
-        The number counts from the start of the prompt. Return (None, 0) if there was no offer.
+        The offer (bid) is the last result of `bids`. The position is a number of tokens from the start of the
+        prompt. Return (None, 0) if there was no offer.
         """
         pull = self._pulls.get(request.request_id)
         if pull is not None:
@@ -464,7 +467,12 @@ class PeerSource:
         return Bid(pull.peer, (Part(PEER, tokens),), isinstance(peer, Pending))
 
     def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
-        """Return the reason why a peer cannot be read from; None if it can."""
+        """Return the reason why KV cannot be read from a peer; None if it can be read.
+
+        Args:
+            pull: state of the exchange with the peer.
+            peer: description of the peer, from the handshake.
+        """
         if (reason := pull.mismatch(peer)) is not None:
             return reason
         late = self._pins.late_blocks(pull.peer)

@@ -100,8 +100,8 @@ class TurnFinder:
 def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
     """Return the number of tokens whose KV a prompt can use from the KV that a peer keeps.
 
-    Return 0 if they are too few to continue from. The last token of the prompt is never counted, because the
-    engine always computes it.
+    Return 0 if the prompt cannot continue from so few tokens. The last token of the prompt is never counted,
+    because the engine always computes this token.
 
     Args:
         content: names of the prompt's content.

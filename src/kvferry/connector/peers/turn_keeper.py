@@ -71,7 +71,7 @@ class TurnKeeper:
         seconds: float,
         share: float,
     ) -> None:
-        """Create a keeper without turns (KV of finished requests). It keeps none until `start` is called.
+        """Create a keeper that keeps no turns (KV of finished requests) until `start` is called.
 
         Args:
             engine: facts about the engine.
@@ -102,7 +102,7 @@ class TurnKeeper:
         Args:
             index: index in which peers look up turns.
             pool: the engine's block pool.
-            workers: number of workers. Each must confirm that a lease has ended before its blocks are freed.
+            workers: number of workers. All must confirm that a lease has ended before its blocks are freed.
         """
         self._index, self._pins, self._pool = index, Pins(workers), pool
 

@@ -19,8 +19,8 @@ from kvferry.transport.lease import LeaseBook
 class UnclaimedLeases:
     """Chooses the unclaimed leases that end early because requests of this engine wait for blocks.
 
-    A lease keeps KV blocks allocated for another engine. It is unclaimed until that engine has asked for the
-    blocks. Only the engine's thread calls the methods.
+    A lease keeps KV blocks allocated for another engine. The lease is unclaimed until the other engine asks
+    for the blocks. Only the engine's thread calls the methods.
 
     Attributes:
         seconds: minimum seconds that an unclaimed lease lasts. After this time the lease may be ended early.

@@ -25,7 +25,7 @@ def open_tiers(
     Args:
         tiers: settings of the tiers, the fastest first.
         named: function that returns the namespace of the chunk keys (facts about model and storage format).
-            It is called at most once if it succeeds, and only if there is a tier.
+            The function is called only if there is a tier, and not again after it has succeeded.
         table: table of chunk keys that all tiers share.
 
     Returns:

@@ -103,9 +103,10 @@ class _Brought:
 
 
 class TierSource:
-    """The source of KV from this engine's tiers. It bids for requests, and orders the loads of chunks.
+    """The source that loads KV from this engine's tiers, in chunks (fixed numbers of tokens).
 
-    A bid is the offer of a source to load a part of a prompt. Only the engine's thread calls the methods.
+    For each request, the source makes bids. A bid is the offer of a source to load a part of the prompt. Only
+    the engine's thread calls the methods.
     """
 
     name = TIERS
@@ -154,7 +155,7 @@ class TierSource:
     def arrived(self, request: Request, bidding: Bidding) -> bool:
         """Compute the chunk keys of a new request. Return True if the tiers may be able to serve the request.
 
-        They cannot serve a request whose content has no certain name.
+        The tiers cannot serve a request whose content has no certain name.
 
         Args:
             request: new request.
@@ -247,7 +248,7 @@ class TierSource:
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return the reason why the tiers made no offer (bid) to load tokens of a request's prompt.
 
-        If chunks are missing, the result names them, with the reason as far as the tiers remember it.
+        If chunks are missing, the result names these chunks and, if the tiers remember it, the reason.
         """
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
@@ -259,8 +260,8 @@ class TierSource:
     def room(self, bid: Bid, blocks: int) -> bool:
         """Return True: a load from tiers may always begin.
 
-        Chunks that arrive after the load's deadline stay in host memory. They are not copied to KV blocks, so
-        no blocks have to wait for them.
+        Chunks that arrive after the load's deadline stay in host memory and are not copied to KV blocks. So a
+        late load keeps no blocks allocated.
         """
         return True
 
@@ -342,7 +343,7 @@ class TierSource:
         """Order the ranks to copy the chunks that have arrived, and to end the loads that are complete.
 
         Args:
-            orders: orders of the coming step to all ranks. They are mutated.
+            orders: orders of the coming step to all ranks. This object is mutated.
         """
         chunks = orders.chunks
         for loading in list(self._loading.values()):
@@ -388,8 +389,8 @@ class TierSource:
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[Part, ...]:
         """Return the number of prompt tokens that each tier provides for an offer to load.
 
-        The tokens are counted in the KV cache group that needs most chunks. A chunk that no tier holds is not
-        needed. It is counted as a chunk in host memory.
+        The tokens are counted in the KV cache group that needs the most chunks. A chunk that no tier holds is
+        not needed, and is counted as a chunk in host memory.
 
         Args:
             found: result of the look-up of the request's chunks.
@@ -407,9 +408,9 @@ class TierSource:
     def _keeps_windows(self, tokens: int) -> bool:
         """Return True if, after a load of the whole prompt, its last token can still be computed.
 
-        The engine computes the last prompt token again. By then it has freed the blocks to which the next
-        token does not attend. In groups with windows, these may contain tokens that the last prompt token
-        needs.
+        The engine computes the last prompt token again, after it has freed the blocks to which the next token
+        does not attend. In groups with windows, these blocks may contain tokens that the last prompt token
+        attends to.
 
         Args:
             tokens: length of the prompt in tokens.

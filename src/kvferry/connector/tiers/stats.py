@@ -75,7 +75,7 @@ class TierEvents:
             self.events.emit(event)
 
     def _signs(self) -> tuple[object, ...]:
-        """Return a value that differs from the last one if any tier has changed.
+        """Return a value that changes whenever the content or the counts of any tier change.
 
         The call takes about a microsecond.
         """

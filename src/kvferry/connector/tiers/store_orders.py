@@ -169,7 +169,10 @@ class StoreOrders:
         self._rank(request_id)
 
     def start_anew(self) -> None:
-        """Forget the chunks of ended requests that are still to be marked as used. The cache was reset."""
+        """Forget the chunk keys of ended requests, because the cache was reset.
+
+        The chunks will not be marked as used.
+        """
         self._ended.clear()
 
     def _rank(self, request_id: str) -> None:
