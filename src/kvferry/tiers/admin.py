@@ -13,7 +13,7 @@ from kvferry.tiers.paths import CacheEntry
 
 @dataclass(frozen=True, slots=True)
 class SpaceUsage:
-    """The space that a cache uses, in bytes. A value is None if it does not exist or cannot be read.
+    """The space that a cache uses, in bytes. A value is None if it is unknown.
 
     Attributes:
         capacity: maximum bytes of all files together.

@@ -11,8 +11,8 @@ from threading import Lock
 class PutOutcome(StrEnum):
     """The outcome of storing a chunk in a tier.
 
-    After `STORED` and `PRESENT`, the tier has the chunk. After any other outcome it does not: the chunk is
-    *dropped*.
+    After `STORED` and `PRESENT`, the tier has the chunk. After any other outcome, the chunk is *dropped*: the
+    tier does not have it.
     """
 
     STORED = "stored"

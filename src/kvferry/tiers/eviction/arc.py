@@ -48,7 +48,7 @@ class ARC(EvictionPolicy):
             self._frequent.make_newest(key)
 
     def evict(self) -> bytes | None:
-        """Remove and return the key to evict; None if all keys are pinned.
+        """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
         The ARC paper calls this REPLACE.
         """

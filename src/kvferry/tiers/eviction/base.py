@@ -64,11 +64,11 @@ class EvictionPolicy(ABC):
         return sum(queue.total for queue in self._resident)
 
     def __len__(self) -> int:
-        """Return the number of admitted keys."""
+        """Return the number of admitted keys, pinned or not."""
         return sum(map(len, self._resident))
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the key is admitted. The remembered key of an evicted chunk is not admitted."""
+        """Return whether the key is admitted: added by `admit`, and neither evicted nor removed since."""
         return any(key in queue for queue in self._resident)
 
     def admit(self, key: bytes, size: int) -> None:
@@ -119,7 +119,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def evict(self) -> bytes | None:
-        """Remove and return the key to evict; None if all keys are pinned."""
+        """Choose a key to evict, remove it from the policy, and return it; None if all keys are pinned."""
 
     def check_integrity(self) -> None:
         """Check that all queues are consistent. The time is proportional to the number of keys.

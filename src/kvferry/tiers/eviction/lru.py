@@ -26,7 +26,7 @@ class LRU(EvictionPolicy):
         self._queue.make_newest(key)
 
     def evict(self) -> bytes | None:
-        """Remove and return the least recently used key; None if all keys are pinned."""
+        """Remove the least recently used key from the policy, and return it; None if all keys are pinned."""
         return self._queue.pop()[0] if self._queue.unpinned else None
 
     def _place(self, key: bytes, size: int) -> None:

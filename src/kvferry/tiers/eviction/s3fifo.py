@@ -50,7 +50,7 @@ class S3FIFO(EvictionPolicy):
         del self._uses[key]
 
     def evict(self) -> bytes | None:
-        """Remove and return the key to evict; None if all keys are pinned.
+        """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
         On average, the time of a call is proportional to the number of uses recorded since the last call.
         """
@@ -62,7 +62,11 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check the queues, the bytes of remembered keys, and the counts of uses. Raises AssertionError."""
+        """Check that the queues, the bytes of remembered keys, and the counts of uses are valid.
+
+        Raises:
+            AssertionError: a check fails.
+        """
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")

@@ -144,8 +144,8 @@ class DirectorySpace:
             size: number of bytes that were reserved for the file.
 
         Returns:
-            True if the file was renamed. False if the final name was in use: then the file was removed, and
-            its bytes are available again.
+            True if the file was renamed. False if a file with the final name exists; then the complete file
+            is removed, and its bytes are subtracted from the bytes in use.
 
         Raises:
             LockTimeout: other threads or processes held the ledger for too long. The file still exists.
@@ -234,7 +234,7 @@ class DirectorySpace:
         return fd, path
 
     def _evict_to(self, account: HeldLedger, goal: int) -> bool:
-        """Evict files that the last walk listed until at most `goal` bytes are in use.
+        """Evict files until at most `goal` bytes are in use, or until the last walk's list is used up.
 
         Args:
             account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.

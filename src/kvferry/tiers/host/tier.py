@@ -76,7 +76,7 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """Number of bytes in all slots (memory of one chunk each) that are not free."""
+        """Number of bytes in all slots (memory of one chunk each) that are allocated."""
         return self._slots.slabs.used_bytes
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:

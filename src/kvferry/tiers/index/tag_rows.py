@@ -144,16 +144,13 @@ class TagRows:
 
 
 def row_of(tag: int) -> int:
-    """Return a number whose lowest bits are the index of the row for a tag (last 8 bytes of a chunk key).
+    """Return a hash of a tag (last 8 bytes of a chunk key). Its lowest bits are the index of the tag's row.
 
-    The tags of one chunk's groups differ in the last byte only. Their rows are far apart.
+    The tags of one chunk's groups differ in the last byte only. The hash puts them into distant rows.
     """
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 
 
 def _rows_of(tags: Tags) -> Tags:
-    """Return `row_of` for each tag, modulo 2^64.
-
-    The lowest bits of a result are the index of the tag's row.
-    """
+    """Return the hash `row_of` of each tag, modulo 2^64, as an array of the same shape."""
     return tags + (tags >> _LAST) * np.uint64(_SPREAD)

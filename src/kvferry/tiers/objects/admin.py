@@ -81,7 +81,12 @@ class BucketAdmin(CacheAdmin):
         return SpaceUsage()
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove the oldest chunks and quarantined objects, by time of storing, down to `capacity` bytes.
+        """Remove chunks and quarantined objects until at most `capacity` bytes remain, the oldest first.
+
+        The age of an object counts from the time of storing.
+
+        Args:
+            capacity: maximum bytes of all kvferry objects that remain. It must not be None.
 
         Raises:
             ConfigError: `capacity` is None, or the store cannot be used.

@@ -237,7 +237,8 @@ class BucketClient:
 def _asking() -> Iterator[None]:
     """Return a context manager for a request, which converts errors to FileNotFoundError or `Unavailable`.
 
-    In a process that was forked from one that used object storage, entering the context raises `Unavailable`.
+    In a process that was forked after the first use of object storage, entering the context raises
+    `Unavailable`.
     """
     if _first_user() != os.getpid():
         # A forked process does not have the client's threads, so a request would wait forever.

@@ -45,7 +45,7 @@ class ObjectSettings(StorageSettings, frozen=True):
     def location(self) -> Location:
         """The location of the chunks: the URL with all options.
 
-        Options such as the endpoint are part of the location.
+        Options belong to the location, because an option such as the endpoint can select another store.
         """
         url = self.url.rstrip("/")
         return Location(url, (url, *(f"{name}={value}" for name, value in sorted(self.options.items()))))
