@@ -136,11 +136,11 @@ def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
 
 
 def _differences(where: str, a: Any, b: Any) -> Iterator[str]:
-    """Yield one sentence for each difference between two values of facts.
+    """Yield one sentence for each difference between the values that a fact has in two namespaces.
 
     Args:
-        where: dotted path of the values in the facts; empty for the facts as a whole.
-        a, b: values of the first and of the second namespace.
+        where: dotted path of the values in the facts; empty if all facts are compared.
+        a, b: values in the first and in the second namespace.
     """
     if isinstance(a, dict) and isinstance(b, dict):
         for name in sorted(a.keys() | b.keys()):

@@ -187,8 +187,8 @@ class Coverage:
     def missing(self) -> tuple[MissingChunk, ...]:
         """First missing chunk of each group that lacks chunks for the prefix of `nearest_boundary` tokens.
 
-        This prefix is the unusable prefix that comes closest to being usable. The tuple is empty if
-        `nearest_boundary` is None.
+        `nearest_boundary` is the length of the unusable prefix that comes closest to being usable. The tuple
+        is empty if `nearest_boundary` is None.
         """
         at = self._better()
         if at is None:
@@ -368,7 +368,8 @@ def chunks_to_load(
 def _chunks(tokens: tuple[int, int], kind: GroupKind, chunked: ChunkedPrompt) -> Int64s:
     """Return the indices of the chunks that hold the tokens ``[low, high)``, int64, ascending.
 
-    In a state group, only the last of these chunks is returned, because the snapshot lies at its end.
+    In a state group, only the last of these chunks is returned. The snapshot (recurrent state at one
+    position) lies at the end of that chunk.
 
     Args:
         tokens: (low, high): first token, and token after the last.

@@ -161,7 +161,8 @@ def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
         length: length of every run in bytes.
 
     Returns:
-        (largest number of consecutive runs that are adjacent, number of neighbours that are not adjacent).
+        (largest number of consecutive runs that are all adjacent, number of pairs of consecutive runs that
+        are not adjacent).
     """
     breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
     return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

@@ -49,8 +49,8 @@ class LoadSpan:
     def next_token(self) -> int:
         """Position of the first token that the destination computes.
 
-        The position is at most that of the last prompt token. The engine always computes the last prompt
-        token to sample from, even if the KV of this token is loaded.
+        This is at most the position of the last prompt token. The engine always computes the last prompt
+        token, to sample from, even if the KV of this token is loaded.
         """
         return min(self.total, self.prompt - 1)
 

@@ -59,7 +59,7 @@ class Siblings:
         return name
 
     def ended(self, leases: Iterable[str]) -> None:
-        """Forget the offers whose leases have ended.
+        """Forget the offers of KV blocks whose leases have ended.
 
         Args:
             leases: names of the leases.

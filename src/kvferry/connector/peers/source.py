@@ -76,7 +76,7 @@ class PeerSource:
         turns: TurnFinder,
         adapters: Adapters,
     ) -> None:
-        """Create the source without requests.
+        """Create a source that knows no requests yet.
 
         Args:
             client: control channel to the peers that offer KV.
@@ -85,8 +85,8 @@ class PeerSource:
             refusals: log of the requests that a peer cannot serve.
             timeout_seconds: seconds after which a load has failed; also the time to wait for the digest of
                 a LoRA adapter.
-            most_held: maximum number of blocks that loads from all peers may keep allocated. Loads past their
-                deadline count too.
+            most_held: maximum number of blocks that loads from all peers together may keep allocated,
+                including loads past their deadline.
             turns: object that asks peers for KV of earlier turns of a conversation.
             adapters: the engine's LoRA adapters.
         """

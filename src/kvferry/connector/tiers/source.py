@@ -121,7 +121,7 @@ class TierSource:
         *,
         apart: bool = False,
     ) -> None:
-        """Create the source without requests.
+        """Create a source that knows no requests yet.
 
         Args:
             cache: chunks in host memory and in the slower tiers.

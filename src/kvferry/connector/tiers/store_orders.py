@@ -157,9 +157,10 @@ class StoreOrders:
         return True
 
     def ended(self, request_id: str, keys: list[bytes]) -> None:
-        """Record that a request has ended. No more stores of its chunks will be ordered.
+        """Record that a request has ended, so that no more of its chunks will be stored.
 
-        When its last store has ended, the chunks of its prompt are marked as used.
+        When the last store (copy to host memory) of the request has ended, the chunks of its prompt are
+        marked as used.
 
         Args:
             request_id: id of the request.

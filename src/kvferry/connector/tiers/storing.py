@@ -41,7 +41,7 @@ Resolve = Callable[[str], BlockIds]
 
 
 class Storing:
-    """Selects the chunks of running requests to store in the tiers, and orders their stores.
+    """Selects the chunks of running requests to store in the tiers, and orders the ranks to store them.
 
     A chunk is a fixed number of tokens of a KV cache group. Only the engine's thread calls the methods.
     """
@@ -64,7 +64,7 @@ class Storing:
             canonical: format in which chunks are stored.
             groups: the engine's KV cache groups, as one rank describes them.
             parts: record of the blocks that loads fill only in part. These blocks are not stored.
-            orders: stores under way, to which new stores are added.
+            orders: object that orders the ranks to copy chunks to host memory.
             snapshot_tokens: distance in tokens between the positions at which windows and snapshots
                 (recurrent states at one position) are stored, a multiple of the number of tokens per chunk.
         """
@@ -93,7 +93,7 @@ class Storing:
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
 
     def schedule(self, step: Step) -> None:
-        """Order the stores of the chunks and snapshots (recurrent states) that the coming step completes."""
+        """Order the ranks to store the chunks and recurrent states that the coming step completes."""
         for request_id, tokens in step.tokens.items():
             progress = self._progress.get(request_id)
             if progress is not None and progress.step(tokens):
@@ -104,7 +104,7 @@ class Storing:
                 self._snapshots(progress.request, snapshots)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Order the stores of the last complete chunks of a request that has ended.
+        """Order the ranks to store the last complete chunks of a request that has ended.
 
         Args:
             request: request that has ended.
@@ -124,7 +124,7 @@ class Storing:
         self._orders.start_anew()
 
     def _look_at(self, progress: Progress, resolve: Resolve) -> None:
-        """Order the stores of those chunks of a request that have become complete.
+        """Order the ranks to store those chunks of a request that have become complete.
 
         Args:
             progress: progress of storing the request's chunks.
@@ -155,7 +155,7 @@ class Storing:
     def _store(
         self, progress: Progress, group: int, keys: dict[int, bytes], tables: BlockIds, until: int
     ) -> None:
-        """Order the stores of chunks of one KV cache group.
+        """Order the ranks to store chunks of one KV cache group.
 
         Chunks that are stored already, or whose tokens are not in the blocks any more, are left out.
 
@@ -209,7 +209,7 @@ class Storing:
         tables: BlockIds,
         available: range,
     ) -> None:
-        """Order one store of chunks of a KV cache group.
+        """Order the ranks to store chunks of a KV cache group, with a single order for all of the chunks.
 
         Args:
             progress: progress of storing the request's chunks.
@@ -264,7 +264,7 @@ class Storing:
         return since if since <= needed else None
 
     def _snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
-        """Order the stores of snapshots (recurrent states at one position) at the ends of chunks.
+        """Order the ranks to store snapshots (recurrent states at one position) at the ends of chunks.
 
         Args:
             request: request to which the snapshots belong.

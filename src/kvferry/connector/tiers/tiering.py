@@ -128,7 +128,10 @@ class Tiering:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether stores keep KV blocks allocated that become free soon, without preempting a request."""
+        """Whether KV blocks become free soon, without preempting a request.
+
+        These are blocks from which chunks are being copied to host memory (stores under way).
+        """
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
@@ -137,7 +140,7 @@ class Tiering:
             self._storing.on_new_request(request)
 
     def schedule(self, step: Step, orders: StepOrders) -> None:
-        """Process the results of the tiers' threads, and order the stores of the coming step.
+        """Process the results of the tiers' threads, and order the ranks to store chunks in the coming step.
 
         Args:
             step: tokens and blocks of the requests that the coming step computes.
@@ -151,7 +154,8 @@ class Tiering:
     def take_reports(self, reports: StepReports) -> None:
         """Process the ranks' reports about copies of chunks.
 
-        Complete each store, and each part of a load, that all ranks have reported.
+        Complete each store (copy to host memory) and each part of a load (copy from host memory) that all
+        ranks have reported.
 
         Args:
             reports: reports of one step, which may come from only some of the ranks.
@@ -177,7 +181,7 @@ class Tiering:
         self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Order the last stores of a request that has ended, and forget the request.
+        """Order the ranks to store the last chunks of a request that has ended, and forget the request.
 
         Args:
             request: request that has ended.
@@ -213,7 +217,7 @@ class Tiering:
 
 
 def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
-    """Return the format in which this engine's chunks (fixed numbers of tokens of a group) are stored.
+    """Return the format in which this engine stores chunks. A chunk is a fixed number of tokens of a group.
 
     Raises:
         ConfigError: no chunk of this engine could ever be stored.
