@@ -254,17 +254,19 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
     shapes = engine.groups or _by_kind(model, engine.block_tokens)
     stores = [model.layers[shape.layers[0]] for shape in shapes]
     held = [[n for n in shape.layers if n in on_stage] for shape in shapes]
-    insides = [
-        _inside(store, shape.block_tokens, engine, tp_rank)
+    interiors = [
+        _page_interior(store, shape.block_tokens, engine, tp_rank)
         for store, shape in zip(stores, shapes, strict=True)
     ]
-    pool = _Pool.of(engine, [(i, len(numbers)) for i, numbers in zip(insides, held, strict=True) if numbers])
+    pool = _Pool.of(
+        engine, [(i, len(numbers)) for i, numbers in zip(interiors, held, strict=True) if numbers]
+    )
     maps, groups = [], []
-    for store, shape, numbers, inside in zip(stores, shapes, held, insides, strict=True):
-        blocks = engine.num_blocks * inside.kernels
-        counts = (len(numbers), blocks, inside.heads, inside.tokens, inside.content)
-        where = page_map(engine.layout, address, counts, inside.kernels, pool.room(inside))
-        page = inside.page(where)
+    for store, shape, numbers, interior in zip(stores, shapes, held, interiors, strict=True):
+        blocks = engine.num_blocks * interior.kernels
+        counts = (len(numbers), blocks, interior.heads, interior.tokens, interior.content)
+        where = page_map(engine.layout, address, counts, interior.kernels, pool.room(interior))
+        page = interior.page(where)
         layers = tuple(
             Layer(layer_name(n), where.page(j, 0), where.block_stride, page) for j, n in enumerate(numbers)
         )
@@ -288,7 +290,7 @@ def _by_kind(model: ModelCache, block_tokens: int) -> tuple[GroupShape, ...]:
     return tuple(GroupShape(n, model.layers[n[0]].block_tokens or block_tokens) for n in found)
 
 
-def _inside(store: LayerCache, tokens: int, engine: EngineShape, tp_rank: int) -> PageInterior:
+def _page_interior(store: LayerCache, tokens: int, engine: EngineShape, tp_rank: int) -> PageInterior:
     if tokens != engine.block_tokens:
         return page_interior(store, tokens, 1, tp_rank, engine.tp)
     return page_interior(store, engine.kernel_tokens or tokens, engine.kernels, tp_rank, engine.tp)
@@ -324,46 +326,46 @@ class _Pool:
             GeometryError: pages of these shapes cannot share memory in this layout.
         """
         slots = max(layers for _, layers in groups)
-        insides = [inside for inside, _ in groups]
-        slot_bytes = _slot_bytes(engine, insides)
-        if engine.layout[0] != "B" or any(inside.snapshot for inside in insides):
+        interiors = [interior for interior, _ in groups]
+        slot_bytes = _slot_bytes(engine, interiors)
+        if engine.layout[0] != "B" or any(interior.snapshot for interior in interiors):
             return cls(slots, slot_bytes, slots * slot_bytes)
-        alignment = max(inside.alignment for inside in insides)
-        widest = max(layers * inside.page_bytes for inside, layers in groups)
+        alignment = max(interior.alignment for interior in interiors)
+        widest = max(layers * interior.page_bytes for interior, layers in groups)
         return cls(slots, 0, round_up(widest, alignment))
 
-    def room(self, inside: PageInterior) -> PoolRoom:
+    def room(self, interior: PageInterior) -> PoolRoom:
         """Return the space that the pool reserves for a group's pages.
 
         If a block consists of several kernel blocks (blocks as the attention kernel addresses them), the size
         of a slot is given per kernel block.
 
         Args:
-            inside: inner structure of a page of the group.
+            interior: inner structure of a page of the group.
         """
         if not self.slot_bytes:
             return PoolRoom(self.slots, block_stride=self.block_bytes)
-        return PoolRoom(self.slots, self.slot_bytes // inside.kernels)
+        return PoolRoom(self.slots, self.slot_bytes // interior.kernels)
 
 
-def _slot_bytes(engine: EngineShape, insides: Sequence[PageInterior]) -> int:
+def _slot_bytes(engine: EngineShape, interiors: Sequence[PageInterior]) -> int:
     """Return the bytes of one block in one slot (the space for one layer's page of any group).
 
     Args:
         engine: settings of the engine.
-        insides: inner structure of a page of each KV cache group.
+        interiors: inner structure of a page of each KV cache group.
 
     Raises:
         GeometryError: pages of these shapes cannot share memory in this layout.
     """
-    boxes = sorted({(i.heads, i.tokens, i.content) for i in insides})
+    boxes = sorted({(i.heads, i.tokens, i.content) for i in interiors})
     if len(boxes) > 1 and not is_compact(engine.layout):
         raise GeometryError(
             f"{engine.layout} has heads outside of pages, so all pages of a rank must have one shape, but "
             f"(heads, tokens, bytes) are {boxes}; use BLHNC or LBHNC"
         )
-    slot_bytes = round_up(max(i.page_bytes for i in insides), max(i.alignment for i in insides))
-    split = [i.page_bytes for i in insides if i.kernels > 1]
+    slot_bytes = round_up(max(i.page_bytes for i in interiors), max(i.alignment for i in interiors))
+    split = [i.page_bytes for i in interiors if i.kernels > 1]
     if split and min(split) < slot_bytes:
         raise GeometryError(
             f"pages of {min(split)} bytes in slots of {slot_bytes} leave a gap between blocks, so a block "

@@ -89,10 +89,10 @@ def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
         at = start
         for layer, parts in section.layers():
             pitch = section.unit_elements * sum(part.element_bytes for part in parts)
-            inside = at
+            offset = at
             for part in parts:
-                found[layer].append(_field(section, part, inside, pitch))
-                inside += section.unit_elements * part.element_bytes
+                found[layer].append(_field(section, part, offset, pitch))
+                offset += section.unit_elements * part.element_bytes
             at += max(section.tokens, 1) * pitch
     return found
 

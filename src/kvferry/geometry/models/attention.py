@@ -8,11 +8,11 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.models.compressed import compressed_stores
-from kvferry.geometry.models.config import ModelConfig, whole
+from kvferry.geometry.models.config import ModelConfig, checked_int
 from kvferry.geometry.models.dtypes import PACKED_LATENT, SCALED, element_bytes
 from kvferry.geometry.models.families import Mixer, ModelFamily
 from kvferry.geometry.models.indexer import block_indexer, token_indexer
-from kvferry.geometry.models.own import own_settings
+from kvferry.geometry.models.overrides import layer_overrides
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerCache, StoredField
 
@@ -63,7 +63,7 @@ class AttentionReader:
         """
         if self.config.get("compress_ratios") is not None:
             return compressed_stores(self.config, layer, self.cache_dtype)
-        if self.config.maybe("kv_lora_rank") is not None and not self.family.expanded:
+        if self.config.optional_int("kv_lora_rank") is not None and not self.family.expanded:
             return (self._latent(), *token_indexer(self.config, layer))
         if self.cache_dtype == PACKED_LATENT:
             raise ConfigError(f"{PACKED_LATENT} is for latents (MLA); this model keeps K and V, choose fp8")
@@ -80,7 +80,7 @@ class AttentionReader:
     def _attention_span(self, mixer: Mixer, layer: int) -> int:
         if mixer is Mixer.SLIDING:
             if (each := self.config.listed("sliding_windows", self.config.layers)) is not None:
-                return whole("sliding_windows", each[layer], 1)
+                return checked_int("sliding_windows", each[layer], 1)
             return self.config.number("sliding_window", "sliding_window_size") + self.family.window_offset
         return self.config.number("attention_chunk_size") if mixer is Mixer.CHUNKED else 0
 
@@ -92,27 +92,27 @@ class AttentionReader:
             layer: index of the layer in the model.
         """
         if self.family.expanded:
-            self.config.cover("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
+            self.config.mark_read("kv_lora_rank", "head_dim", "v_head_dim", *_KV_HEADS)
             width = self.config.number("qk_nope_head_dim") + self.config.number("qk_rope_head_dim")
             return self.config.number(*_QUERY_HEADS), width, width
         heads, k_width = self._layer_heads(layer), _head_width(self.config)
-        v_width = self.config.maybe("v_head_dim") or k_width
+        v_width = self.config.optional_int("v_head_dim") or k_width
         if self.config.get("per_layer_config") is not None:
-            self.config.cover("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
-            own = own_settings(self.config).get(layer, {})
-            heads = whole("num_key_value_heads", own.get("num_key_value_heads", heads), 1)
-            if "head_dim" in own:
-                k_width = v_width = whole("head_dim", own["head_dim"], 1)
+            self.config.mark_read("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
+            overrides = layer_overrides(self.config).get(layer, {})
+            heads = checked_int("num_key_value_heads", overrides.get("num_key_value_heads", heads), 1)
+            if "head_dim" in overrides:
+                k_width = v_width = checked_int("head_dim", overrides["head_dim"], 1)
             return heads, k_width, v_width
         if mixer is Mixer.SLIDING:
-            heads = self.config.maybe("swa_num_key_value_heads") or heads
-            k_width = self.config.maybe("swa_head_dim") or k_width
-            v_width = self.config.maybe("swa_v_head_dim", "swa_head_dim") or v_width
+            heads = self.config.optional_int("swa_num_key_value_heads") or heads
+            k_width = self.config.optional_int("swa_head_dim") or k_width
+            v_width = self.config.optional_int("swa_v_head_dim", "swa_head_dim") or v_width
             return _of_step(self.config, heads, k_width, v_width)
-        if (wide := self.config.maybe("global_head_dim")) is not None:
-            self.config.cover("num_global_key_value_heads", "attention_k_eq_v")
+        if (wide := self.config.optional_int("global_head_dim")) is not None:
+            self.config.mark_read("num_global_key_value_heads", "attention_k_eq_v")
             # Gemma 4: layers without a window have wider heads, and fewer of them if K is also used as V.
-            fewer = self.config.maybe("num_global_key_value_heads")
+            fewer = self.config.optional_int("num_global_key_value_heads")
             if fewer is not None and self.config.get("attention_k_eq_v") is True:
                 heads = fewer
             return heads, wide, wide
@@ -128,13 +128,15 @@ class AttentionReader:
         blocks = config.listed("block_configs", config.layers)
         if blocks is not None:
             # Nemotron-NAS gives the query heads of the model, and how many share a KV head in each layer.
-            config.cover(*_KV_HEADS)
-            shared = whole("n_heads_in_group", _inside(blocks[layer], "attention").get("n_heads_in_group"), 1)
+            config.mark_read(*_KV_HEADS)
+            shared = checked_int(
+                "n_heads_in_group", _nested_object(blocks[layer], "attention").get("n_heads_in_group"), 1
+            )
             return config.number(*_QUERY_HEADS) // shared
         if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
-            config.cover(*_KV_HEADS)
+            config.mark_read(*_KV_HEADS)
             return 1
-        return config.maybe(*_KV_HEADS) or config.number(*_QUERY_HEADS)
+        return config.optional_int(*_KV_HEADS) or config.number(*_QUERY_HEADS)
 
     def _latent(self) -> LayerCache:
         """Return the cache of an MLA latent, which all heads share and every rank holds whole."""
@@ -143,7 +145,7 @@ class AttentionReader:
                 f"{self.cache_dtype} is for K and V; this model keeps latents (MLA), choose fp8"
             )
         # K and V heads are computed from the latent and are not cached.
-        self.config.cover(*_KV_HEADS, "head_dim", "v_head_dim")
+        self.config.mark_read(*_KV_HEADS, "head_dim", "v_head_dim")
         width = self.config.number("kv_lora_rank") + self.config.number("qk_rope_head_dim")
         latent = StoredField(
             "latent", element_bytes(self.cache_dtype, self.model_dtype), 0, (("content", width),)
@@ -155,7 +157,7 @@ class AttentionReader:
 
 def query_heads(config: ModelConfig) -> int:
     """Return the number of query heads of the model; 0 if ``config.json`` does not give the number."""
-    return config.maybe(*_QUERY_HEADS) or 0
+    return config.optional_int(*_QUERY_HEADS) or 0
 
 
 def without_attention(config: ModelConfig) -> set[int]:
@@ -167,7 +169,7 @@ def without_attention(config: ModelConfig) -> set[int]:
     blocks = config.listed("block_configs", config.layers) or ()
     skipped = set()
     for number, block in enumerate(blocks):
-        attention = _inside(block, "attention")
+        attention = _nested_object(block, "attention")
         for name in ("replace_with_linear", "window_length", "num_sink_tokens", "sparsify"):
             if not attention.get("no_op") and attention.get(name):
                 raise ConfigError(
@@ -179,7 +181,7 @@ def without_attention(config: ModelConfig) -> set[int]:
     return skipped
 
 
-def _inside(block: Any, name: str) -> Mapping[str, Any]:
+def _nested_object(block: Any, name: str) -> Mapping[str, Any]:
     inner = block.get(name) if isinstance(block, Mapping) else None
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config.json: block_configs has an entry without {name}; add it to the file")
@@ -200,15 +202,15 @@ def _of_step(config: ModelConfig, heads: int, k_width: int, v_width: int) -> tup
     other = config.nested("attention_other_setting")
     if not other.values or other.get("attention_type") != "sliding_attention":
         return heads, k_width, v_width
-    width = other.maybe("head_dim")
-    return other.maybe("num_attention_groups") or heads, width or k_width, width or v_width
+    width = other.optional_int("head_dim")
+    return other.optional_int("num_attention_groups") or heads, width or k_width, width or v_width
 
 
 def _head_width(config: ModelConfig) -> int:
-    if said := config.maybe("head_dim", "attention_head_dim", "kv_channels"):
-        if config.maybe("attention_head_dim"):
-            config.cover("kv_channels")  # Zamba2: attention_head_dim is the width of its heads
-        return said
+    if width := config.optional_int("head_dim", "attention_head_dim", "kv_channels"):
+        if config.optional_int("attention_head_dim"):
+            config.mark_read("kv_channels")  # Zamba2: attention_head_dim is the width of its heads
+        return width
     hidden, heads = config.number("hidden_size", "n_embd", "d_model"), config.number(*_QUERY_HEADS)
     if hidden % heads:
         raise ConfigError(

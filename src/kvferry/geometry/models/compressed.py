@@ -8,7 +8,7 @@ compressor has a cache of float32 values for the tokens that are not in a compre
 from __future__ import annotations
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import ModelConfig, whole
+from kvferry.geometry.models.config import ModelConfig, checked_int
 from kvferry.geometry.models.dtypes import PACKED_LATENT
 from kvferry.geometry.models.indexer import scaled_bytes
 from kvferry.geometry.rank import GroupKind
@@ -50,11 +50,11 @@ def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tupl
             f"config.json: head_dim is {width}; kvferry knows compressed latents of {_LATENT_WIDTH} only"
         )
     index_width = config.number("index_head_dim")
-    config.cover("num_key_value_heads", "qk_rope_head_dim", "kv_lora_rank")
+    config.mark_read("num_key_value_heads", "qk_rope_head_dim", "kv_lora_rank")
     window = _latents(
         GroupKind.SLIDING, "latent", _LATENT_BYTES, _WINDOW_BLOCK, config.number("sliding_window")
     )
-    ratio = whole("compress_ratios", ratios[layer], 0)
+    ratio = checked_int("compress_ratios", ratios[layer], 0)
     if ratio <= 1:
         return (window,)
     if ratio not in _COMPRESSOR_BLOCK:

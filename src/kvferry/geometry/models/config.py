@@ -25,12 +25,12 @@ class ModelConfig:
     Attributes:
         values: keys and values of the file.
         defaults: default values of the model family, by key.
-        asked: names of the keys that were read so far. Every lookup adds names to this set.
+        read_keys: names of the keys that were read so far. Every lookup adds names to this set.
     """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    asked: set[str] = field(default_factory=set, compare=False)
+    read_keys: set[str] = field(default_factory=set, compare=False)
 
     @property
     def model_type(self) -> str:
@@ -49,8 +49,10 @@ class ModelConfig:
         """
         if self.get(*_LAYER_COUNTS) is None:
             lists = (self.get(name) for name in PER_LAYER)
-            if (said := next((value for value in lists if isinstance(value, list | str)), None)) is not None:
-                return len(said)
+            if (
+                entries := next((value for value in lists if isinstance(value, list | str)), None)
+            ) is not None:
+                return len(entries)
         return self.number(*_LAYER_COUNTS)
 
     def get(self, *names: str) -> Any:
@@ -61,17 +63,17 @@ class ModelConfig:
         counts as read, and so does every other key in `names` with an equal value.
         """
         for known in (self.values, self.defaults):
-            said = next((known[name] for name in names if known.get(name) is not None), None)
-            if said is not None:
-                self.asked.update(name for name in names if self.values.get(name) == said)
-                return said
+            value = next((known[name] for name in names if known.get(name) is not None), None)
+            if value is not None:
+                self.read_keys.update(name for name in names if self.values.get(name) == value)
+                return value
             if any(name in self.values for name in names):
                 return None
         return None
 
-    def cover(self, *names: str) -> None:
+    def mark_read(self, *names: str) -> None:
         """Mark these keys as read although no rule has read them. They do not matter for this model."""
-        self.asked.update(names)
+        self.read_keys.update(names)
 
     def nested(self, name: str) -> ModelConfig:
         """Return the nested JSON object `name` as a configuration, which is empty if there is no such object.
@@ -79,12 +81,12 @@ class ModelConfig:
         Raises:
             ConfigError: the value is not a JSON object.
         """
-        said = self.get(name)
-        if said is None:
-            said = {}
-        if not isinstance(said, Mapping):
-            raise ConfigError(f"config.json: {name} is {said!r}, an object is expected")
-        return ModelConfig(said, {})
+        value = self.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json: {name} is {value!r}, an object is expected")
+        return ModelConfig(value, {})
 
     def number(self, *names: str) -> int:
         """Return the value of the first key in `names` that is present, as an integer of at least 1.
@@ -98,9 +100,9 @@ class ModelConfig:
                 f"config.json{self._of_type} has no {_either(names)}, which decides the size of its KV "
                 "cache; add it to the file"
             )
-        return whole(names[0], value, 1)
+        return checked_int(names[0], value, 1)
 
-    def maybe(self, *names: str) -> int | None:
+    def optional_int(self, *names: str) -> int | None:
         """Return the value of the first key in `names` that is present, as an integer of at least 1.
 
         Return None if no key is present. A value of 0 or false counts as absent.
@@ -109,7 +111,7 @@ class ModelConfig:
             ConfigError: the value is not an integer of at least 1.
         """
         value = self.get(*names)
-        return whole(names[0], value, 1) if value else None
+        return checked_int(names[0], value, 1) if value else None
 
     def listed(self, name: str, count: int) -> Sequence[Any] | None:
         """Return the value of a key with one entry per layer; None if the key is absent.
@@ -132,7 +134,7 @@ class ModelConfig:
         return value
 
 
-def whole(name: str, value: Any, least: int) -> int:
+def checked_int(name: str, value: Any, least: int) -> int:
     """Return `value` unchanged if it is an integer of at least `least`.
 
     Args:

@@ -46,7 +46,7 @@ def float_name(name: str, value: Any) -> str:
     Raises:
         ConfigError: the value is not a known floating-point type.
     """
-    said = str(value).removeprefix("torch.")
-    if said not in FLOATS:
+    plain_name = str(value).removeprefix("torch.")
+    if plain_name not in FLOATS:
         raise ConfigError(f"config.json: {name} is {value!r}, one of {', '.join(FLOATS)} is expected")
-    return said
+    return plain_name

@@ -36,7 +36,9 @@ def check_decoder(config: ModelConfig) -> None:
         )
     both_ways = config.get("use_bidirectional_attention") is True or config.get("is_causal") is False
     if name in _ENCODERS or both_ways:
-        said = (
+        reason = (
             "reads its input in both directions" if both_ways else "is an encoder: it reads its input at once"
         )
-        raise ConfigError(f"model type {name} {said} and keeps no KV cache, so there is nothing to hand over")
+        raise ConfigError(
+            f"model type {name} {reason} and keeps no KV cache, so there is nothing to hand over"
+        )

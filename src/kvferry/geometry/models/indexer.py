@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import ModelConfig, whole
+from kvferry.geometry.models.config import ModelConfig, checked_int
 from kvferry.geometry.models.dtypes import FLOATS
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerCache, StoredField
@@ -14,7 +14,7 @@ _SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "
 
 def scaled_bytes(width: int) -> int:
     """Return the bytes of an indexer key of `width` fp8 elements with one float32 scale per 128 elements."""
-    return width + whole("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
+    return width + checked_int("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
 
 
 def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
@@ -31,24 +31,24 @@ def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
     Raises:
         ConfigError: a key of the indexer is invalid, or ``indexer_types`` contradicts the other keys.
     """
-    width = config.maybe("index_head_dim")
+    width = config.optional_int("index_head_dim")
     if width is None:
         return ()
     pattern = config.get("index_topk_pattern")
-    every = config.maybe("index_topk_freq") or 1
+    every = config.optional_int("index_topk_freq") or 1
     offset = config.get("index_skip_topk_offset")
-    config.cover(*_SHARING)
+    config.mark_read(*_SHARING)
     if pattern is None:
-        first = 2 if offset is None else whole("index_skip_topk_offset", offset, 0)
+        first = 2 if offset is None else checked_int("index_skip_topk_offset", offset, 0)
         shared = max(layer - first + 1, 0) % every != 0
     elif not isinstance(pattern, str | list):
         raise ConfigError(f"config.json: index_topk_pattern is {pattern!r}, a letter per layer is expected")
     else:
         shared = layer < len(pattern) and pattern[layer] == "S"
-    said = config.listed("indexer_types", config.layers)
-    if said is not None and (said[layer] == "shared") is not shared:
+    types = config.listed("indexer_types", config.layers)
+    if types is not None and (types[layer] == "shared") is not shared:
         raise ConfigError(
-            f"config.json: indexer_types calls layer {layer} {said[layer]!r}, the other keys of its indexer "
+            f"config.json: indexer_types calls layer {layer} {types[layer]!r}, the other keys of its indexer "
             "say otherwise; correct the file"
         )
     if shared:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.models.attention import without_attention
-from kvferry.geometry.models.config import ModelConfig, whole
+from kvferry.geometry.models.config import ModelConfig, checked_int
 from kvferry.geometry.models.families import Mixer, ModelFamily
 from kvferry.geometry.models.strict import check_nested
 
@@ -75,14 +75,14 @@ def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
     """
     for rule in _RULES:
         if (found := rule(config, family)) is not None:
-            config.cover(*_PATTERN)
+            config.mark_read(*_PATTERN)
             if not any(Mixer.SLIDING in layer for layer in found):
-                config.cover(*_WINDOW)
+                config.mark_read(*_WINDOW)
             return _repeated(found, family)
-    window = config.maybe("sliding_window")
+    window = config.optional_int("sliding_window")
     windowed = window is not None and config.get("use_sliding_window") is not False
     if config.get("use_sliding_window") is False:
-        config.cover(*_WINDOW, "max_window_layers")
+        config.mark_read(*_WINDOW, "max_window_layers")
     return _repeated([(Mixer.SLIDING,) if windowed else _FULL] * config.layers, family)
 
 
@@ -94,10 +94,10 @@ def _repeated(layers: list[Mixers], family: ModelFamily) -> list[Mixers]:
     return [layer * family.attentions for layer in layers]
 
 
-def _recurrence(config: ModelConfig, family: ModelFamily, said: str) -> Mixer:
+def _recurrence(config: ModelConfig, family: ModelFamily, key: str) -> Mixer:
     if family.recurrent is None:
         raise ConfigError(
-            f"config.json: {said} names recurrent layers, but what they keep is not known for model type "
+            f"config.json: {key} names recurrent layers, but what they keep is not known for model type "
             f"{config.model_type or 'unknown'}; known are those of {_RECURRENT_TYPES}"
         )
     return family.recurrent
@@ -142,11 +142,11 @@ def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     ``M`` is recurrence, ``*`` is attention, and ``-`` and ``E`` are feed-forward layers without mixers.
     """
     name = "hybrid_override_pattern"
-    said = config.listed(name, config.layers)
-    if said is None:
+    entries = config.listed(name, config.layers)
+    if entries is None:
         return None
     known = {**_LETTERS, "M": (_recurrence(config, family, name),)}
-    return _translated(name, said, known)
+    return _parse_mixers(name, entries, known)
 
 
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
@@ -157,22 +157,22 @@ def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
     if name is None:
         return None
-    said = config.listed(name, config.layers) or ()
+    entries = config.listed(name, config.layers) or ()
     known: dict[Any, Mixers] = dict(_WORDS)
-    if any(word in ("linear_attention", "mamba", "hybrid") for word in said):
+    if any(word in ("linear_attention", "mamba", "hybrid") for word in entries):
         recurrence = _recurrence(config, family, name)
         known |= {"linear_attention": (recurrence,), "mamba": (recurrence,), "hybrid": (recurrence, *_FULL)}
-    return _translated(name, said, known)
+    return _parse_mixers(name, entries, known)
 
 
-def _translated(name: str, said: Sequence[Any], known: Mapping[Any, Mixers]) -> list[Mixers]:
-    unknown = [repr(word) for word in said if not isinstance(word, Hashable) or word not in known]
+def _parse_mixers(name: str, entries: Sequence[Any], known: Mapping[Any, Mixers]) -> list[Mixers]:
+    unknown = [repr(word) for word in entries if not isinstance(word, Hashable) or word not in known]
     if unknown:
         raise ConfigError(
             f"config.json: {name} has {', '.join(dict.fromkeys(unknown))}, which is none of "
             f"{', '.join(map(str, known))}"
         )
-    return [known[word] for word in said]
+    return [known[word] for word in entries]
 
 
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
@@ -181,10 +181,10 @@ def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] 
     Return None if ``config.json`` has no ``attn_layer_period``. In each period, the layer at a fixed offset
     is attention, and all other layers are recurrent.
     """
-    period = config.maybe("attn_layer_period")
+    period = config.optional_int("attn_layer_period")
     if period is None:
         return None
-    offset = whole("attn_layer_offset", config.get("attn_layer_offset") or 0, 0)
+    offset = checked_int("attn_layer_offset", config.get("attn_layer_offset") or 0, 0)
     recurrence = (_recurrence(config, family, "attn_layer_period"),)
     return [_FULL if i % period == offset else recurrence for i in range(config.layers)]
 
@@ -209,13 +209,13 @@ def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] |
     0 is recurrence.
     """
     name = "attn_type_list"
-    said = config.listed(name, config.layers)
-    if said is None:
+    entries = config.listed(name, config.layers)
+    if entries is None:
         return None
     known: dict[Any, Mixers] = {1: _FULL}
-    if any(flag == 0 for flag in said):
+    if any(flag == 0 for flag in entries):
         known[0] = (_recurrence(config, family, name),)
-    return _translated(name, said, known)
+    return _parse_mixers(name, entries, known)
 
 
 def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
@@ -224,7 +224,7 @@ def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | No
     Return None if ``config.json`` gives no period for these models. The last layer of each period is
     attention, and all other layers are recurrent.
     """
-    name = next((n for n in ("full_attention_interval", "layer_group_size") if config.maybe(n)), None)
+    name = next((n for n in ("full_attention_interval", "layer_group_size") if config.optional_int(n)), None)
     if name is None or family.recurrent is None:
         return None
     period, recurrence = config.number(name), (family.recurrent,)
@@ -237,11 +237,11 @@ def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     Return None if ``config.json`` has no object ``linear_attn_config``. The object lists the numbers of the
     recurrent layers and of the attention layers, counted from one.
     """
-    said = config.get("linear_attn_config")
-    if not isinstance(said, Mapping):
+    value = config.get("linear_attn_config")
+    if not isinstance(value, Mapping):
         return None
-    check_nested(ModelConfig(said, {}), "linear_attn_config", _KIMI_KEYS)
-    delta, full = (_layer_numbers(said, name) for name in ("kda_layers", "full_attn_layers"))
+    check_nested(ModelConfig(value, {}), "linear_attn_config", _KIMI_KEYS)
+    delta, full = (_layer_numbers(value, name) for name in ("kda_layers", "full_attn_layers"))
     if sorted([*delta, *full]) != list(range(1, config.layers + 1)):
         raise ConfigError(
             f"config.json: kda_layers and full_attn_layers name {len(delta)} and {len(full)} layers, but "
@@ -251,8 +251,8 @@ def _kimi(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     return [recurrence if i + 1 in delta else _FULL for i in range(config.layers)]
 
 
-def _layer_numbers(said: Mapping[str, Any], name: str) -> list[int]:
-    found = said.get(name) or []
+def _layer_numbers(value: Mapping[str, Any], name: str) -> list[int]:
+    found = value.get(name) or []
     if not isinstance(found, list) or not all(type(number) is int for number in found):
         raise ConfigError(
             f"config.json: linear_attn_config.{name} is {found!r}, a list of layer numbers is expected"
@@ -267,11 +267,11 @@ def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | N
     sliding window, 0 is full attention.
     """
     name = "hybrid_layer_pattern"
-    said = config.listed(name, config.layers)
-    if said is None:
+    entries = config.listed(name, config.layers)
+    if entries is None:
         return None
-    config.cover("attention_chunk_size")
-    return _translated(name, said, {1: (Mixer.SLIDING,), 0: _FULL})
+    config.mark_read("attention_chunk_size")
+    return _parse_mixers(name, entries, {1: (Mixer.SLIDING,), 0: _FULL})
 
 
 def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
@@ -280,7 +280,9 @@ def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     Return None if ``config.json`` gives no attention chunks. Layers with rotary positions have chunked
     attention, and the others have full attention.
     """
-    if config.maybe("attention_chunk_size") is None or not config.maybe("no_rope_layer_interval"):
+    if config.optional_int("attention_chunk_size") is None or not config.optional_int(
+        "no_rope_layer_interval"
+    ):
         return None
     period = config.number("no_rope_layer_interval")
     rotary = config.listed("no_rope_layers", config.layers) if config.get("no_rope_layers") else None
@@ -295,12 +297,12 @@ def _window_pattern(config: ModelConfig, _family: ModelFamily) -> list[Mixers] |
     each period has no window. EXAONE 4 repeats a string of letters, in which ``L`` is a sliding window.
     """
     pattern = config.get("sliding_window_pattern", "_sliding_window_pattern")
-    if not pattern or config.maybe("sliding_window", "sliding_window_size") is None:
+    if not pattern or config.optional_int("sliding_window", "sliding_window_size") is None:
         return None
     if isinstance(pattern, str):
         windowed = [pattern[i % len(pattern)] == "L" for i in range(config.layers)]
     else:
-        period = whole("sliding_window_pattern", pattern, 1)
+        period = checked_int("sliding_window_pattern", pattern, 1)
         windowed = [(i + 1) % period != 0 for i in range(config.layers)]
     return [(Mixer.SLIDING,) if each else _FULL for each in windowed]
 
@@ -311,9 +313,9 @@ def _window_from(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | No
     Return None if ``use_sliding_window`` in ``config.json`` is not true. Layers from ``max_window_layers`` on
     have a sliding window, and earlier layers have full attention.
     """
-    if config.get("use_sliding_window") is not True or config.maybe("sliding_window") is None:
+    if config.get("use_sliding_window") is not True or config.optional_int("sliding_window") is None:
         return None
-    first = whole("max_window_layers", config.get("max_window_layers") or 0, 0)
+    first = checked_int("max_window_layers", config.get("max_window_layers") or 0, 0)
     return [(Mixer.SLIDING,) if i >= first else _FULL for i in range(config.layers)]
 
 

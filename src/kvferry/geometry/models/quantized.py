@@ -29,11 +29,11 @@ def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
         return dtype, []
     inner = quantization.get("quantization")
     places = (inner, quantization) if isinstance(inner, Mapping) else (quantization,)
-    found = ((key, place[key]) for key in _KEYS for place in places if place.get(key))
-    said = next(found, None)
-    if said is None:
+    candidates = ((key, place[key]) for key in _KEYS for place in places if place.get(key))
+    first = next(candidates, None)
+    if first is None:
         return dtype, []
-    key, scheme = said
+    key, scheme = first
     if _is_fp8(scheme):
         return "fp8", [f"the checkpoint keeps its KV cache in fp8 (quantization_config.{key})"]
     raise ConfigError(

@@ -12,7 +12,7 @@ from kvferry.geometry.models.config import DTYPES, ModelConfig, language_model
 from kvferry.geometry.models.dtypes import FLOATS, float_name
 from kvferry.geometry.models.encoders import check_decoder
 from kvferry.geometry.models.families import FAMILIES, RECURRENT, Mixer, ModelFamily
-from kvferry.geometry.models.own import check_own
+from kvferry.geometry.models.overrides import check_layer_overrides
 from kvferry.geometry.models.pattern import Mixers, mixers
 from kvferry.geometry.models.quantized import quantized_cache
 from kvferry.geometry.models.recurrent import recurrent_store
@@ -71,12 +71,12 @@ def read_model(
     read = ModelConfig(values, family.defaults)
     check_decoder(read)
     model_dtype, notes = _model_dtype(read, dtype)
-    cache_dtype, said = quantized_cache(read, dtype)
-    notes += said
+    cache_dtype, quantization_notes = quantized_cache(read, dtype)
+    notes += quantization_notes
     if model_type not in FAMILIES:
         notes.append(_unknown(read))
     layers = _without_shared(read, mixers(read, family))
-    check_own(read, layers)
+    check_layer_overrides(read, layers)
     if draft:
         layers += _draft_layers(read, layers)
     try:
@@ -112,9 +112,9 @@ def _cover_absent(config: ModelConfig, used: set[Mixer]) -> None:
         used: kinds of attention and recurrence that the layers have.
     """
     if used <= RECURRENT:
-        config.cover(*_ATTENTION_KEYS)
+        config.mark_read(*_ATTENTION_KEYS)
     if not used & RECURRENT:
-        config.cover(*_STATE_KEYS)
+        config.mark_read(*_STATE_KEYS)
 
 
 def _stores(
@@ -174,9 +174,9 @@ def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> st
         family: properties of the model family.
         model_dtype: element type that the model computes in.
     """
-    said = config.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
-    if said is not None and said != "auto":
-        return float_name("mamba_ssm_cache_dtype", said)
+    value = config.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
+    if value is not None and value != "auto":
+        return float_name("mamba_ssm_cache_dtype", value)
     return family.ssm_dtype or model_dtype
 
 
@@ -213,7 +213,7 @@ def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
     Raises:
         ConfigError: the file says that all layers reuse K and V.
     """
-    shared = config.maybe("num_kv_shared_layers")
+    shared = config.optional_int("num_kv_shared_layers")
     if not shared:
         return layers
     if shared >= len(layers):
@@ -235,7 +235,7 @@ def _draft_layers(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
     Raises:
         ConfigError: the file has no layers for multi-token prediction, or the model has no attention layer.
     """
-    count = config.maybe("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+    count = config.optional_int("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     attention = [tuple(m for m in layer if m not in RECURRENT) for layer in layers]
     last = next((layer for layer in reversed(attention) if layer), None)
     if count is None or last is None:

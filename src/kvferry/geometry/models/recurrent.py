@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import ModelConfig, whole
+from kvferry.geometry.models.config import ModelConfig, checked_int
 from kvferry.geometry.models.dtypes import FLOATS
 from kvferry.geometry.models.families import Mixer
 from kvferry.geometry.rank import GroupKind
@@ -34,7 +34,7 @@ def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dty
     return LayerCache(GroupKind.STATE, 0, _BUILDERS[mixer](config, FLOATS[model_dtype], FLOATS[ssm_dtype]))
 
 
-def _taps(kernel: int) -> tuple[str, int]:
+def _past_inputs_axis(kernel: int) -> tuple[str, int]:
     """Return the name and the length of the tensor axis that holds past inputs of a convolution.
 
     The length is ``kernel - 1``.
@@ -54,12 +54,12 @@ def _taps(kernel: int) -> tuple[str, int]:
 
 def _mamba1(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField, ...]:
     hidden = config.number("hidden_size")
-    expand = config.maybe("mamba_expand")
+    expand = config.optional_int("mamba_expand")
     channels = expand * hidden if expand else config.number("intermediate_size")
-    taps = _taps(config.number("mamba_d_conv", "conv_kernel"))
+    past_inputs = _past_inputs_axis(config.number("mamba_d_conv", "conv_kernel"))
     state = config.number("mamba_d_state", "state_size")
     return (
-        StoredField("conv.x", item, channels, (taps,)),
+        StoredField("conv.x", item, channels, (past_inputs,)),
         StoredField("ssm", ssm_item, channels, (("state", state),)),
     )
 
@@ -70,18 +70,18 @@ def _mamba2(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField,
     width = config.get("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
     if width in (None, "auto") and channels is not None:
         width = channels // heads
-    width = whole("mamba_head_dim", width, 1)
+    width = checked_int("mamba_head_dim", width, 1)
     if channels is not None and channels != heads * width:
         raise ConfigError(
             f"config.json: {heads} state heads of {width} are not the {channels} channels of the convolution"
         )
     groups = config.number("mamba_n_groups", "mamba_ngroups", "n_groups")
     state = config.number("ssm_state_size", "mamba_d_state", "state_size")
-    taps = _taps(config.number("mamba_d_conv", "conv_kernel"))
+    past_inputs = _past_inputs_axis(config.number("mamba_d_conv", "conv_kernel"))
     return (
-        StoredField("conv.x", item, heads, (("channel", width), taps)),
-        StoredField("conv.b", item, groups, (("channel", state), taps)),
-        StoredField("conv.c", item, groups, (("channel", state), taps)),
+        StoredField("conv.x", item, heads, (("channel", width), past_inputs)),
+        StoredField("conv.b", item, groups, (("channel", state), past_inputs)),
+        StoredField("conv.c", item, groups, (("channel", state), past_inputs)),
         StoredField("ssm", ssm_item, heads, (("row", width), ("state", state))),
     )
 
@@ -93,59 +93,59 @@ def _mamba2_channels(config: ModelConfig) -> int | None:
     their width.
     """
     if config.model_type == "nemotron_h":
-        config.cover("expand")
+        config.mark_read("expand")
         return None
-    if said := config.maybe("mamba_d_ssm"):
-        config.cover("mamba_expand", "expand")
-        return said
-    expand = config.maybe("mamba_expand", "expand")
+    if value := config.optional_int("mamba_d_ssm"):
+        config.mark_read("mamba_expand", "expand")
+        return value
+    expand = config.optional_int("mamba_expand", "expand")
     return expand * config.number("hidden_size") if expand else None
 
 
 def _gated_delta(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField, ...]:
     k_heads, v_heads = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
     k_width, v_width = config.number("linear_key_head_dim"), config.number("linear_value_head_dim")
-    taps = _taps(config.number("linear_conv_kernel_dim"))
-    return _delta((k_heads, k_width), (v_heads, v_width), taps, item, ssm_item)
+    past_inputs = _past_inputs_axis(config.number("linear_conv_kernel_dim"))
+    return _delta((k_heads, k_width), (v_heads, v_width), past_inputs, item, ssm_item)
 
 
 def _kimi_delta(config: ModelConfig, item: int, ssm_item: int) -> tuple[StoredField, ...]:
-    said: Mapping[str, Any] = config.get("linear_attn_config") or {}
-    inner = ModelConfig(said, {})
+    value: Mapping[str, Any] = config.get("linear_attn_config") or {}
+    inner = ModelConfig(value, {})
     of = (inner.number("num_heads"), inner.number("head_dim"))
-    return _delta(of, of, _taps(inner.number("short_conv_kernel_size")), item, ssm_item)
+    return _delta(of, of, _past_inputs_axis(inner.number("short_conv_kernel_size")), item, ssm_item)
 
 
 def _delta(
-    keys: tuple[int, int], values: tuple[int, int], taps: tuple[str, int], item: int, ssm_item: int
+    keys: tuple[int, int], values: tuple[int, int], past_inputs: tuple[str, int], item: int, ssm_item: int
 ) -> tuple[StoredField, ...]:
     """Return the fields of a delta rule layer: the last inputs of q, k and v, and one matrix per head.
 
     Args:
         keys, values: (number of heads, elements per head) of the keys and of the values.
-        taps: (name, length) of the axis of past convolution inputs.
+        past_inputs: (name, length) of the axis of past convolution inputs.
         item: bytes of one element of the convolution's inputs.
         ssm_item: bytes of one element of the matrices.
     """
     (k_heads, k_width), (v_heads, v_width) = keys, values
     return (
-        StoredField("conv.q", item, k_heads, (("channel", k_width), taps)),
-        StoredField("conv.k", item, k_heads, (("channel", k_width), taps)),
-        StoredField("conv.v", item, v_heads, (("channel", v_width), taps)),
+        StoredField("conv.q", item, k_heads, (("channel", k_width), past_inputs)),
+        StoredField("conv.k", item, k_heads, (("channel", k_width), past_inputs)),
+        StoredField("conv.v", item, v_heads, (("channel", v_width), past_inputs)),
         StoredField("ssm", ssm_item, v_heads, (("row", v_width), ("state", k_width))),
     )
 
 
 def _lightning(config: ModelConfig, _item: int, ssm_item: int) -> tuple[StoredField, ...]:
     heads = config.number("num_attention_heads")
-    width = config.maybe("head_dim") or config.number("hidden_size") // heads
+    width = config.optional_int("head_dim") or config.number("hidden_size") // heads
     return (StoredField("ssm", ssm_item, heads, (("row", width), ("state", width))),)
 
 
 def _short_conv(config: ModelConfig, item: int, _ssm_item: int) -> tuple[StoredField, ...]:
     channels = config.number("conv_dim", "hidden_size")
-    config.cover("block_dim")  # it has the same width and does not affect the cache
-    return (StoredField("conv", item, channels, (_taps(config.number("conv_L_cache")),)),)
+    config.mark_read("block_dim")  # it has the same width and does not affect the cache
+    return (StoredField("conv", item, channels, (_past_inputs_axis(config.number("conv_L_cache")),)),)
 
 
 _BUILDERS: Mapping[Mixer, Builder] = {

@@ -102,7 +102,9 @@ def check_unread(config: ModelConfig) -> list[str]:
     Raises:
         ConfigError: a key that no rule has read has a name that suggests an effect on the cache.
     """
-    unread = [name for name, value in config.values.items() if value is not None and name not in config.asked]
+    unread = [
+        name for name, value in config.values.items() if value is not None and name not in config.read_keys
+    ]
     unread = [name for name in unread if name not in _HARMLESS and not _CLEARLY_ELSEWHERE.match(name)]
     deciding = [name for name in unread if _DECIDES.search(name)]
     if deciding:
@@ -125,7 +127,7 @@ def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> Non
     Raises:
         ConfigError: a key is unknown.
     """
-    unknown = [key for key in config.values if key not in config.asked and key not in harmless]
+    unknown = [key for key in config.values if key not in config.read_keys and key not in harmless]
     if unknown:
         raise ConfigError(
             f"config.json: {name}.{unknown[0]} is not known, and may decide what is kept; its KV cache "

@@ -16,40 +16,42 @@ _KEY = "per_layer_config"
 _KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
 
 
-def own_settings(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
+def layer_overrides(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
     """Return the settings of single layers in ``per_layer_config``, by layer index; empty if there are none.
 
     Raises:
         ConfigError: a layer does not exist, or a setting is unknown and may affect the cache.
     """
-    said = config.get(_KEY)
-    if said is None:
+    value = config.get(_KEY)
+    if value is None:
         return {}
-    config.cover(_KEY)
-    if not isinstance(said, Mapping):
-        raise ConfigError(f"config.json: {_KEY} is {said!r}, an object is expected")
-    if unnumbered := [key for key in said if not key.isdecimal() or int(key) >= config.layers]:
+    config.mark_read(_KEY)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: {_KEY} is {value!r}, an object is expected")
+    if unnumbered := [key for key in value if not key.isdecimal() or int(key) >= config.layers]:
         raise ConfigError(
             f"config.json: {_KEY} has {', '.join(sorted(unnumbered))} where the number of a layer, below "
             f"{config.layers}, is expected; its KV cache cannot be planned"
         )
-    own = {int(key): settings for key, settings in said.items()}
-    for layer, settings in own.items():
+    overrides = {int(key): settings for key, settings in value.items()}
+    for layer, settings in overrides.items():
         if not isinstance(settings, Mapping):
             raise ConfigError(f"config.json: {_KEY}.{layer} is {settings!r}, an object is expected")
-    unknown = {name for settings in own.values() for name in settings} - _KNOWN
+    unknown = {name for settings in overrides.values() for name in settings} - _KNOWN
     # The number of query heads affects the cache only if KV heads or head width are derived from it.
     if not (config.get("num_key_value_heads", "num_attention_groups") and config.get("head_dim")):
-        unknown |= {"num_attention_heads" for settings in own.values() if "num_attention_heads" in settings}
+        unknown |= {
+            "num_attention_heads" for settings in overrides.values() if "num_attention_heads" in settings
+        }
     if unknown:
         raise ConfigError(
             f"config.json: {_KEY} has {', '.join(sorted(unknown))}, which may decide what is kept per token, "
             "and kvferry does not know how; its KV cache cannot be planned yet"
         )
-    return own
+    return overrides
 
 
-def check_own(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
+def check_layer_overrides(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
     """Check that the settings in ``per_layer_config`` are readable and apply to no recurrent layer.
 
     Args:
@@ -59,7 +61,7 @@ def check_own(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
     Raises:
         ConfigError: a setting cannot be read, or it applies to a recurrent layer.
     """
-    for number, settings in own_settings(config).items():
+    for number, settings in layer_overrides(config).items():
         if settings and not RECURRENT.isdisjoint(layers[number]):
             named = ", ".join(sorted(settings))
             raise ConfigError(
