@@ -19,7 +19,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import SlowTier
 from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Part
+from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import Block, CacheGroup, EngineFacts
@@ -267,7 +267,7 @@ def _measured_speeds() -> Speeds:
     speeds = Speeds(lambda: 0.0)
     speeds.computed(10_000, 1.0)
     for place, rate in _SPEEDS.items():
-        speeds.loaded([Part(place, rate)], 1.0)
+        speeds.loaded([PlaceTokens(place, rate)], 1.0)
     return speeds
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.connector.bids import Part
+from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.decisions import DecisionReason, ValuedBid
 from kvferry.connector.events import LoadBegan, LoadEnded, SourcesAsked
 from kvferry.connector.load_results import LoadOutcome
@@ -31,7 +31,7 @@ def load_began(
     *,
     at: float = 0.0,
     peer: str | None = None,
-    parts: tuple[Part, ...] | None = None,
+    parts: tuple[PlaceTokens, ...] | None = None,
 ) -> LoadBegan:
     """A load began, of the request and the attempt in its name, ``REQUEST#ATTEMPT[.PART]``."""
     place = "peer" if source == "peer" else "host"
@@ -41,7 +41,7 @@ def load_began(
         load=load,
         source=source,
         peer=source if peer is None else peer,
-        parts=(Part(place, end - begin),) if parts is None else parts,
+        parts=(PlaceTokens(place, end - begin),) if parts is None else parts,
         begin=begin,
         end=end,
         attempt=load.partition(".")[0],

@@ -35,7 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.decisions import MissReason, SourceMiss
@@ -102,7 +102,7 @@ class Played:
 
     def bids(self, request: Any, local_tokens: int) -> Sequence[Bid]:
         tokens = min(self.total.get(request.request_id, 0), request.num_tokens) - local_tokens
-        return [Bid(self.name, (Part(self.name, tokens),))] if tokens > 0 else []
+        return [Bid(self.name, (PlaceTokens(self.name, tokens),))] if tokens > 0 else []
 
     def head(self, request: Any, local_tokens: int, alignment_tokens: int) -> Bid | None:
         return None

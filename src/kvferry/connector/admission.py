@@ -32,8 +32,8 @@ from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.must_compute import must_compute
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
-from kvferry.connector.policies import Choice
-from kvferry.connector.request_phases import RequestPhase, RequestPhases, RequestState, Standing
+from kvferry.connector.policies import BidChooser
+from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.connector.source import Source
 from kvferry.connector.stream import EventStream
 from kvferry.planning.descriptors import Int64s
@@ -112,7 +112,7 @@ class Admission:
         attempts: int,
         timeout_seconds: float,
         sources: Sequence[Source],
-        choice: Choice,
+        chooser: BidChooser,
         events: EventStream,
     ) -> None:
         """Create the object that chooses the source of each request's KV. It has no requests yet.
@@ -128,16 +128,16 @@ class Admission:
             timeout_seconds: seconds after which a load has failed.
             sources: all sources of KV, in the order in which they are asked. Of equally good offers, the
                 offer of the first source is taken.
-            choice: policy that chooses between the offers of the sources.
+            chooser: policy that chooses between the offers of the sources.
             events: stream that receives an event for each decision.
         """
         self.pins = pins
         self._groups = tuple(groups)
         self._parts, self._pool = parts, pool
-        self._phases = RequestPhases(choice, headroom, time.monotonic)
+        self._phases = RequestPhases(chooser, headroom, time.monotonic)
         self._workers, self._attempts, self._timeout = workers, attempts, timeout_seconds
-        self._sources, self._choice = tuple(sources), choice
-        self._events = AdmissionEvents(events, choice.policy)
+        self._sources, self._chooser = tuple(sources), chooser
+        self._events = AdmissionEvents(events, chooser.policy)
         self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in self._groups)
         self._known: dict[str, _RequestState] = {}
         self._loads: dict[str, _LoadState] = {}
@@ -169,12 +169,12 @@ class Admission:
         if self._parts.evict():
             return None  # the prefix that the engine has just found for this request may contain these blocks
         known = self._known.get(request.request_id)
-        standing = Standing.LOADING if known is None else self._phases.standing(known)
-        if known is None or standing is Standing.LOADING:
+        action = AdmitAction.KEEP_LOADING if known is None else self._phases.next_action(known)
+        if known is None or action is AdmitAction.KEEP_LOADING:
             return 0
-        if standing is Standing.ASIDE:
+        if action is AdmitAction.SET_ASIDE:
             return None
-        if standing is Standing.NO_ROOM:
+        if action is AdmitAction.COMPUTE:
             self._events.no_room(request.request_id, local_tokens)
             return 0
         if (why := must_compute(request, local_tokens)) is not None:
@@ -296,7 +296,7 @@ class Admission:
             source.ended(load, whole)
         # A late load takes at least this long. A part is not timed: windows and states dominate its time.
         if load.loads == 1 and (whole.failure is None or whole.late):
-            self._choice.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
+            self._chooser.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
         if known.loads:
             return
         self._phases.ended(known, load.request_id, failed=known.broken)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlaceTokens:
     """The tokens of a source's offer that come from one place.
 
     Attributes:
@@ -48,7 +48,7 @@ class Bid:
     """
 
     source: str
-    parts: tuple[Part, ...]
+    parts: tuple[PlaceTokens, ...]
     looking: bool = False
     head: Bid | None = None
 
@@ -73,7 +73,7 @@ class Bid:
         return frozenset(part.place for part in self.parts)
 
     @property
-    def legs(self) -> tuple[tuple[Part, ...], ...]:
+    def legs(self) -> tuple[tuple[PlaceTokens, ...], ...]:
         """The parts of this bid, grouped by the source that loads them: one tuple of parts per source.
 
         The source that loads the start of the prompt comes first.

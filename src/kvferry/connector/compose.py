@@ -15,7 +15,7 @@ from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turn_finder import TurnFinder
 from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.pins import Pins
-from kvferry.connector.policies import Choice, policy_named
+from kvferry.connector.policies import BidChooser, policy_named
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
@@ -140,6 +140,6 @@ class Composition:
             attempts=config.attempts,
             timeout_seconds=config.load_timeout_seconds,
             sources=sources,
-            choice=Choice(policy, self.speeds, config.patience_seconds),
+            chooser=BidChooser(policy, self.speeds, config.patience_seconds),
             events=self.events,
         )

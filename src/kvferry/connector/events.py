@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.load_results import NO_FIGURES, GroupBytes, LoadFigures, LoadOutcome
 
@@ -98,7 +98,7 @@ class LoadBegan:
     load: str
     source: str
     peer: str
-    parts: tuple[Part, ...]
+    parts: tuple[PlaceTokens, ...]
     begin: int
     end: int
     attempt: str

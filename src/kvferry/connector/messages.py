@@ -11,7 +11,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import NO_FIGURES, LoadFigures
-from kvferry.connector.worker.orders import ChunkOrders, MovedByAll
+from kvferry.connector.worker.orders import ChunkOrders, MergedCopyReport
 from kvferry.geometry import RankGeometry
 from kvferry.transport.messages import RankCard
 from kvferry.transport.read_order import ReadOrder
@@ -133,7 +133,7 @@ class StepReports:
     reports: dict[str, Report] = field(default_factory=dict)
     reported: dict[str, int] = field(default_factory=dict)
     released: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, MovedByAll] = field(default_factory=dict)
+    moved: dict[str, MergedCopyReport] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
     stale: int | None = None
 

@@ -42,7 +42,7 @@ class Policy(Protocol):
         """
 
 
-class First:
+class FirstPolicy:
     """Policy that gives all bids the same value, so that the bid of the first source is chosen."""
 
     def value(self, bid: Bid | None, rest: int) -> float:
@@ -56,7 +56,7 @@ class First:
         return 0.0 if bid is None else 1.0
 
 
-class Weight:
+class WeightPolicy:
     """Policy that values a bid (a source's offer) by its number of tokens, weighted by their place."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -84,7 +84,7 @@ class Weight:
         return sum(values) if all(values) else 0.0  # a source of weight 0 is never used, not even for a part
 
 
-class Cost:
+class CostPolicy:
     """Policy that values a bid by the inverse of the expected time to the first token."""
 
     def __init__(self, speeds: Speeds) -> None:
@@ -116,16 +116,20 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
 
     Args:
         name: value of the setting ``source_policy``.
-        weights: weight of a token by name of its place (``peer`` or a tier), for `Weight`. A missing place
-            has weight 1.
-        speeds: measured speeds of loading and computing, for `Cost`.
+        weights: weight of a token by name of its place (``peer`` or a tier), for `WeightPolicy`. A missing
+            place has weight 1.
+        speeds: measured speeds of loading and computing, for `CostPolicy`.
     """
-    policies: dict[str, Policy] = {"weight": Weight(weights), "cost": Cost(speeds), "first": First()}
+    policies: dict[str, Policy] = {
+        "weight": WeightPolicy(weights),
+        "cost": CostPolicy(speeds),
+        "first": FirstPolicy(),
+    }
     return policies[name]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BidChooser:
     """The policy that chooses between sources' offers, and how long a request may wait.
 
     Attributes:
@@ -139,7 +143,7 @@ class Choice:
     speeds: Speeds
     patience_seconds: float
 
-    def of(self, bids: Sequence[Bid], rest: int, *, waited: float, before: Bid | None) -> Bid | None:
+    def choose(self, bids: Sequence[Bid], rest: int, *, waited: float, before: Bid | None) -> Bid | None:
         """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
 
         If the source of the returned bid is still looking up its KV, the request waits for this source.
@@ -160,9 +164,9 @@ def choose(
 
     If the source of the returned bid is still looking up its KV, the request waits for this source.
 
-    >>> from kvferry.connector.bids import Part
-    >>> disk, host = Bid("a", (Part("file", 300),)), Bid("b", (Part("host", 256),))
-    >>> choose(Weight({"file": 0.5}), [disk, host], 400, waits=False).source
+    >>> from kvferry.connector.bids import PlaceTokens
+    >>> disk, host = Bid("a", (PlaceTokens("file", 300),)), Bid("b", (PlaceTokens("host", 256),))
+    >>> choose(WeightPolicy({"file": 0.5}), [disk, host], 400, waits=False).source
     'b'
 
     Args:

@@ -4,10 +4,9 @@
       │                                  └─one failed─▶ FAILED ─lets others pass once─▶ OPEN ─▶ …
       └─admitted, waits for nothing─▶ SERVED ─preempted, admitted anew─▶ OPEN
 
-At each admission the caller asks for the request's `standing`. On ASK it collects plans, chooses the `best`
-one and gives the engine the result of `propose`. Once the engine has allocated blocks, `admit` accepts the
-proposed plan, `wait` records that the request waits for its loads, and `ended` records that these have
-ended.
+At each admission the caller asks for the `next_action`. On ASK it collects plans, chooses the `best` one and
+gives the engine the result of `propose`. Once the engine has allocated blocks, `admit` accepts the proposed
+plan, `wait` records that the request waits for its loads, and `ended` records that these have ended.
 
 vLLM queues a request whose load has failed before requests whose loads hold blocks, and keeps blocks reserved
 for the failed load. If the request needed more blocks than are left, neither it nor the others would ever go
@@ -27,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.engine import Request
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import Choice
+from kvferry.connector.policies import BidChooser
 from kvferry.connector.waiting import Waiting
 
 
@@ -44,13 +43,13 @@ class RequestPhase(Enum):
     SERVED = "served"
 
 
-class Standing(Enum):
+class AdmitAction(Enum):
     """The way to handle a request that the engine wants to admit."""
 
     ASK = "its sources are asked for plans"
-    LOADING = "nothing more is loaded: its loads are under way"
-    ASIDE = "its load has failed: others pass it, and it is admitted later"
-    NO_ROOM = "it is computed: the plan after a failed load has found no blocks"
+    KEEP_LOADING = "nothing more is loaded: its loads are under way"
+    SET_ASIDE = "its load has failed: others pass it, and it is admitted later"
+    COMPUTE = "it is computed: the plan after a failed load has found no blocks"
 
 
 class Plan(Protocol):
@@ -95,33 +94,33 @@ class RequestPhases:
         headroom: check that a load leaves enough free blocks for requests that wait.
     """
 
-    def __init__(self, choice: Choice, headroom: Headroom, clock: Callable[[], float]) -> None:
+    def __init__(self, chooser: BidChooser, headroom: Headroom, clock: Callable[[], float]) -> None:
         """Create the state machine of the requests whose KV may be loaded. It has no requests yet.
 
         Args:
-            choice: policy that chooses between the offers of sources.
+            chooser: policy that chooses between the offers of sources.
             headroom: check that a load leaves enough free blocks for requests that wait.
             clock: function that returns monotonic seconds.
         """
         self.headroom = headroom
-        self._choice, self._clock = choice, clock
+        self._chooser, self._clock = chooser, clock
         self._brought: dict[str, Bidding] = {}
 
-    def standing(self, state: RequestState[Any]) -> Standing:
+    def next_action(self, state: RequestState[Any]) -> AdmitAction:
         """Return how to handle a request that the engine wants to admit. Mutates `state`.
 
         Args:
             state: state of the request.
         """
         if state.phase is RequestPhase.LOADING:
-            return Standing.LOADING
+            return AdmitAction.KEEP_LOADING
         if state.phase is RequestPhase.FAILED:
             state.phase, state.failed = RequestPhase.OPEN, True
-            return Standing.ASIDE
+            return AdmitAction.SET_ASIDE
         if state.failed and state.taken is not None:
-            return Standing.NO_ROOM
+            return AdmitAction.COMPUTE
         state.phase = RequestPhase.OPEN
-        return Standing.ASK
+        return AdmitAction.ASK
 
     def best(
         self, state: RequestState[PlanT], plans: Sequence[PlanT], request: Request, local_tokens: int
@@ -137,7 +136,7 @@ class RequestPhases:
             local_tokens: number of tokens that the engine has.
         """
         rest = request.num_tokens - local_tokens
-        best = self._choice.of(
+        best = self._chooser.choose(
             state.bidding.open((plan.bid for plan in plans), rest),
             rest,
             waited=state.waiting.until(self._clock()),
@@ -170,7 +169,7 @@ class RequestPhases:
             state.taken, state.crowded = (plan, local_tokens), not has_room(plan)
             if not state.crowded:
                 return plan.bid.tokens
-            if state.waiting.seconds >= self._choice.patience_seconds:
+            if state.waiting.seconds >= self._chooser.patience_seconds:
                 return 0
         state.waiting.begin(self._clock())
         return None

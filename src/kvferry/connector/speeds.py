@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.connector.bids import Part
+from kvferry.connector.bids import PlaceTokens
 
 NEWEST = 0.3
 """Weight of the newest measurement. All earlier ones share the rest."""
@@ -98,7 +98,7 @@ class Speeds:
         self._lines: dict[str, tuple[Line, float]] = {}
         self._rate = 0.0
 
-    def loaded(self, parts: Sequence[Part], seconds: float) -> None:
+    def loaded(self, parts: Sequence[PlaceTokens], seconds: float) -> None:
         """Record the time of a load.
 
         The time is recorded for only one of the places that the load used: a place of unknown speed if there
@@ -142,6 +142,6 @@ class Speeds:
         line, when = self._lines.get(place, (None, 0.0))
         return line if self._clock() - when <= LATELY_SECONDS else None
 
-    def _expected(self, part: Part) -> tuple[bool, float, int]:
+    def _expected(self, part: PlaceTokens) -> tuple[bool, float, int]:
         seconds = self.load_seconds(part.place, part.tokens)
         return not seconds, seconds, part.tokens

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connector import events
-from kvferry.connector.bids import Part
+from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.events import Event
 from kvferry.connector.load_results import LoadOutcome
@@ -237,7 +237,7 @@ class MetricsListener:
         self._counted.set("late_blocks", to=event.blocks)
 
 
-def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
+def trim_parts(parts: tuple[PlaceTokens, ...], tokens: int) -> Iterator[PlaceTokens]:
     """Shorten the parts of a bid to the tokens that were really loaded, and yield the remaining parts.
 
     A bid is the offer of a source to load tokens of a prompt.
@@ -249,5 +249,5 @@ def trim_parts(parts: tuple[Part, ...], tokens: int) -> Iterator[Part]:
     for part in parts:
         taken = min(part.tokens, tokens)
         if taken > 0:
-            yield Part(part.place, taken)
+            yield PlaceTokens(part.place, taken)
         tokens -= taken

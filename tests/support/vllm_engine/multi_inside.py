@@ -46,7 +46,7 @@ def story_of_last(engine: Any, of: int = 0) -> list[str]:
 
 def forget_speeds(engine: Any) -> None:
     """How fast children load, as if they had not for long; not how fast the engine computes."""
-    _multi(engine)._admission._choice.speeds._lines.clear()
+    _multi(engine)._admission._chooser.speeds._lines.clear()
 
 
 def still_known(engine: Any) -> dict[str, int]:

@@ -15,7 +15,7 @@ from benchmarks.choice import report as choice_report
 from benchmarks.choice.measure import ChoiceJob, MeasuredChoice, Replay, SourceSpeeds
 from benchmarks.choice.policy_engine import CompletedLoad, LoadListener, ReplayAnswer
 from benchmarks.choice.workload import Prompt, Workload
-from kvferry.connector.bids import Part
+from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.events import LoadBegan, LoadEnded
 from kvferry.connector.load_results import LoadOutcome
 from kvferry.connector.stream import EventStream
@@ -111,7 +111,7 @@ def test_files_have_room_for_a_share_and_for_the_longest_prompt() -> None:
     ).file_bytes == (128 * each)
 
 
-def began(load: str, *parts: Part) -> LoadBegan:
+def began(load: str, *parts: PlaceTokens) -> LoadBegan:
     return load_began(load, "tiers", end=100, at=1.0, parts=parts)
 
 
@@ -122,8 +122,8 @@ def ended(load: str, outcome: LoadOutcome) -> LoadEnded:
 def test_what_loads_brought_is_heard_from_every_connector_by_its_places() -> None:
     near, far = (SimpleNamespace(events=EventStream()) for _ in range(2))
     seen = LoadListener([near, far])
-    near.events.emit(began("a", Part("file", 100)))
-    far.events.emit(began("a", Part("host", 20), Part("object", 80)))
+    near.events.emit(began("a", PlaceTokens("file", 100)))
+    far.events.emit(began("a", PlaceTokens("host", 20), PlaceTokens("object", 80)))
     near.events.emit(ended("a", LoadOutcome.FAILED))
     far.events.emit(ended("a", LoadOutcome.READY))
     assert seen.take() == ((CompletedLoad({"far host": 20, "far object": 80}, 0.5),), 1)

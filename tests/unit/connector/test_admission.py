@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvferry.connector import admission
 from kvferry.connector.admission import Admission
 from kvferry.connector.admission_events import AdmissionEvents
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import LateBlocks, LoadEnded, Scheduled, SourcesAsked
@@ -22,7 +22,7 @@ from kvferry.connector.load_results import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.pins import Pins
-from kvferry.connector.policies import Choice, First, Weight
+from kvferry.connector.policies import BidChooser, FirstPolicy, WeightPolicy
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.stream import EventStream
 from kvferry.geometry import Group, GroupKind
@@ -41,7 +41,7 @@ GROUPS = Group(GroupKind.FULL, BLOCK, 0, ()), Group(GroupKind.SLIDING, BLOCK, 6,
 
 
 def offer(name, tokens, looking=False):
-    return Bid(name, (Part(name, tokens),), looking)
+    return Bid(name, (PlaceTokens(name, tokens),), looking)
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Engine:
             attempts=attempts,
             timeout_seconds=30.0,
             sources=sources,
-            choice=Choice(policy or Weight({}), Speeds(), patience),
+            chooser=BidChooser(policy or WeightPolicy({}), Speeds(), patience),
             events=EventStream(self.fold, self.told.append),
         )
         self.held = {}
@@ -284,13 +284,13 @@ def test_a_load_that_has_failed_or_whose_request_is_gone_needs_no_room():
 
 def test_weights_decide_which_source_serves():
     far, near = Stand("far", 24), Stand("near", 16)
-    engine = Engine(far, near, policy=Weight({"near": 2.0}))
+    engine = Engine(far, near, policy=WeightPolicy({"near": 2.0}))
     assert engine.admit(engine.arrive()) == 16
     assert near.heard == [("begin", 0, 16)]
 
 
 def test_the_first_source_serves_where_the_first_is_to():
-    engine = Engine(Stand("few", 8), Stand("many", 24), policy=First())
+    engine = Engine(Stand("few", 8), Stand("many", 24), policy=FirstPolicy())
     assert engine.admit(engine.arrive()) == 8
 
 
@@ -318,7 +318,7 @@ def test_a_load_tells_how_fast_its_place_is(monkeypatch, reports, late, known):
     engine.admit(engine.arrive())
     now[0] += 2.0
     engine.report(source.load, *reports, late=late)
-    seconds = engine.admission._choice.speeds.load_seconds("one", 12)
+    seconds = engine.admission._chooser.speeds.load_seconds("one", 12)
     assert seconds == pytest.approx(1.0 if known else 0.0)
 
 
@@ -706,7 +706,7 @@ def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
 
 def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
     near, far = Stand("near", 0, head_until=18), Stand("far", 39)
-    engine = Engine(near, far, policy=Weight({"near": 2.0}))
+    engine = Engine(near, far, policy=WeightPolicy({"near": 2.0}))
     one = engine.arrive()
     assert engine.admit(one, local_tokens=4) == 35
     assert (near.heard, far.heard) == ([("begin", 4, 16)], [("begin", 16, 39)]), "16: where a block ends"
@@ -725,7 +725,7 @@ def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
 
 def composed(**options):
     near, far = Stand("near", 0, head_until=16), Stand("far", 39)
-    engine = Engine(near, far, policy=Weight({"near": 2.0}), **options)
+    engine = Engine(near, far, policy=WeightPolicy({"near": 2.0}), **options)
     one = engine.arrive()
     assert engine.admit(one) == 39
     return engine, one, near, far
@@ -823,7 +823,7 @@ def test_a_part_tells_nothing_of_how_fast_its_place_is():
     engine, _, near, far = composed()
     for source in (near, far):
         engine.report(source.load, None, None)
-    speeds = engine.admission._choice.speeds
+    speeds = engine.admission._chooser.speeds
     assert [speeds.load_seconds(place, 100) for place in ("near", "far")] == [0, 0]
 
 
@@ -852,7 +852,7 @@ def test_a_request_aborted_while_two_parts_are_loading_holds_blocks_until_both_h
 
 def test_an_engine_that_takes_less_may_need_the_second_part_alone():
     near, far = Stand("near", 0, head_until=16), Stand("far", 39)
-    engine = Engine(near, far, policy=Weight({"near": 2.0}))
+    engine = Engine(near, far, policy=WeightPolicy({"near": 2.0}))
     one = engine.arrive()
     assert engine.admission.matched(one, 0) == 39
     engine.allocate(one, 19)
@@ -885,7 +885,7 @@ def test_an_end_that_is_looked_for_is_waited_for(monkeypatch):
 @pytest.mark.parametrize("total", [16, 12])
 def test_nothing_is_composed_with_what_has_no_end(total):
     near, far = Stand("near", 8, head_until=16), Stand("far", total)
-    engine = Engine(near, far, policy=Weight({"near": 2.0, "far": 0.1}))
+    engine = Engine(near, far, policy=WeightPolicy({"near": 2.0, "far": 0.1}))
     assert engine.admit(engine.arrive()) == 8
     assert (near.load.span, far.heard) == (LoadSpan(0, 8, PROMPT), [])
 
@@ -1137,7 +1137,7 @@ class Counting(RuleBasedStateMachine):
             for name, number in zip(("peer", "tiers"), tokens, strict=True)
         ]
         sources[1].head_until = head * BLOCK
-        self.engine = Engine(*sources, workers=1, policy=Weight({"tiers": 2.0}))
+        self.engine = Engine(*sources, workers=1, policy=WeightPolicy({"tiers": 2.0}))
         self.whole, self.count = MetricsDelta(), 0
         self.waiting, self.loading, self.running, self.late = [], {}, [], []
         self.served, self.settled, self.failed = 0, set(), set()

@@ -1,10 +1,10 @@
 """Bidding: strike out and bid again, until nothing is left but to compute."""
 
-from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 
 
 def bid(source, tokens, place="host"):
-    return Bid(source, (Part(place, tokens),))
+    return Bid(source, (PlaceTokens(place, tokens),))
 
 
 def test_no_tokens_are_no_bid():
@@ -68,8 +68,8 @@ def test_nothing_is_loaded_where_only_the_last_token_is_left():
 
 
 def test_bids_are_alike_if_they_come_from_the_same_places_however_much():
-    two = Bid("a", (Part("host", 3), Part("file", 4)))
-    assert two.like(Bid("a", (Part("file", 1), Part("host", 9))))
+    two = Bid("a", (PlaceTokens("host", 3), PlaceTokens("file", 4)))
+    assert two.like(Bid("a", (PlaceTokens("file", 1), PlaceTokens("host", 9))))
     for other in (bid("a", 7), Bid("b", two.parts), None):
         assert not two.like(other)
     assert (two.tokens, two.places) == (7, {"host", "file"})

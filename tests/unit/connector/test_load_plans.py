@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.load_plans import LoadPlan, load_plans
 from kvferry.planning.select import LoadSpan
 
 
 def bid(of, tokens):
-    return Bid(of, (Part(of, tokens),))
+    return Bid(of, (PlaceTokens(of, tokens),))
 
 
 class Source:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.connector.bids import Bid, Part
-from kvferry.connector.policies import MARGIN, Choice, Cost, First, Weight, choose, policy_named
+from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.connector.policies import (
+    MARGIN,
+    BidChooser,
+    CostPolicy,
+    FirstPolicy,
+    WeightPolicy,
+    choose,
+    policy_named,
+)
 from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
 
 PLACES = ("peer", "host", "file", "object")
 PROMPT = 400
 PARTS = st.lists(
-    st.builds(Part, st.sampled_from(PLACES), st.integers(1, 100)),
+    st.builds(PlaceTokens, st.sampled_from(PLACES), st.integers(1, 100)),
     min_size=1,
     max_size=3,
     unique_by=lambda part: part.place,
@@ -30,15 +38,17 @@ def speeds(rates):
             if what == "computed":
                 found.computed(tokens, tokens / rate)
             else:
-                found.loaded((Part(what, tokens),), tokens / rate)
+                found.loaded((PlaceTokens(what, tokens),), tokens / rate)
     return found
 
 
 def bid(source="a", looking=False, **parts):
-    return Bid(source, tuple(Part(place, tokens) for place, tokens in parts.items()), looking)
+    return Bid(source, tuple(PlaceTokens(place, tokens) for place, tokens in parts.items()), looking)
 
 
-POLICIES = st.one_of(st.builds(First), st.builds(Weight, WEIGHTS), RATES.map(lambda r: Cost(speeds(r))))
+POLICIES = st.one_of(
+    st.builds(FirstPolicy), st.builds(WeightPolicy, WEIGHTS), RATES.map(lambda r: CostPolicy(speeds(r)))
+)
 
 
 @given(
@@ -63,11 +73,11 @@ def test_no_bid_that_may_be_taken_is_better_by_the_margin(policy, bids, waits, b
 
 @given(bids=BIDS, weights=WEIGHTS, more=st.integers(1, 50))
 def test_whoever_offers_more_from_the_same_places_is_preferred(bids, weights, more):
-    for policy in (Weight(weights), Cost(speeds({"computed": 10.0}))):
+    for policy in (WeightPolicy(weights), CostPolicy(speeds({"computed": 10.0}))):
         found = choose(policy, bids, PROMPT, waits=True)
         if found is None:
             continue
-        parts = (Part(found.parts[0].place, found.parts[0].tokens + more), *found.parts[1:])
+        parts = (PlaceTokens(found.parts[0].place, found.parts[0].tokens + more), *found.parts[1:])
         better = Bid("better", parts)
         if policy.value(better, PROMPT) > policy.value(found, PROMPT):
             assert choose(policy, [*bids, better], PROMPT, waits=True) is better
@@ -75,21 +85,23 @@ def test_whoever_offers_more_from_the_same_places_is_preferred(bids, weights, mo
 
 @given(policy=POLICIES, bids=BIDS, patience=st.floats(0.1, 10), waited=st.floats(0, 20))
 def test_nobody_waits_longer_than_there_is_patience(policy, bids, patience, waited):
-    found = Choice(policy, Speeds(), patience).of(bids, PROMPT, waited=waited, before=None)
+    found = BidChooser(policy, Speeds(), patience).choose(bids, PROMPT, waited=waited, before=None)
     assert found is None or not found.looking or waited < patience
 
 
 def test_the_first_source_that_has_anything_wins_under_first():
-    assert choose(First(), [bid("a", file=1), bid("b", host=300)], PROMPT, waits=True).source == "a"
-    assert choose(First(), [], PROMPT, waits=True) is None
+    assert choose(FirstPolicy(), [bid("a", file=1), bid("b", host=300)], PROMPT, waits=True).source == "a"
+    assert choose(FirstPolicy(), [], PROMPT, waits=True) is None
 
 
 def test_weights_decide_between_much_from_afar_and_less_from_near():
     peer, host = bid("peer", peer=300), bid("tiers", host=200)
-    assert choose(Weight({}), [peer, host], PROMPT, waits=True) is peer
-    assert choose(Weight({"host": 2.0}), [peer, host], PROMPT, waits=True) is host
-    assert choose(Weight({"peer": 0.0}), [peer], PROMPT, waits=True) is None, "a weight of 0 is never taken"
-    assert choose(Weight({}), [host, bid("other", file=200)], PROMPT, waits=True) is host, (
+    assert choose(WeightPolicy({}), [peer, host], PROMPT, waits=True) is peer
+    assert choose(WeightPolicy({"host": 2.0}), [peer, host], PROMPT, waits=True) is host
+    assert choose(WeightPolicy({"peer": 0.0}), [peer], PROMPT, waits=True) is None, (
+        "a weight of 0 is never taken"
+    )
+    assert choose(WeightPolicy({}), [host, bid("other", file=200)], PROMPT, waits=True) is host, (
         "the first of equals"
     )
 
@@ -113,15 +125,15 @@ def test_weights_decide_between_much_from_afar_and_less_from_near():
 )
 def test_cost_takes_what_brings_the_first_token_soonest(rates, chosen):
     bids = [bid(host=300, file=90), bid(host=300)]
-    found = choose(Cost(speeds(rates)), bids, PROMPT, waits=True)
+    found = choose(CostPolicy(speeds(rates)), bids, PROMPT, waits=True)
     assert (found and found.tokens) == chosen
 
 
 def test_what_was_chosen_stays_chosen_until_another_is_better_by_a_margin():
     one, other = bid("a", host=100), bid("b", file=105)
-    assert choose(Weight({}), [one, other], PROMPT, waits=True) is other
-    assert choose(Weight({}), [one, other], PROMPT, waits=True, before=one) is one
-    assert choose(Weight({}), [one, bid("b", file=120)], PROMPT, waits=True, before=one).source == "b"
+    assert choose(WeightPolicy({}), [one, other], PROMPT, waits=True) is other
+    assert choose(WeightPolicy({}), [one, other], PROMPT, waits=True, before=one) is one
+    assert choose(WeightPolicy({}), [one, bid("b", file=120)], PROMPT, waits=True, before=one).source == "b"
 
 
 # -- speeds
@@ -134,10 +146,10 @@ def test_what_is_not_known_costs_nothing_and_computing_a_second_a_token():
 
 def test_a_load_tells_of_the_place_that_took_longest_or_was_not_known():
     found = speeds({"host": 1000.0, "file": 100.0})
-    found.loaded((Part("host", 1000), Part("file", 200)), 4.0)
+    found.loaded((PlaceTokens("host", 1000), PlaceTokens("file", 200)), 4.0)
     assert found.load_seconds("host", 1000) == pytest.approx(1.0), "it is not what took long"
     assert 2.0 < found.load_seconds("file", 200) < 4.0, "the newest counts for some"
-    found.loaded((Part("host", 9000), Part("object", 100)), 5.0)
+    found.loaded((PlaceTokens("host", 9000), PlaceTokens("object", 100)), 5.0)
     assert found.load_seconds("object", 100) == pytest.approx(5.0)
 
 
@@ -145,11 +157,13 @@ def test_a_small_load_says_little_of_a_large_one():
     """What it takes besides its tokens would else be taken for slowness, and the place not be tried again."""
     found = Speeds(Clock())
     found.computed(1000, 0.25)
-    found.loaded((Part("file", 64),), 0.02)
-    assert choose(Cost(found), [bid(file=64)], PROMPT, waits=True) is None, "64 tokens are computed in 16 ms"
+    found.loaded((PlaceTokens("file", 64),), 0.02)
+    assert choose(CostPolicy(found), [bid(file=64)], PROMPT, waits=True) is None, (
+        "64 tokens are computed in 16 ms"
+    )
     large = bid(file=350)
-    assert choose(Cost(found), [large], PROMPT, waits=True) is large
-    found.loaded((Part("file", 1000),), 0.04)
+    assert choose(CostPolicy(found), [large], PROMPT, waits=True) is large
+    found.loaded((PlaceTokens("file", 1000),), 0.04)
     assert found.load_seconds("file", 532) == pytest.approx(0.03)
     assert found.load_seconds("file", 2000) == pytest.approx(0.0614, rel=1e-2)
 
@@ -157,9 +171,9 @@ def test_a_small_load_says_little_of_a_large_one():
 def test_loads_of_one_size_are_what_a_larger_one_costs_at_least():
     found = Speeds(Clock())
     for seconds in (1.0, 1.0, 1.0):
-        found.loaded((Part("object", 100),), seconds)
+        found.loaded((PlaceTokens("object", 100),), seconds)
     assert [found.load_seconds("object", n) for n in (50, 100, 800)] == pytest.approx([0.5, 1.0, 1.0])
-    found.loaded((Part("object", 800),), 8.0)
+    found.loaded((PlaceTokens("object", 800),), 8.0)
     assert found.load_seconds("object", 800) == pytest.approx(8.0), "it was tried, and is known now"
 
 
@@ -167,7 +181,7 @@ def test_loads_of_one_size_are_what_a_larger_one_costs_at_least():
 def test_more_tokens_take_no_less_and_not_more_per_token(loads, data):
     found = Speeds(Clock())
     for tokens, seconds in loads:
-        found.loaded((Part("file", tokens),), seconds)
+        found.loaded((PlaceTokens("file", tokens),), seconds)
     few = data.draw(st.integers(1, 10_000))
     many = data.draw(st.integers(few, 10_000))
     less, more = (found.load_seconds("file", n) for n in (few, many))
@@ -188,21 +202,21 @@ def test_steps_of_one_speed_give_that_speed():
 def test_what_was_not_measured_lately_is_tried_anew():
     clock = Clock()
     found = Speeds(clock)
-    found.loaded((Part("file", 10),), 10.0)
+    found.loaded((PlaceTokens("file", 10),), 10.0)
     assert found.load_seconds("file", 1) == 1.0
     clock.now += LATELY_SECONDS + 1
     assert found.load_seconds("file", 1) == 0.0
-    found.loaded((Part("file", 10),), 1.0)
+    found.loaded((PlaceTokens("file", 10),), 1.0)
     assert found.load_seconds("file", 10) == pytest.approx(1.0), "what was is forgotten"
 
 
 def test_what_weighs_nothing_is_not_taken_together_with_something_either():
     near, far = bid("near", host=16), bid("far", peer=23)
     both, own = Bid.composed(near, far), bid("near", host=8)
-    assert choose(Weight({"peer": 0}), [own, both], PROMPT, waits=True) is own
-    assert choose(Weight({"peer": 0.1}), [own, both], PROMPT, waits=True) is both
+    assert choose(WeightPolicy({"peer": 0}), [own, both], PROMPT, waits=True) is own
+    assert choose(WeightPolicy({"peer": 0.1}), [own, both], PROMPT, waits=True) is both
     tiers = bid("tiers", host=16, object=8)
-    assert choose(Weight({"object": 0}), [own, tiers], PROMPT, waits=True) is tiers
+    assert choose(WeightPolicy({"object": 0}), [own, tiers], PROMPT, waits=True) is tiers
 
 
 @pytest.mark.parametrize(("name", "taken"), [("weight", "many"), ("cost", "fast"), ("first", "first")])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import app
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
@@ -50,7 +50,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def everything(name: str, at: float) -> tuple[Event, ...]:
-    bid = Bid("peer", (Part("peer", 10),), looking=True)
+    bid = Bid("peer", (PlaceTokens("peer", 10),), looking=True)
     lack = SourceMiss("tiers", MissReason.EVICTED, "full", "chunk 1 of full")
     return (
         Arrived(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
@@ -23,9 +23,9 @@ from kvferry.explain.timeline import timeline
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from support.load_events import load_began, load_ended, sources_asked
 
-PEER = Bid("10.0.0.1:5000", (Part("peer", 444),))
+PEER = Bid("10.0.0.1:5000", (PlaceTokens("peer", 444),))
 LOOKING = replace(PEER, looking=True)
-TIERS = Bid("tiers", (Part("host", 128), Part("file", 64)))
+TIERS = Bid("tiers", (PlaceTokens("host", 128), PlaceTokens("file", 64)))
 CAME = Arrived("a", 10.0, tokens=700, sources=("peer", "tiers"))
 
 
@@ -248,7 +248,7 @@ def test_a_summary_of_a_failure_and_of_what_has_not_gone_on() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_use(fails: bool) -> None:
-    host = Bid("tiers", (Part("host", 256),))
+    host = Bid("tiers", (PlaceTokens("host", 256),))
     ends = LoadOutcome.FAILED if fails else LoadOutcome.READY
     found = summary(
         RequestTrace(

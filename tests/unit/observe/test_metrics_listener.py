@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
@@ -37,7 +37,7 @@ PROMPT = 100
 
 
 def bid(source: str, tokens: int, *, looking: bool = False) -> Bid:
-    return Bid(source, (Part("peer" if source == "peer" else "host", tokens),), looking)
+    return Bid(source, (PlaceTokens("peer" if source == "peer" else "host", tokens),), looking)
 
 
 def asked(
@@ -145,7 +145,7 @@ def test_of_a_broken_pair_all_that_was_to_come_is_recomputed(failing, available,
 
 
 def test_of_a_bid_that_was_taken_in_part_the_first_places_count() -> None:
-    parts = (Part("host", 30), Part("file", 50))
+    parts = (PlaceTokens("host", 30), PlaceTokens("file", 50))
     found = counts(
         Arrived("a", 0.0, tokens=PROMPT, sources=("tiers",)),
         load_began(source="tiers", end=60, parts=parts),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason
 from kvferry.connector.events import (
     Arrived,
@@ -20,7 +20,7 @@ from kvferry.observe.spans import SpanListener, TraceSpan
 from support.load_events import load_began, load_ended, sources_asked
 
 HEADERS = (("traceparent", "00-1-2-01"),)
-PARTS = (Part("host", 64), Part("file", 64))
+PARTS = (PlaceTokens("host", 64), PlaceTokens("file", 64))
 
 
 def spans(*events: Event) -> list[TraceSpan]:
@@ -33,7 +33,7 @@ def spans(*events: Event) -> list[TraceSpan]:
 
 def asked(at: float, why: DecisionReason, source: str = "peer") -> SourcesAsked:
     chosen = (
-        Bid(source, (Part(source, 9),), why is DecisionReason.LOOKING)
+        Bid(source, (PlaceTokens(source, 9),), why is DecisionReason.LOOKING)
         if why in {DecisionReason.LOOKING, DecisionReason.BEST}
         else None
     )
@@ -59,7 +59,7 @@ def test_a_load_is_a_span_of_the_requests_trace() -> None:
 
 def test_a_load_from_a_peer_says_which_and_what_took_how_long() -> None:
     (load,) = spans(
-        load_began(end=9, at=1.0, peer="10.0.0.1:5", parts=(Part("peer", 9),)),
+        load_began(end=9, at=1.0, peer="10.0.0.1:5", parts=(PlaceTokens("peer", 9),)),
         load_ended(
             at=2.0,
             seconds=1.0,

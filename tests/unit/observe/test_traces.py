@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from kvferry.connector.bids import Bid, Part
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.decisions import DecisionReason, MissReason, SourceMiss, ValuedBid
 from kvferry.connector.events import (
     Arrived,
@@ -131,7 +131,7 @@ def test_long_texts_of_others_are_cut() -> None:
     text = "x" * 10_000
     found = TraceBuffer(1)
     lack = SourceMiss("tiers", MissReason.FAILED, detail=text)
-    bid = ValuedBid("peer", Bid("peer", (Part("peer", 1),)), 0.0, text)
+    bid = ValuedBid("peer", Bid("peer", (PlaceTokens("peer", 1),)), 0.0, text)
     found(Arrived("a", 0.0, tokens=10, sources=(), declined=(lack,), trace_headers=(("tracestate", text),)))
     found(
         SourcesAsked(

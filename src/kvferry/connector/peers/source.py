@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from math import gcd
 
 from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Block, Request
 from kvferry.connector.load import Load
@@ -52,7 +52,9 @@ def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
 
     A bid is the offer of a source to load a part of a prompt.
     """
-    return Bid(bid.source, (Part(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
+    return (
+        Bid(bid.source, (PlaceTokens(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
+    )
 
 
 class PeerSource:
@@ -464,7 +466,7 @@ class PeerSource:
         if isinstance(peer, Unusable):
             self._strike(request.request_id, peer.reason)
             return None
-        return Bid(pull.peer, (Part(PEER, tokens),), isinstance(peer, Pending))
+        return Bid(pull.peer, (PlaceTokens(PEER, tokens),), isinstance(peer, Pending))
 
     def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
         """Return the reason why KV cannot be read from a peer; None if it can be read.

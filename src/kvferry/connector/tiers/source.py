@@ -23,7 +23,7 @@ import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Fetch
-from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.engine import Request
 from kvferry.connector.load import Load
@@ -32,7 +32,7 @@ from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.refusals import Refusals
 from kvferry.connector.tiers.misses import miss_of
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.worker.orders import LoadEnd, LoadPart, MovedByAll, Piece
+from kvferry.connector.worker.orders import LoadEnd, LoadPart, MergedCopyReport, Piece
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.length import content_alignment
@@ -211,7 +211,7 @@ class TierSource:
         most = request.num_tokens - 1 - local_tokens
         if most <= 0 or not self._prompts.are_pending(request.request_id):
             return ()
-        return (Bid("names of chunks", (Part(HOST, most),), looking=True),)
+        return (Bid("names of chunks", (PlaceTokens(HOST, most),), looking=True),)
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
         """Return the tiers' offer (bid) to load the first part of a prefix; another source loads the rest.
@@ -357,7 +357,7 @@ class TierSource:
                 self._end(loading, loading.fetch.failure)
         chunks.ends, self._ends = self._ends, []
 
-    def moved(self, moved: MovedByAll) -> bool:
+    def moved(self, moved: MergedCopyReport) -> bool:
         """Release the host memory of chunks that all ranks have copied to KV blocks.
 
         Args:
@@ -386,7 +386,7 @@ class TierSource:
             return None
         return Bid(TIERS, self._parts(found, first, last))
 
-    def _parts(self, found: Coverage, first: int, last: int) -> tuple[Part, ...]:
+    def _parts(self, found: Coverage, first: int, last: int) -> tuple[PlaceTokens, ...]:
         """Return the number of prompt tokens that each tier provides for an offer to load.
 
         The tokens are counted in the KV cache group that needs the most chunks. A chunk that no tier holds is
@@ -403,7 +403,7 @@ class TierSource:
         sums[row[0]] -= first - low * size
         sums[row[-1]] -= high * size - last
         names = (HOST, *self._cache.tiers)
-        return tuple(Part(names[at], int(sums[at])) for at in np.flatnonzero(sums))
+        return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
     def _keeps_windows(self, tokens: int) -> bool:
         """Return True if, after a load of the whole prompt, its last token can still be computed.

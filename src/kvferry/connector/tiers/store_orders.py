@@ -17,7 +17,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.engine import Block, BlockPool
 from kvferry.connector.events import StoreBegan, StoreEnded
 from kvferry.connector.stream import EventStream
-from kvferry.connector.worker.orders import MovedByAll, Piece, StoreOrder
+from kvferry.connector.worker.orders import MergedCopyReport, Piece, StoreOrder
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.select import NULL_BLOCK
 from kvferry.tiers.host.tier import Slot
@@ -124,7 +124,7 @@ class StoreOrders:
         orders, self._orders = self._orders, []
         return orders
 
-    def moved(self, moved: MovedByAll) -> bool:
+    def moved(self, moved: MergedCopyReport) -> bool:
         """Complete a store (copy of chunks from KV blocks to host memory) that all ranks have reported.
 
         Release the store's blocks. If the store succeeded, make its chunks available to requests.

@@ -20,7 +20,7 @@ from kvferry.connector.tiers.stats import TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.connector.worker.chunk_routes import check_storable
-from kvferry.connector.worker.orders import ArenaCard, MovedByAll
+from kvferry.connector.worker.orders import ArenaCard, MergedCopyReport
 from kvferry.errors import ConfigError, GeometryError, Incompatible
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
@@ -110,7 +110,7 @@ class Tiering:
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)
-        self._moved: dict[str, MovedByAll] = {}
+        self._moved: dict[str, MergedCopyReport] = {}
         self._failures: Counter[str] = Counter()
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",

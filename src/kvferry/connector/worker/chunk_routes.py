@@ -75,15 +75,15 @@ class ChunkRoutes:
         self._rank = ranks[number]
         space = AddressSpace(self._rank.regions)
 
-        def carried(route: Route, side: str) -> _Carried:
-            return _Carried(route, ChunkCopies(route, side, space, memory))
+        def copier(route: Route, side: str) -> RouteCopier:
+            return RouteCopier(route, ChunkCopies(route, side, space, memory))
 
         pools = _pools(canonical)
         self._out = [
-            [carried(route, "src") for route in build_templates(ranks, pool)[number].routes] for pool in pools
+            [copier(route, "src") for route in build_templates(ranks, pool)[number].routes] for pool in pools
         ]
         self._in = [
-            [carried(route, "dst") for route in template.routes]
+            [copier(route, "dst") for route in template.routes]
             for template in build_templates(pools, self._rank)
         ]
 
@@ -161,7 +161,7 @@ class ChunkRoutes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Carried:
+class RouteCopier:
     """A route (mapping of bytes between KV blocks and chunks), and the object that copies bytes along it."""
 
     route: Route

@@ -19,9 +19,9 @@ from kvferry.connector.load import Load
 from kvferry.connector.load_results import LoadFigures
 from kvferry.connector.messages import EndedRequests, Report, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.producer import LEASE_SLOTS
-from kvferry.connector.worker.loads import Joined, Loads
+from kvferry.connector.worker.loads import AttemptResults, Loads
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import MovedByAll
+from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.connector.worker.stale import CHANGED, StaleEpochs
 from kvferry.errors import KVFerryError
 from kvferry.geometry import Group, RankGeometry
@@ -68,7 +68,7 @@ class WorkerHalf:
         self._mirror: CacheMirror | None = None
         self._transfers: Transfers | None = None
         self._mover: ChunkMover | None = None
-        self._loads, self._joined = Loads(time.monotonic), Joined()
+        self._loads, self._attempt_results = Loads(time.monotonic), AttemptResults()
         self._orders: dict[str, Load] = {}
         self._results: dict[str, ReadResult] = {}
         self._sent: set[str] = set()
@@ -206,7 +206,7 @@ class WorkerHalf:
             load, failure = self._orders[key], outcome or (CHANGED if key in self._void else None)
             if failure is None and self._mirror is not None:
                 self._mirror.load(self._described().groups, self._needed(load.span, load.tables))
-            whole = self._joined.reported(load.attempt, load.loads, failure)
+            whole = self._attempt_results.add(load.attempt, load.loads, failure)
             if whole is not None:
                 received.add(load.request_id)
             if whole is False:
@@ -228,7 +228,7 @@ class WorkerHalf:
             self._loads.landed(result.key, result.failure)
         if self._mover is not None:
             for moved in self._mover.moved():
-                self._reports.moved[moved.key] = MovedByAll.of(moved)
+                self._reports.moved[moved.key] = MergedCopyReport.of(moved)
             for end in self._mover.ended():
                 self._loads.landed(end.key, end.failure)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SettledLoads:
     """The loads that were reported or released since the last call of `Loads.settle`.
 
     Attributes:
@@ -32,13 +32,13 @@ class Settled:
     released: set[str] = field(default_factory=set)
 
 
-class Joined:
+class AttemptResults:
     """Collects the results of loads by attempt. All loads of an attempt load parts of the same prefix."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, list[str | None]] = {}
+        self._results: dict[str, list[str | None]] = {}
 
-    def reported(self, attempt: str, loads: int, failure: str | None) -> bool | None:
+    def add(self, attempt: str, loads: int, failure: str | None) -> bool | None:
         """Record the result of one load of an attempt. The loads of an attempt each load a part of a prefix.
 
         Args:
@@ -50,12 +50,12 @@ class Joined:
             None while other loads of the attempt have not been reported. With the report of the last load,
             whether all loads have succeeded.
         """
-        heard = self._heard.setdefault(attempt, [])
-        heard.append(failure)
-        if len(heard) < loads:
+        results = self._results.setdefault(attempt, [])
+        results.append(failure)
+        if len(results) < loads:
             return None
-        del self._heard[attempt]
-        return not any(failure is not None for failure in heard)
+        del self._results[attempt]
+        return not any(failure is not None for failure in results)
 
 
 class Loads:
@@ -102,7 +102,7 @@ class Loads:
         """
         self._landed[key] = failure
 
-    def settle(self) -> Settled:
+    def settle(self) -> SettledLoads:
         """Return the loads that have ended, been given up or passed their deadline since the last call.
 
         A load that is given up or passes its deadline is reported as failed now, and released in a later
@@ -126,4 +126,4 @@ class Loads:
             self._expired.add(key)
             reported[key] = why
         self._given_up.clear()
-        return Settled(reported, released)
+        return SettledLoads(reported, released)

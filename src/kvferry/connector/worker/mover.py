@@ -17,7 +17,7 @@ from itertools import count
 from typing import TypeAlias, TypeVar
 
 from kvferry.connector.worker.chunk_routes import ChunkRoutes
-from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, LoadEnd, LoadPart, Moved, StoreOrder
+from kvferry.connector.worker.orders import ArenaCard, ChunkOrders, CopyReport, LoadEnd, LoadPart, StoreOrder
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.host.arena import Arena
@@ -46,7 +46,7 @@ class ChunkMover:
         self._place = place
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = count()
-        self._moved: deque[Moved] = deque()
+        self._moved: deque[CopyReport] = deque()
         self._ended: deque[LoadEnd] = deque()
         self._routes: ChunkRoutes | None = None
         self._arena: Arena | None = None
@@ -87,9 +87,9 @@ class ChunkMover:
             orders: orders of the step.
             why: reason to report as the failure.
         """
-        self._moved.extend(Moved(order.key, why, (), 0.0) for order in orders.stores)
+        self._moved.extend(CopyReport(order.key, why, (), 0.0) for order in orders.stores)
 
-    def moved(self) -> list[Moved]:
+    def moved(self) -> list[CopyReport]:
         """Return the reports on finished copy orders since the last call, and clear them.
 
         There is one report per order.
@@ -163,7 +163,7 @@ class ChunkMover:
         except Exception as error:
             logger.exception("tiers: order %s", key)
             failure = f"{type(error).__name__}: {error}"
-        self._moved.append(Moved(key, failure, moved, time.perf_counter() - began))
+        self._moved.append(CopyReport(key, failure, moved, time.perf_counter() - began))
         return failure
 
 

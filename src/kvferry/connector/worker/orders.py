@@ -117,7 +117,7 @@ class ChunkOrders:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class CopyReport:
     """One rank's report that it has carried out an order to copy chunks, or has failed to.
 
     No copy of the order is under way any more.
@@ -136,7 +136,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class MovedByAll:
+class MergedCopyReport:
     """The merged reports of several ranks about the same order to copy chunks.
 
     Attributes:
@@ -155,14 +155,14 @@ class MovedByAll:
     ranks: int = 1
 
     @classmethod
-    def of(cls, moved: Moved) -> MovedByAll:
+    def of(cls, moved: CopyReport) -> MergedCopyReport:
         """Convert one rank's report about an order to the form of a merged report."""
         return cls(moved.key, moved.failure, moved.bytes_by_group, moved.seconds)
 
-    def with_other(self, other: MovedByAll) -> MovedByAll:
+    def with_other(self, other: MergedCopyReport) -> MergedCopyReport:
         """Return these reports merged with the reports of other ranks about the same order."""
         ours, theirs = self.bytes_by_group, other.bytes_by_group
-        return MovedByAll(
+        return MergedCopyReport(
             self.key,
             self.failure or other.failure,
             tuple(a + b for a, b in zip(ours, theirs, strict=True)) if ours and theirs else ours or theirs,

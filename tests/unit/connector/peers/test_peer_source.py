@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.decisions import MissReason, SourceMiss
 from kvferry.connector.events import SourceRefused
 from kvferry.connector.load_results import GroupBytes, LoadFigures
@@ -155,8 +155,8 @@ def test_a_beginning_ends_where_it_may_and_an_end_goes_on_from_there():
     engine = Engine()
     one = engine.arrive(offered())
     assert engine.source.bids(one, 8)
-    assert engine.source.head(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
-    assert engine.source.tail(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
+    assert engine.source.head(one, 8, 16) == Bid(PEER, (PlaceTokens("peer", 24),))
+    assert engine.source.tail(one, 8, 16) == Bid(PEER, (PlaceTokens("peer", 24),))
     assert engine.source.tail(one, 8, 40) is None
     assert engine.source.bids(one, 32)
     assert engine.source.head(one, 32, 16) is None
@@ -171,13 +171,13 @@ def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer
     one = engine.arrive(offered())
     assert engine.client.claimed == ["theirs"]
     assert engine.client.asked == [(40, content_of(one, 40, Adapters()))]
-    looking = (Bid(UNREDEEMED, (Part("peer", 32),), looking=True),)
+    looking = (Bid(UNREDEEMED, (PlaceTokens("peer", 32),), looking=True),)
     assert engine.source.bids(one, 8) == looking
     assert engine.client.waits == [], "nobody waits for a peer that is being met"
     engine.client.answer = KNOWN
     assert engine.source.bids(one, 8) == looking
     engine.client.redeemed = GRANTED
-    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
     assert not engine.source.bids(one, 40)
     assert engine.client.released == []
 
@@ -283,9 +283,9 @@ def test_a_peer_that_was_restarted_before_it_granted_a_ticket_is_met_anew(monkey
     monkeypatch.setattr(Client, "look_up", look_up)
     engine = Engine(PeerInfo(facts("engine", 10), cards()))
     one = engine.arrive(offered())
-    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),), looking=True),)
+    assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),), looking=True),)
     engine.client.answer = KNOWN
-    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
     assert (engine.refused(), engine.client.claimed) == ([], ["theirs"])
 
 
@@ -498,9 +498,9 @@ def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have
     (bid,) = engine.source.bids(one, 8)
     assert (bid.looking, bid.tokens) == (True, 32)
     engine.turns.answer = TURN
-    assert engine.source.bids(one, 8) == (Bid(PEER, (Part("peer", 32),)),)
+    assert engine.source.bids(one, 8) == (Bid(PEER, (PlaceTokens("peer", 32),)),)
     assert engine.client.held == ["earlier"]
-    assert engine.source.head(one, 8, 16) == Bid(PEER, (Part("peer", 24),))
+    assert engine.source.head(one, 8, 16) == Bid(PEER, (PlaceTokens("peer", 24),))
     engine.source.settled("a")
     engine.source.finished("a")
     assert (engine.client.released, len(engine.source)) == (["earlier"], 0)

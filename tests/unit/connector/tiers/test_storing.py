@@ -18,7 +18,7 @@ from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
 from kvferry.connector.tiers.storing import Storing
-from kvferry.connector.worker.orders import MovedByAll
+from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of, length
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -166,7 +166,7 @@ class Engine:
             key, tokens = self.meant[order.key].pop(piece.offset)
             self.stored.add((piece.group, self.held(order, piece, key, tokens)))
         assert not self.meant.pop(order.key)
-        assert self.stores.moved(MovedByAll(order.key, failure, (), 0.0))
+        assert self.stores.moved(MergedCopyReport(order.key, failure, (), 0.0))
 
     def held(self, order, piece, key, tokens):
         """What the blocks of a chunk hold: the tokens it ends with."""

@@ -16,7 +16,7 @@ from kvferry.connector.refusals import Refusals
 from kvferry.connector.tiers import source as tier_source
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.worker.orders import MovedByAll
+from kvferry.connector.worker.orders import MergedCopyReport
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.canonical.length import WINDOW_ALIGNMENT_TOKENS
@@ -90,7 +90,7 @@ class Engine:
         answer(self.queues[tier], "read", self.keys[number], as_)
 
     def moved(self, part):
-        assert self.source.moved(MovedByAll(part.key, None, (SIZE * len(part.pieces),), 0.5))
+        assert self.source.moved(MergedCopyReport(part.key, None, (SIZE * len(part.pieces),), 0.5))
 
     def holds(self):
         """Slots that are held, but for those that are being written to a tier."""
@@ -305,7 +305,7 @@ def test_a_request_that_cannot_be_named_is_not_served(more):
 
 
 def test_an_order_that_is_no_part_of_a_load_is_somebody_elses():
-    assert not Engine().source.moved(MovedByAll("store#0", None, (), 0.0))
+    assert not Engine().source.moved(MergedCopyReport("store#0", None, (), 0.0))
 
 
 def test_content_of_chunks_begins_where_their_writers_count_on_it():

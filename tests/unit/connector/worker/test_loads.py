@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvferry.connector.worker.loads import Joined, Loads, Settled
+from kvferry.connector.worker.loads import AttemptResults, Loads, SettledLoads
 from support.clock import Clock
 
 
@@ -21,7 +21,7 @@ def loads(clock):
 def test_nothing_is_settled_while_nothing_happens(loads, clock):
     loads.begin("a", 30.0)
     clock.now = 29.9
-    assert loads.settle() == Settled({}, set())
+    assert loads.settle() == SettledLoads({}, set())
     assert len(loads) == 1
 
 
@@ -29,20 +29,20 @@ def test_nothing_is_settled_while_nothing_happens(loads, clock):
 def test_a_load_that_landed_is_reported_and_released_together(loads, failure):
     loads.begin("a", 30.0)
     loads.landed("a", failure)
-    assert loads.settle() == Settled({"a": failure}, {"a"})
-    assert loads.settle() == Settled({}, set())
+    assert loads.settle() == SettledLoads({"a": failure}, {"a"})
+    assert loads.settle() == SettledLoads({}, set())
     assert len(loads) == 0
 
 
 def test_a_load_past_its_deadline_is_reported_at_once_and_released_when_it_lands(loads, clock):
     loads.begin("a", 30.0)
     clock.now = 30.0
-    assert loads.settle() == Settled({"a": "its deadline passed"}, set())
+    assert loads.settle() == SettledLoads({"a": "its deadline passed"}, set())
     assert len(loads) == 1, "its memory is still held"
     clock.now = 1000.0
-    assert loads.settle() == Settled({}, set())
+    assert loads.settle() == SettledLoads({}, set())
     loads.landed("a", None)
-    assert loads.settle() == Settled({}, {"a"})
+    assert loads.settle() == SettledLoads({}, {"a"})
     assert len(loads) == 0
 
 
@@ -51,28 +51,28 @@ def test_a_load_that_is_given_up_is_reported_at_once_and_released_when_it_lands(
     loads.begin("b", 30.0)
     loads.give_up("a", "of no use")
     loads.give_up("c", "of no use")
-    assert loads.settle() == Settled({"a": "of no use"}, set())
+    assert loads.settle() == SettledLoads({"a": "of no use"}, set())
     assert len(loads) == 2, "its memory is still held"
     loads.give_up("a", "again")
     clock.now = 30.0
-    assert loads.settle() == Settled({"b": "its deadline passed"}, set())
+    assert loads.settle() == SettledLoads({"b": "its deadline passed"}, set())
     loads.landed("a", None)
-    assert loads.settle() == Settled({}, {"a"})
+    assert loads.settle() == SettledLoads({}, {"a"})
 
 
 def test_a_load_that_landed_before_it_was_given_up_is_what_it_is(loads):
     loads.begin("a", 30.0)
     loads.landed("a", None)
     loads.give_up("a", "of no use")
-    assert loads.settle() == Settled({"a": None}, {"a"})
-    assert loads.settle() == Settled({}, set())
+    assert loads.settle() == SettledLoads({"a": None}, {"a"})
+    assert loads.settle() == SettledLoads({}, set())
 
 
 def test_a_load_that_landed_just_in_time_is_ready_however_late_one_asks(loads, clock):
     loads.begin("a", 30.0)
     loads.landed("a", None)
     clock.now = 31.0
-    assert loads.settle() == Settled({"a": None}, {"a"})
+    assert loads.settle() == SettledLoads({"a": None}, {"a"})
 
 
 def test_each_load_has_its_own_deadline(loads, clock):
@@ -151,7 +151,7 @@ TestLifeOfLoads.settings = settings(
 
 @pytest.mark.parametrize("failing", [set(), {0}, {1}, {0, 2}])
 def test_an_attempt_is_over_with_the_last_of_its_loads(failing):
-    joined = Joined()
-    said = [joined.reported("a", 3, "torn" if number in failing else None) for number in range(3)]
+    results = AttemptResults()
+    said = [results.add("a", 3, "torn" if number in failing else None) for number in range(3)]
     assert said == [None, None, not failing]
-    assert joined.reported("a", 1, None) is True, "nothing is left of the attempt before"
+    assert results.add("a", 1, None) is True, "nothing is left of the attempt before"

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import Choice, Cost, First, Weight
+from kvferry.connector.policies import BidChooser, CostPolicy, FirstPolicy, WeightPolicy
 from kvferry.connector.speeds import Speeds
 from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.geometry import GroupKind
@@ -42,8 +42,8 @@ def admission_of(*answers: tuple[int | None, bool], policy=None, attempts: int =
     clock = Clock()
     children = [Child(answer) for answer in answers]
     names = [f"c{n}" for n in range(len(children))]
-    choice = Choice(policy or Weight({}), Speeds(clock), PATIENCE)
-    return ChildAdmission(names, children, choice, attempts, clock), children, clock
+    chooser = BidChooser(policy or WeightPolicy({}), Speeds(clock), PATIENCE)
+    return ChildAdmission(names, children, chooser, attempts, clock), children, clock
 
 
 def test_the_best_bid_is_loaded_and_the_others_are_told_of_the_blocks() -> None:
@@ -72,9 +72,9 @@ def test_the_best_bid_is_loaded_and_the_others_are_told_of_the_blocks() -> None:
 
 
 def test_weights_and_order_decide() -> None:
-    weighed, *_ = admission_of((100, True), (300, True), policy=Weight({"c0": 4.0}))
+    weighed, *_ = admission_of((100, True), (300, True), policy=WeightPolicy({"c0": 4.0}))
     assert weighed.matched(request(), 0) == (100, True)
-    first, *_ = admission_of((1, True), (300, True), policy=First())
+    first, *_ = admission_of((1, True), (300, True), policy=FirstPolicy())
     assert first.matched(request(), 0) == (1, True)
     equal, *_ = admission_of((300, True), (300, False))
     assert equal.matched(request(), 0) == (300, True)
@@ -84,7 +84,9 @@ def test_by_cost_a_slow_child_is_left_for_a_faster_one() -> None:
     clock = Clock()
     speeds = Speeds(clock)
     children = [Child((900, True)), Child((500, True))]
-    ours = ChildAdmission(["slow", "fast"], children, Choice(Cost(speeds), speeds, PATIENCE), 2, clock)
+    ours = ChildAdmission(
+        ["slow", "fast"], children, BidChooser(CostPolicy(speeds), speeds, PATIENCE), 2, clock
+    )
     speeds.computed(1000, 1.0)
     for name, seconds, tokens in (("a", 9.0, 900), ("b", 0.1, 500), ("c", 0.1, 500)):
         assert ours.matched(request(name), 0) == (tokens, True)
@@ -132,7 +134,7 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
 def test_a_child_that_is_looking_holds_up_nobody_whose_bid_is_better_anyway() -> None:
     ours, *_ = admission_of((REST, True), (None, False))
     assert ours.matched(request(), 0) == (REST, True)
-    weighed, *_ = admission_of((None, False), (300, True), policy=Weight({"c0": 0.1}))
+    weighed, *_ = admission_of((None, False), (300, True), policy=WeightPolicy({"c0": 0.1}))
     assert weighed.matched(request(), 0) == (300, True)
     alone, *_ = admission_of((None, False), (0, False))
     assert alone.matched(request(), REST - 1) == (0, False), "nothing is left to be found"
@@ -279,7 +281,11 @@ ANSWERS = st.one_of(
 def test_whatever_children_answer_and_do_a_request_comes_to_an_end(data) -> None:
     """Until it is admitted without a load, or with one that succeeds, however often loads fail."""
     count, attempts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    policy = data.draw(st.sampled_from([Weight({"c0": 0.5}), Weight({"c1": 0.0}), First(), Cost(Speeds())]))
+    policy = data.draw(
+        st.sampled_from(
+            [WeightPolicy({"c0": 0.5}), WeightPolicy({"c1": 0.0}), FirstPolicy(), CostPolicy(Speeds())]
+        )
+    )
     ours, children, clock = admission_of(*[(0, False)] * count, policy=policy, attempts=attempts)
     failed, loads, waited = set(), 0, 0.0
     while True:

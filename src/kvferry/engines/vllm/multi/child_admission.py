@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.connector.bids import Bid, Bidding, Part
+from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import Choice
-from kvferry.connector.request_phases import RequestPhase, RequestPhases, RequestState, Standing
+from kvferry.connector.policies import BidChooser
+from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
 from kvferry.engines.vllm.multi.counts import Counts
 
 
@@ -87,7 +87,7 @@ class ChildAdmission:
         self,
         names: Sequence[str],
         children: Sequence[Any],
-        choice: Choice,
+        chooser: BidChooser,
         attempts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,13 +96,13 @@ class ChildAdmission:
         Args:
             names: names of the child connectors.
             children: scheduler instances of the child connectors, in the order of `names`.
-            choice: policy that chooses between the children's offers. It identifies a child by its name.
+            chooser: policy that chooses between the children's offers. It identifies a child by its name.
             attempts: maximum number of loads for one request.
             clock: function that returns the time in seconds.
         """
-        self.counts, self.phases = Counts(), RequestPhases(choice, Headroom(), clock)
+        self.counts, self.phases = Counts(), RequestPhases(chooser, Headroom(), clock)
         self._names, self._children = tuple(names), tuple(children)
-        self._choice, self._attempts, self._clock = choice, attempts, clock
+        self._chooser, self._attempts, self._clock = chooser, attempts, clock
         self._known: dict[str, _RequestState] = {}
         self._loads: dict[str, _Load] = {}
         self._new: dict[str, int] = {}
@@ -127,9 +127,9 @@ class ChildAdmission:
         known.answers = tuple(tokens for tokens, _ in answers)
         if known.phase is RequestPhase.SERVED:
             self._settle(known)
-        standing = self.phases.standing(known)
-        if standing is not Standing.ASK:
-            return (None if standing is Standing.ASIDE else 0), False
+        action = self.phases.next_action(known)
+        if action is not AdmitAction.ASK:
+            return (None if action is AdmitAction.SET_ASIDE else 0), False
         best = self.phases.best(
             known, self._plans(request.num_tokens - local_tokens, answers), request, local_tokens
         )
@@ -150,7 +150,9 @@ class ChildAdmission:
             # A child that is still looking may find every token except the last one. That one is computed.
             _Plan(
                 place,
-                Bid(name, (Part(name, rest - 1 if tokens is None else tokens),), looking=tokens is None),
+                Bid(
+                    name, (PlaceTokens(name, rest - 1 if tokens is None else tokens),), looking=tokens is None
+                ),
                 asynchronous,
             )
             for place, (name, (tokens, asynchronous)) in enumerate(zip(self._names, answers, strict=True))
@@ -254,7 +256,7 @@ class ChildAdmission:
             self.counts.pending[name] -= 1
             self.counts.ended(name, succeeded=succeeded)
             if succeeded:
-                self._choice.speeds.loaded(load.plan.bid.parts, self._clock() - load.began)
+                self._chooser.speeds.loaded(load.plan.bid.parts, self._clock() - load.began)
             known = self._known.get(request_id)
             if known is not None and known.load is load:
                 if succeeded:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import Choice, policy_named
+from kvferry.connector.policies import BidChooser, policy_named
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.step_times import StepTimes
 from kvferry.engines.vllm.compat.arrivals import guard_arrivals
@@ -85,8 +85,8 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         self._steps = StepTimes(self._speeds)
         weights = {child.name: child.load_weight for child in of}
         policy = policy_named(settings.source_policy, weights, self._speeds)
-        choice = Choice(policy, self._speeds, settings.patience_seconds)
-        self._admission = ChildAdmission(self._names, self._connectors, choice, settings.attempts)
+        chooser = BidChooser(policy, self._speeds, settings.patience_seconds)
+        self._admission = ChildAdmission(self._names, self._connectors, chooser, settings.attempts)
         self._endings = Endings(self._names)
 
     @property
