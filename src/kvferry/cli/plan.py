@@ -55,10 +55,10 @@ def plan(
         _print_table()
         return
     reading = _read(model, dtype, mtp=mtp)
-    separate = _checked(tokens, kv)
-    from kvferry.plan.cost import Pricing, link, pinned
+    separate = _check_options(tokens, kv)
+    from kvferry.plan.cost import Pricing, limit_bandwidth, parse_strategy
     from kvferry.plan.forecast import forecast
-    from kvferry.plan.kept import KeptSettings, keep
+    from kvferry.plan.kept import KeptSettings, forecast_tiers
     from kvferry.plan.side import EngineSide, layout_of
     from kvferry.plan.snapshots import retention_of
     from kvferry.transport.costs_file import load_costs
@@ -66,10 +66,10 @@ def plan(
     source = EngineSide(tp, pp, layout_of(layout, reading), block_size)
     to = layout_of(to_layout, reading) if to_layout else None
     destination = replace(source, **without_none(tp=to_tp, pp=to_pp, layout=to, block_tokens=to_block_size))
-    pricing = Pricing(link(load_costs(costs), bandwidth), pinned(strategy))
+    pricing = Pricing(limit_bandwidth(load_costs(costs), bandwidth), parse_strategy(strategy))
     made = forecast(reading, (source, destination), tokens, pricing, separate=separate)
-    asked = KeptSettings(step_tokens, retention_of(retention), chunk_tokens, snapshot_tokens, kept_tokens)
-    kept = keep(reading, source, asked)
+    settings = KeptSettings(step_tokens, retention_of(retention), chunk_tokens, snapshot_tokens, kept_tokens)
+    kept = forecast_tiers(reading, source, settings)
     if html is not None:
         _draw(html, made, reading, separate=separate)
     (_print_json if as_json else _print)(made, kept)
@@ -87,7 +87,7 @@ def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
     return read_model(config, dtype, name=name, draft=mtp)
 
 
-def _checked(tokens: int, kv: str) -> bool:
+def _check_options(tokens: int, kv: str) -> bool:
     """Check the values of `--tokens` and `--kv`, and return whether K and V are on separate pages.
 
     Args:

@@ -184,15 +184,15 @@ def block_ids(blocks: int, order: str, seed: int) -> Int64s:
     return np.random.default_rng(seed).permutation(ids) if order == "scattered" else ids
 
 
-def _positions(store: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
+def _positions(cache: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
     """Return the range of positions in a group's block table whose blocks a load needs: [first, last).
 
     Args:
-        store: KV cache of a layer of the group.
+        cache: KV cache of a layer of the group.
         block_tokens: number of tokens per block.
         tokens: length of the request, in tokens.
     """
-    if store.kind is GroupKind.STATE:
+    if cache.kind is GroupKind.STATE:
         return 0, 1
-    low, high = needed_tokens(store.kind, store.attention_span, span_of(tokens))
+    low, high = needed_tokens(cache.kind, cache.attention_span, span_of(tokens))
     return low // block_tokens, -(-high // block_tokens)

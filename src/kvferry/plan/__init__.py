@@ -6,7 +6,7 @@ memory and storage in which an engine keeps KV cache for later requests.
 - `find`: finds a model's ``config.json`` in a file, a folder, the built-in table or the Hugging Face hub.
 - `side`: derives the memory layout of one engine from its flags. Missing flags take vLLM's values.
 - `setting`: lays out both engines in memory, with a made-up request whose blocks are scattered.
-- `forecast`, `moved`, `cost`: forecast the bytes, descriptors, strategy and expected seconds of a handover.
+- `forecast`, `totals`, `cost`: forecast the bytes, descriptors, strategy and expected seconds of a handover.
 - `snapshots`: computes the positions at which an engine leaves snapshots of recurrent state.
 - `kept`, `choices`: forecast which parts of a prompt the tiers store and which prefixes can be loaded.
 - `show`, `show_kept`, `numbers`: show both forecasts on a terminal and as JSON.

@@ -31,7 +31,7 @@ which is MLA for DeepSeek V3.2 and FULL (K and V) for MiniMax-M3."""
 _SIMILAR = 1.5
 
 
-def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tuple[int, str]:
+def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -> tuple[int, str]:
     """Return the number of tokens per block that vLLM chooses for a model, and the reason for this number.
 
     For models with attention and recurrent state, vLLM (`Platform._align_hybrid_block_size`) takes the
@@ -41,9 +41,9 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
     differently with tensor parallelism, so the block size depends on `tp`.
 
     Args:
-        stores: KV cache of each layer.
+        caches: KV cache of each layer.
         tp: number of tensor-parallel ranks.
-        asked: configured number of tokens per block; None for vLLM's choice.
+        configured: configured number of tokens per block; None for vLLM's choice.
 
     Returns:
         The number of tokens per block, and the reason as a sentence. The reason is empty if the number is
@@ -52,18 +52,18 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
     Raises:
         GeometryError: the heads cannot be distributed evenly over the ranks.
     """
-    stores = dict.fromkeys(stores)
-    if all(store.block_tokens for store in stores):
-        return max(store.block_tokens for store in stores), ""
-    state = [page_bytes(s, tp, 1) for s in stores if s.kind is GroupKind.STATE]
-    tokens = [page_bytes(s, tp, 1) for s in stores if s.kind is not GroupKind.STATE]
+    caches = dict.fromkeys(caches)
+    if all(cache.block_tokens for cache in caches):
+        return max(cache.block_tokens for cache in caches), ""
+    state = [page_bytes(s, tp, 1) for s in caches if s.kind is GroupKind.STATE]
+    tokens = [page_bytes(s, tp, 1) for s in caches if s.kind is not GroupKind.STATE]
     if not state or not tokens:
-        return _of_kernels(stores, asked)
-    latent = any(store.kind is GroupKind.MLA for store in stores)
-    step = max(asked or BLOCK_TOKENS, _HYBRID_LATENT_ALIGNMENT if latent else BLOCK_TOKENS)
+        return _kernel_block_tokens(caches, configured)
+    latent = any(cache.kind is GroupKind.MLA for cache in caches)
+    step = max(configured or BLOCK_TOKENS, _HYBRID_LATENT_ALIGNMENT if latent else BLOCK_TOKENS)
     found = step * -(-max(state) // (step * max(tokens)))
     found = BLOCK_TOKENS * -(-found // BLOCK_TOKENS)
-    if found == asked:
+    if found == configured:
         return found, ""
     return found, (
         f"blocks of {found:,} tokens at TP{tp}: vLLM makes a page of attention "
@@ -71,31 +71,31 @@ def base_tokens(stores: Iterable[LayerCache], tp: int, asked: int | None) -> tup
     )
 
 
-def _of_kernels(stores: Iterable[LayerCache], asked: int | None) -> tuple[int, str]:
+def _kernel_block_tokens(caches: Iterable[LayerCache], configured: int | None) -> tuple[int, str]:
     """Return the tokens per block of a model that does not combine attention with recurrent state.
 
     If no size is configured, this is the block size that vLLM's attention kernels need.
 
     Args:
-        stores: KV cache of each layer.
-        asked: configured number of tokens per block; None for vLLM's choice.
+        caches: KV cache of each layer.
+        configured: configured number of tokens per block; None for vLLM's choice.
 
     Returns:
         The number of tokens per block, and the reason as a sentence. The reason is empty if the number is
         the configured number or vLLM's ordinary number.
     """
-    if asked is not None:
-        return asked, ""
-    stores = list(stores)
-    if not any(field.name == "indexer" for store in stores for field in store.fields):
+    if configured is not None:
+        return configured, ""
+    caches = list(caches)
+    if not any(field.name == "indexer" for cache in caches for field in cache.fields):
         return BLOCK_TOKENS, ""
-    main = next(store.kind for store in stores if store.fields[0].name != "indexer")
+    main = next(cache.kind for cache in caches if cache.fields[0].name != "indexer")
     found = _INDEXED.get(main, BLOCK_TOKENS)
     return found, f"blocks of {found} tokens: vLLM's kernels for sparse attention take no smaller ones"
 
 
 def block_sizes(
-    stores: Iterable[LayerCache], tp: int, layout: str, tokens: int
+    caches: Iterable[LayerCache], tp: int, layout: str, tokens: int
 ) -> tuple[dict[LayerCache, int], str]:
     """Return the number of tokens per block for each kind of layer.
 
@@ -104,7 +104,7 @@ def block_sizes(
     Otherwise vLLM pads the smaller page.
 
     Args:
-        stores: KV cache of each layer. Layers with equal caches are of the same kind.
+        caches: KV cache of each layer. Layers with equal caches are of the same kind.
         tp: number of tensor-parallel ranks.
         layout: name of the memory layout, such as ``LBNHC``: the axes from the outermost to the innermost.
         tokens: number of tokens per block, from `base_tokens`.
@@ -116,11 +116,11 @@ def block_sizes(
     Raises:
         GeometryError: the layout does not suit this model.
     """
-    kinds = list(dict.fromkeys(stores))
-    sizes = {store: store.block_tokens or tokens for store in kinds}
-    if layout[0] == "B" or _one_table(kinds):
+    kinds = list(dict.fromkeys(caches))
+    sizes = {cache: cache.block_tokens or tokens for cache in kinds}
+    if layout[0] == "B" or _share_block_table(kinds):
         return sizes, ""
-    if any(store.block_tokens for store in kinds):
+    if any(cache.block_tokens for cache in kinds):
         raise GeometryError(
             f"{layout} has layers outside of blocks, but this model's layers have blocks of different sizes; "
             "use BLHNC"
@@ -147,7 +147,8 @@ def group_counts(
     is one group. Otherwise each group has as many layers as the rarest kind. But if the most frequent kind
     has less than 1.5 times as many layers as the rarest kind, each group has as many layers as the most
     frequent kind (`_get_kv_cache_groups_uniform_page_size`). If blocks are the outermost axis of the layout
-    and pages differ in size, the rule in `_packed` applies (vLLM's `_get_packed_kv_cache_groups`).
+    and pages differ in size, the rule in `_packed_group_counts` applies (vLLM's
+    `_get_packed_kv_cache_groups`).
 
     Args:
         layers: KV cache of each layer. Layers with equal caches are of the same kind.
@@ -155,19 +156,19 @@ def group_counts(
         layout: name of the memory layout, such as ``LBNHC``: the axes from the outermost to the innermost.
         sizes: number of tokens per block for each kind of layer, from `block_sizes`.
     """
-    alike = Counter(layers)
-    if _one_table(alike):
-        return dict.fromkeys(alike, 1)
-    pages = {store: page_bytes(store, tp, sizes[store]) for store in alike}
-    if layout[0] == "B" and _differ(pages):
-        return _packed(alike, pages, sizes)
-    least, most = min(alike.values()), max(alike.values())
+    layer_counts = Counter(layers)
+    if _share_block_table(layer_counts):
+        return dict.fromkeys(layer_counts, 1)
+    pages = {cache: page_bytes(cache, tp, sizes[cache]) for cache in layer_counts}
+    if layout[0] == "B" and _pages_differ(pages):
+        return _packed_group_counts(layer_counts, pages, sizes)
+    least, most = min(layer_counts.values()), max(layer_counts.values())
     size = most if most < _SIMILAR * least else least
-    return {store: -(-count // size) for store, count in alike.items()}
+    return {cache: -(-count // size) for cache, count in layer_counts.items()}
 
 
-def _packed(
-    alike: Mapping[LayerCache, int], pages: Mapping[LayerCache, int], sizes: Mapping[LayerCache, int]
+def _packed_group_counts(
+    layer_counts: Mapping[LayerCache, int], pages: Mapping[LayerCache, int], sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
     """Return the number of KV cache groups for each kind of layer in a layout whose outermost axis is blocks.
 
@@ -179,34 +180,38 @@ def _packed(
     bytes of a block, which the other layers determine.
 
     Args:
-        alike: number of layers of each kind.
+        layer_counts: number of layers of each kind.
         pages: bytes of a page, for each kind of layer.
         sizes: number of tokens per block, for each kind of layer.
     """
     buckets: dict[object, list[LayerCache]] = {}
-    for store in alike:
-        buckets.setdefault((*_needs(store), sizes[store]), []).append(store)
-    even = {need: alike[of[0]] for need, of in buckets.items() if len({alike[store] for store in of}) == 1}
+    for cache in layer_counts:
+        buckets.setdefault((*_attention_pattern(cache), sizes[cache]), []).append(cache)
+    even = {
+        need: layer_counts[of[0]]
+        for need, of in buckets.items()
+        if len({layer_counts[cache] for cache in of}) == 1
+    }
     pairs = [count for need, count in even.items() if len(buckets[need]) > 1]
     if pairs:
-        repeats = _least_padding(list(even.values()), max(pairs))
+        repeats = _layers_per_group(list(even.values()), max(pairs))
         return {
-            store: -(-even[need] // repeats) if need in even else 1
+            cache: -(-even[need] // repeats) if need in even else 1
             for need, of in buckets.items()
-            for store in of
+            for cache in of
         }
     block = max(
-        sum(pages[store] * (1 if store.kind is GroupKind.SLIDING else alike[store]) for store in of)
+        sum(pages[cache] * (1 if cache.kind is GroupKind.SLIDING else layer_counts[cache]) for cache in of)
         for of in buckets.values()
     )
     return {
-        store: -(-count // max(block // pages[store], 1)) if store.kind is GroupKind.SLIDING else 1
-        for store, count in alike.items()
+        cache: -(-count // max(block // pages[cache], 1)) if cache.kind is GroupKind.SLIDING else 1
+        for cache, count in layer_counts.items()
     }
 
 
-def _least_padding(counts: Sequence[int], least: int) -> int:
-    """Choose the number of layers per KV cache group that leaves the fewest places in the groups empty.
+def _layers_per_group(counts: Sequence[int], least: int) -> int:
+    """Return the number of layers per KV cache group that leaves the fewest places in the groups empty.
 
     The layers of each bucket (set of layers) fill groups of equal size, and the last group of a bucket may
     remain partly empty. If several numbers leave equally few empty places, the largest number is returned.
@@ -220,39 +225,39 @@ def _least_padding(counts: Sequence[int], least: int) -> int:
     )
 
 
-def _differ(pages: Mapping[LayerCache, int]) -> bool:
+def _pages_differ(pages: Mapping[LayerCache, int]) -> bool:
     """Return True if attention pages differ in size. Recurrent state is ignored, because vLLM pads it.
 
     Args:
         pages: bytes of a page (one block in one layer), for each kind of layer.
     """
-    return len({page for store, page in pages.items() if store.kind is not GroupKind.STATE}) > 1
+    return len({page for cache, page in pages.items() if cache.kind is not GroupKind.STATE}) > 1
 
 
-def _one_table(stores: Iterable[LayerCache]) -> bool:
+def _share_block_table(caches: Iterable[LayerCache]) -> bool:
     """Return True if all layers can share a block table: they need the same tokens and the same block size.
 
     Args:
-        stores: KV cache of each layer.
+        caches: KV cache of each layer.
     """
-    return len({(*_needs(store), store.block_tokens) for store in stores}) == 1
+    return len({(*_attention_pattern(cache), cache.block_tokens) for cache in caches}) == 1
 
 
-def _needs(store: LayerCache) -> tuple[GroupKind, int]:
+def _attention_pattern(cache: LayerCache) -> tuple[GroupKind, int]:
     """Return the properties of a layer that decide which tokens of a prompt the layer needs.
 
     Returns:
         The kind of the layer's cache, with MLA as full attention, and the attention span in tokens.
     """
-    return GroupKind.FULL if store.kind is GroupKind.MLA else store.kind, store.attention_span
+    return GroupKind.FULL if cache.kind is GroupKind.MLA else cache.kind, cache.attention_span
 
 
-def page_bytes(store: LayerCache, tp: int, tokens: int) -> int:
+def page_bytes(cache: LayerCache, tp: int, tokens: int) -> int:
     """Return the bytes of a page (one block in one layer) on one rank.
 
     Args:
-        store: KV cache of the layer, over all ranks.
+        cache: KV cache of the layer, over all ranks.
         tp: number of tensor-parallel ranks.
         tokens: number of tokens per block; ignored for recurrent state, whose page has one state.
     """
-    return page_interior(store, tokens, 1, 0, tp).page_bytes
+    return page_interior(cache, tokens, 1, 0, tp).page_bytes

@@ -74,8 +74,8 @@ class StoredPrompt:
         """
         settings = _finer(steps, every) if self._has_state else self._coarser(steps, every)
         found = [self._choice(*each) for each in settings]
-        said = [(one.bytes, one.gap_tokens) for one in found]
-        return tuple(one for n, one in enumerate(found) if n == 0 or said[n] != said[n - 1])
+        sizes = [(one.bytes, one.gap_tokens) for one in found]
+        return tuple(one for n, one in enumerate(found) if n == 0 or sizes[n] != sizes[n - 1])
 
     @property
     def _has_state(self) -> bool:
@@ -151,6 +151,6 @@ def _finer(steps: SnapshotSteps, every: int) -> Iterator[tuple[SnapshotSteps, in
         (steps, every).
     """
     dense = replace(steps, retention=None)
-    quarter = max(steps.apart // 4 // steps.block_tokens, 1) * steps.block_tokens
+    quarter = max(steps.aligned_step_tokens // 4 // steps.block_tokens, 1) * steps.block_tokens
     finer = (replace(dense, step_tokens=tokens) for tokens in (quarter, steps.block_tokens))
     yield from ((one, every) for one in (steps, dense, *finer))

@@ -45,14 +45,14 @@ class Pricing:
 
     Attributes:
         costs: costs of transfer work on the machine and the network link.
-        pin: strategy to use where it is possible; None for the cheapest strategy.
+        strategy: strategy to use where it is possible; None for the cheapest strategy.
     """
 
     costs: Costs
-    pin: Strategy | None = None
+    strategy: Strategy | None = None
 
 
-def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
+def limit_bandwidth(costs: Costs, gigabytes_per_second: float | None) -> Costs:
     """Return the costs of transfer work if a network link limits the bandwidth.
 
     Args:
@@ -72,7 +72,7 @@ def link(costs: Costs, gigabytes_per_second: float | None) -> Costs:
     return replace(costs, read_byte_seconds=seconds, lanes_byte_gain=1.0)
 
 
-def pinned(name: str) -> Strategy | None:
+def parse_strategy(name: str) -> Strategy | None:
     """Parse the name of a transfer strategy.
 
     Args:
@@ -107,12 +107,14 @@ def expected(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricin
     """
     costs = pricing.costs
     found = transfer_methods(route, costs, ROOM_BYTES)
-    way = found[choose_method(found, len(cells), costs, pricing.pin)]
-    seconds = way.work.seconds(len(cells), costs)
-    read_bytes = round(way.work.read_bytes * len(cells))
-    if way.strategy is Strategy.DIRECT:
+    method = found[choose_method(found, len(cells), costs, pricing.strategy)]
+    seconds = method.work.seconds(len(cells), costs)
+    read_bytes = round(method.work.read_bytes * len(cells))
+    if method.strategy is Strategy.DIRECT:
         descriptors = counts.descriptors
     else:
         # Images that are read whole need one descriptor per segment.
-        descriptors = ceil(way.work.descriptors * len(cells)) or ceil(read_bytes / segment_bytes(read_bytes))
-    return Expected(way.strategy, seconds, descriptors, read_bytes)
+        descriptors = ceil(method.work.descriptors * len(cells)) or ceil(
+            read_bytes / segment_bytes(read_bytes)
+        )
+    return Expected(method.strategy, seconds, descriptors, read_bytes)

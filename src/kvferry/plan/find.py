@@ -39,8 +39,8 @@ def entries() -> tuple[ModelEntry, ...]:
     """Return all models of the built-in table."""
     raw = tomllib.loads((files("kvferry.plan") / "models.toml").read_text())
     return tuple(
-        ModelEntry(name, said["source"], tuple(said.get("also", ())), said["config"])
-        for name, said in raw.items()
+        ModelEntry(name, fields["source"], tuple(fields.get("also", ())), fields["config"])
+        for name, fields in raw.items()
     )
 
 
@@ -107,8 +107,10 @@ def _load(path: Path) -> Mapping[str, Any]:
             raise ConfigError(f"{path} is larger than {_MAX_BYTES >> 20} MiB, which no config.json is")
         read = json.loads(path.read_bytes())
     except OSError as error:
-        said = os.strerror(error.errno or 0)
-        raise ConfigError(f"cannot read {path}: {said}; give a config.json or the folder it is in") from error
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"cannot read {path}: {reason}; give a config.json or the folder it is in"
+        ) from error
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}; give a model's config.json") from error
     if not isinstance(read, dict):

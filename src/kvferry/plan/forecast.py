@@ -10,9 +10,9 @@ from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
 from kvferry.plan.cost import Pricing
-from kvferry.plan.moved import TransferEstimate, TransferTotals
 from kvferry.plan.setting import PlannedTransfer, set_up
 from kvferry.plan.side import EngineSide, block_tokens
+from kvferry.plan.totals import TransferEstimate, TransferTotals
 from kvferry.planning.select import needed_tokens
 
 
@@ -21,28 +21,28 @@ class LayerForecast:
     """The forecast of transferring a prompt's KV in one kind of layer. Layers of a kind have equal caches.
 
     Attributes:
-        store: KV cache of a layer of this kind, over all ranks.
+        cache: KV cache of a layer of this kind, over all ranks.
         layers: number of layers.
         tables: number of block tables of these layers at the destination.
         tokens: number of tokens of the prompt that are transferred; for recurrent state, the position of the
             transferred state.
         page_bytes, to_page_bytes: bytes, without padding, of the largest page (one block in one layer on one
             rank), at the source and at the destination.
-        moved: expected transfer of all these layers together.
+        estimate: expected transfer of all these layers together.
     """
 
-    store: LayerCache
+    cache: LayerCache
     layers: int
     tables: int
     tokens: int
     page_bytes: int
     to_page_bytes: int
-    moved: TransferEstimate
+    estimate: TransferEstimate
 
     @property
     def is_state(self) -> bool:
         """True if these layers cache recurrent state instead of tokens."""
-        return self.store.kind is GroupKind.STATE
+        return self.cache.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Forecast:
     @property
     def token_bytes(self) -> int:
         """Number of KV cache bytes per token, over all layers. Copies on several ranks count once."""
-        return sum(row.layers * row.store.bytes_of(1) for row in self.rows if not row.is_state)
+        return sum(row.layers * row.cache.bytes_of(1) for row in self.rows if not row.is_state)
 
     @property
     def state_bytes(self) -> int:
@@ -79,7 +79,7 @@ class Forecast:
 
         Copies on several ranks count once.
         """
-        return sum(row.layers * row.store.whole_bytes for row in self.rows if row.is_state)
+        return sum(row.layers * row.cache.whole_bytes for row in self.rows if row.is_state)
 
 
 def forecast(
@@ -113,10 +113,10 @@ def forecast(
     counts = Counter(reading.cache.layers)
     full_bytes = _full_bytes(reading, setting.kinds, [each.full_bytes for each in sums], counts)
     rows = tuple(
-        _row(setting, number, counts[kind], sums[number].moved(full_bytes[number]))
+        _row(setting, number, counts[kind], sums[number].estimate(full_bytes[number]))
         for number, kind in enumerate(setting.kinds)
     )
-    whole = TransferTotals.of(sums).moved(None if None in full_bytes else sum(filter(None, full_bytes)))
+    whole = TransferTotals.of(sums).estimate(None if None in full_bytes else sum(filter(None, full_bytes)))
     sizes = [block_tokens(reading, side) for side in sides]
     notes = dict.fromkeys([*reading.notes, *(why for _, why in sizes if why)])
     blocks = (sizes[0][0], sizes[1][0])
@@ -132,20 +132,20 @@ def forecast(
     )
 
 
-def _row(setting: PlannedTransfer, number: int, layers: int, moved: TransferEstimate) -> LayerForecast:
-    store = setting.kinds[number]
-    low, high = needed_tokens(store.kind, store.attention_span, setting.span)
+def _row(setting: PlannedTransfer, number: int, layers: int, estimate: TransferEstimate) -> LayerForecast:
+    cache = setting.kinds[number]
+    low, high = needed_tokens(cache.kind, cache.attention_span, setting.span)
     here, there = (
         [n for n, row in enumerate(rows) if row == number] for rows in (setting.src_rows, setting.dst_rows)
     )
     return LayerForecast(
-        store=store,
+        cache=cache,
         layers=layers,
         tables=len(there),
         tokens=high - low,
         page_bytes=_page_bytes(setting.srcs, here),
         to_page_bytes=_page_bytes(setting.dsts, there),
-        moved=moved,
+        estimate=estimate,
     )
 
 
@@ -192,9 +192,9 @@ def _full_bytes(
         if kind.kind is not GroupKind.STATE
     ]
     alone = Counter[LayerCache]()
-    for stores in per_layer(reading):
-        if all(store.kind is GroupKind.STATE for store in stores):
-            alone.update(stores)
+    for caches in per_layer(reading):
+        if all(cache.kind is GroupKind.STATE for cache in caches):
+            alone.update(caches)
     return [
         total
         if kind.kind is not GroupKind.STATE

@@ -101,39 +101,39 @@ class TierForecast:
     why_not: str = ""
 
 
-def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierForecast:
+def forecast_tiers(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> TierForecast:
     """Forecast the storage that a prompt's KV takes in an engine's tiers.
 
     Args:
         reading: description of the model's KV cache.
         side: settings of the engine that decide its memory layout.
-        asked: requested settings of the engine and the tiers.
+        settings: requested settings of the engine and the tiers.
 
     Raises:
         ConfigError: vLLM or the connector would reject the settings.
         GeometryError: the heads cannot be distributed evenly over the ranks.
     """
-    kinds = {store.kind for store in reading.cache.layers}
-    _check_retention(kinds, asked.retention)
-    steps = SnapshotSteps(block_tokens(reading, side)[0], asked.step_tokens, asked.retention)
-    apart = snapshot_interval(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
+    kinds = {cache.kind for cache in reading.cache.layers}
+    _check_retention(kinds, settings.retention)
+    steps = SnapshotSteps(block_tokens(reading, side)[0], settings.step_tokens, settings.retention)
+    interval = snapshot_interval(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
     block = steps.block_tokens if kinds & {GroupKind.SLIDING, GroupKind.CHUNKED} else 1
-    chunk = chunk_length(asked.chunk_tokens, apart, block)
+    chunk = chunk_length(settings.chunk_tokens, interval, block)
     check_windows(chunk, block)
-    first = first_prefix(chunk, apart)
+    first = first_prefix(chunk, interval)
     try:
         canonical = canonical_form_of(lay_out(reading.cache, shape(reading, side, num_blocks=1)), chunk)
     except GeometryError as error:
         return TierForecast(
-            prompt=asked.prompt, chunk_tokens=0, first_tokens=0, groups=(), choices=(), why_not=str(error)
+            prompt=settings.prompt, chunk_tokens=0, first_tokens=0, groups=(), choices=(), why_not=str(error)
         )
     groups = tuple(_group(group) for group in canonical.groups)
-    prompt = StoredPrompt(canonical, tuple(group.file_bytes for group in groups), asked.prompt)
-    choices = prompt.choices(steps, _every(asked.snapshot_tokens, chunk))
-    if first > asked.prompt:
-        why = f"the shortest loadable prefix has {first:,} tokens, the prompt has {asked.prompt:,}"
+    prompt = StoredPrompt(canonical, tuple(group.file_bytes for group in groups), settings.prompt)
+    choices = prompt.choices(steps, _snapshot_tokens(settings.snapshot_tokens, chunk))
+    if first > settings.prompt:
+        why = f"the shortest loadable prefix has {first:,} tokens, the prompt has {settings.prompt:,}"
         return TierForecast(
-            prompt=asked.prompt,
+            prompt=settings.prompt,
             chunk_tokens=chunk,
             first_tokens=first,
             groups=groups,
@@ -141,7 +141,7 @@ def keep(reading: ModelReading, side: EngineSide, asked: KeptSettings) -> TierFo
             why_not=why,
         )
     return TierForecast(
-        prompt=asked.prompt, chunk_tokens=chunk, first_tokens=first, groups=groups, choices=choices
+        prompt=settings.prompt, chunk_tokens=chunk, first_tokens=first, groups=groups, choices=choices
     )
 
 
@@ -158,8 +158,8 @@ def _group(group: CanonicalGroup) -> KeptGroup:
     return KeptGroup(group, len(layers), Chunk(_NAME, _NAME, (chunk_group(group, tokens),)).file_bytes)
 
 
-def _every(asked: int | None, chunk: int) -> int:
-    every = asked or chunk
-    if every % chunk:
-        raise ConfigError(f"--snapshot-tokens is {every}; it must be a multiple of a chunk's {chunk} tokens")
-    return every
+def _snapshot_tokens(requested: int | None, chunk: int) -> int:
+    tokens = requested or chunk
+    if tokens % chunk:
+        raise ConfigError(f"--snapshot-tokens is {tokens}; it must be a multiple of a chunk's {chunk} tokens")
+    return tokens

@@ -7,8 +7,8 @@ from typing import Any
 from kvferry.plan.choices import StorageChoice
 from kvferry.plan.forecast import Forecast, LayerForecast
 from kvferry.plan.kept import KeptGroup, TierForecast
-from kvferry.plan.moved import TransferEstimate
 from kvferry.plan.side import EngineSide
+from kvferry.plan.totals import TransferEstimate
 
 
 def kept_as_json(kept: TierForecast) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "state_bytes": forecast.state_bytes,
         "page_bytes": max(row.page_bytes for row in rows),
         "to_page_bytes": max(row.to_page_bytes for row in rows),
-        **_moved(forecast.whole),
+        **_estimate(forecast.whole),
         "groups": [_row(row) for row in rows],
         "notes": list(forecast.notes),
     }
@@ -76,11 +76,11 @@ def _side(side: EngineSide, block_tokens: int) -> dict[str, Any]:
 
 
 def _row(row: LayerForecast) -> dict[str, Any]:
-    kept = row.layers * row.store.bytes_of(1)
+    kept = row.layers * row.cache.bytes_of(1)
     return {
-        "kind": row.store.kind.value,
-        "attention_span": row.store.attention_span,
-        "fields": [field.name for field in row.store.fields],
+        "kind": row.cache.kind.value,
+        "attention_span": row.cache.attention_span,
+        "fields": [field.name for field in row.cache.fields],
         "layers": row.layers,
         "block_tables": row.tables,
         "tokens": row.tokens,
@@ -88,20 +88,20 @@ def _row(row: LayerForecast) -> dict[str, Any]:
         "state_bytes": kept if row.is_state else 0,
         "page_bytes": row.page_bytes,
         "to_page_bytes": row.to_page_bytes,
-        **_moved(row.moved),
+        **_estimate(row.estimate),
     }
 
 
-def _moved(moved: TransferEstimate) -> dict[str, Any]:
+def _estimate(estimate: TransferEstimate) -> dict[str, Any]:
     return {
-        "pages": moved.pages,
-        "descriptors": moved.descriptors,
-        "bytes": moved.bytes,
-        "full_attention_bytes": moved.full_bytes,
-        "run_bytes": moved.run_bytes,
-        "block_run_bytes": moved.block_run_bytes,
-        "strategy": moved.strategy,
-        "read_descriptors": moved.read_descriptors,
-        "read_bytes": moved.read_bytes,
-        "seconds": moved.seconds,
+        "pages": estimate.pages,
+        "descriptors": estimate.descriptors,
+        "bytes": estimate.bytes,
+        "full_attention_bytes": estimate.full_bytes,
+        "run_bytes": estimate.run_bytes,
+        "block_run_bytes": estimate.block_run_bytes,
+        "strategy": estimate.strategy,
+        "read_descriptors": estimate.read_descriptors,
+        "read_bytes": estimate.read_bytes,
+        "seconds": estimate.seconds,
     }

@@ -17,7 +17,7 @@ from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, Template, build_templates
 
 
-def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
+def split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
     """Return a description of the model in which K and V of a layer are the caches of two separate layers.
 
     Engines laid out K and V like this before they packed both per head and token.
@@ -31,16 +31,16 @@ def apart(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCa
     """
     origin: dict[LayerCache, LayerCache] = {}
     parts: dict[LayerCache, tuple[LayerCache, ...]] = {}
-    for store in dict.fromkeys(reading.cache.layers):
-        names = dict.fromkeys(field.name.partition(".")[0] for field in store.fields)
-        planes = [tuple(f for f in store.fields if f.name.partition(".")[0] == name) for name in names]
-        parts[store] = (
-            tuple(replace(store, fields=p) for p in planes) if set(names) == {"k", "v"} else (store,)
+    for cache in dict.fromkeys(reading.cache.layers):
+        names = dict.fromkeys(field.name.partition(".")[0] for field in cache.fields)
+        planes = [tuple(f for f in cache.fields if f.name.partition(".")[0] == name) for name in names]
+        parts[cache] = (
+            tuple(replace(cache, fields=p) for p in planes) if set(names) == {"k", "v"} else (cache,)
         )
-        origin |= dict.fromkeys(parts[store], store)
-    made = [[part for store in stores for part in parts[store]] for stores in per_layer(reading)]
-    cache = replace(reading.cache, layers=tuple(part for layer in made for part in layer))
-    return replace(reading, cache=cache, kept=tuple(map(len, made))), origin
+        origin |= dict.fromkeys(parts[cache], cache)
+    made = [[part for cache in caches for part in parts[cache]] for caches in per_layer(reading)]
+    model_cache = replace(reading.cache, layers=tuple(part for layer in made for part in layer))
+    return replace(reading, cache=model_cache, kept=tuple(map(len, made))), origin
 
 
 _STEP = 2
@@ -59,7 +59,7 @@ def span_of(tokens: int) -> LoadSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class RequestTables:
     """The block tables of a request in one engine.
 
     Attributes:
@@ -72,7 +72,7 @@ class Tables:
     num_blocks: int
 
 
-def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
+def make_tables(reading: ModelReading, side: EngineSide, tokens: int) -> RequestTables:
     """Make up block tables for a request in one engine.
 
     No block is in two tables, and no table contains the null block.
@@ -83,7 +83,7 @@ def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
         tokens: length of the request's prompt in tokens.
     """
     layers = reading.cache.layers
-    return scattered(
+    return scattered_tables(
         [
             1 if layers[group.layers[0]].kind is GroupKind.STATE else -(-tokens // group.block_tokens)
             for group in shape(reading, side, 1).groups
@@ -91,10 +91,10 @@ def tables(reading: ModelReading, side: EngineSide, tokens: int) -> Tables:
     )
 
 
-def scattered(blocks: Sequence[int]) -> Tables:
+def scattered_tables(blocks: Sequence[int]) -> RequestTables:
     """Make up block tables with the given numbers of blocks. No two blocks are adjacent in memory.
 
-    >>> [table.tolist() for table in scattered([2, 1]).by_group], scattered([2, 1]).num_blocks
+    >>> [table.tolist() for table in scattered_tables([2, 1]).by_group], scattered_tables([2, 1]).num_blocks
     ([[1, 3], [5]], 7)
 
     Args:
@@ -102,7 +102,7 @@ def scattered(blocks: Sequence[int]) -> Tables:
     """
     ids = 1 + _STEP * np.arange(sum(blocks), dtype=np.int64)
     cuts = np.cumsum(blocks)[:-1]
-    return Tables(tuple(np.split(ids, cuts)), 1 + _STEP * len(ids))
+    return RequestTables(tuple(np.split(ids, cuts)), 1 + _STEP * len(ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +122,8 @@ class PlannedTransfer:
     dst_rows: tuple[int, ...]
     srcs: tuple[RankGeometry, ...]
     dsts: tuple[RankGeometry, ...]
-    src_tables: Tables
-    dst_tables: Tables
+    src_tables: RequestTables
+    dst_tables: RequestTables
     span: LoadSpan
 
     def templates(self, number: int) -> tuple[Template, ...]:
@@ -167,10 +167,10 @@ def set_up(
     Raises:
         KVFerryError: an engine cannot have these settings.
     """
-    laid, origin = apart(reading) if separate else (reading, {s: s for s in reading.cache.layers})
+    laid, origin = split_k_and_v(reading) if separate else (reading, {s: s for s in reading.cache.layers})
     kinds = tuple(dict.fromkeys(reading.cache.layers))
-    row_of = {number: kinds.index(origin[store]) for number, store in enumerate(laid.cache.layers)}
-    src_tables, dst_tables = (tables(laid, side, tokens) for side in sides)
+    row_of = {number: kinds.index(origin[cache]) for number, cache in enumerate(laid.cache.layers)}
+    src_tables, dst_tables = (make_tables(laid, side, tokens) for side in sides)
     shapes = [
         shape(laid, side, t.num_blocks) for side, t in zip(sides, (src_tables, dst_tables), strict=True)
     ]

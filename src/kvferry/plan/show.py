@@ -15,8 +15,8 @@ from kvferry.geometry.models import read_model
 from kvferry.geometry.store import LayerCache
 from kvferry.plan.find import entries
 from kvferry.plan.forecast import Forecast
-from kvferry.plan.moved import TransferEstimate
 from kvferry.plan.side import EngineSide
+from kvferry.plan.totals import TransferEstimate
 from kvferry.units import format_bytes, format_count, format_seconds
 
 _ALL = "all"
@@ -45,14 +45,14 @@ def show(forecast: Forecast, console: Console) -> None:
         console.print(f"[dim]Note: {escape(note)}.[/]", highlight=False)
 
 
-def describe(store: LayerCache) -> str:
+def describe(cache: LayerCache) -> str:
     """Return a short name for a kind of layer, such as ``full attention``, ``window 1,024`` or ``latent``.
 
     Args:
-        store: KV cache of a layer of this kind.
+        cache: KV cache of a layer of this kind.
     """
-    name = store.fields[0].name if store.kind is GroupKind.MLA else _NAMES[store.kind]
-    return f"{name} {store.attention_span:,}" if store.attention_span else name
+    name = cache.fields[0].name if cache.kind is GroupKind.MLA else _NAMES[cache.kind]
+    return f"{name} {cache.attention_span:,}" if cache.attention_span else name
 
 
 def _heading(forecast: Forecast) -> Iterator[str]:
@@ -100,19 +100,19 @@ def table_cells(forecast: Forecast) -> Iterator[tuple[str, ...]]:
     There is one row per kind of layer. If there are several kinds, a row for all layers follows.
     """
     for row in forecast.rows:
-        kept = format_bytes(row.layers * row.store.bytes_of(1))
-        yield f"{row.layers} {describe(row.store)}", kept, *_moved(row.moved)
+        kept = format_bytes(row.layers * row.cache.bytes_of(1))
+        yield f"{row.layers} {describe(row.cache)}", kept, *_estimate_cells(row.estimate)
     if len(forecast.rows) > 1:
-        yield _ALL, "", *_moved(forecast.whole)
+        yield _ALL, "", *_estimate_cells(forecast.whole)
 
 
-def _moved(moved: TransferEstimate) -> Iterator[str]:
-    yield format_bytes(moved.run_bytes)
-    yield format_count(moved.descriptors)
-    yield format_bytes(moved.bytes)
-    yield "" if not moved.full_bytes else f"{moved.bytes / moved.full_bytes:.0%}"
-    yield moved.strategy
-    yield format_seconds(moved.seconds)
+def _estimate_cells(estimate: TransferEstimate) -> Iterator[str]:
+    yield format_bytes(estimate.run_bytes)
+    yield format_count(estimate.descriptors)
+    yield format_bytes(estimate.bytes)
+    yield "" if not estimate.full_bytes else f"{estimate.bytes / estimate.full_bytes:.0%}"
+    yield estimate.strategy
+    yield format_seconds(estimate.seconds)
 
 
 def show_table(console: Console) -> None:
@@ -120,7 +120,7 @@ def show_table(console: Console) -> None:
     for entry in entries():
         reading = read_model(entry.config)
         kinds = Counter(reading.cache.layers)
-        said = ", ".join(f"{count} {describe(store)}" for store, count in kinds.items())
+        kinds_text = ", ".join(f"{count} {describe(cache)}" for cache, count in kinds.items())
         also = f" (also {', '.join(entry.also)})" if entry.also else ""
-        console.print(f"[bold]{escape(entry.name)}[/]{escape(also)}: {said}")
+        console.print(f"[bold]{escape(entry.name)}[/]{escape(also)}: {kinds_text}")
         console.print(Padding(f"[dim]{escape(entry.source)}[/]", (0, 0, 0, 2)))

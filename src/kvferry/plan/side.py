@@ -68,9 +68,9 @@ def layout_of(name: str, reading: ModelReading) -> str:
     if name.lower() != AUTO:
         return name
     kinds = set(reading.cache.layers)
-    if any(store.state_tokens > 1 for store in kinds):
+    if any(cache.state_tokens > 1 for cache in kinds):
         return "BLHNC"
-    if any(store.kind is GroupKind.MLA for store in kinds):
+    if any(cache.kind is GroupKind.MLA for cache in kinds):
         return "LBNHC"
     return "BLHNC" if len(kinds) > 1 else "BHLNC"
 

@@ -38,7 +38,7 @@ class SnapshotSteps:
     1,024 tokens.
 
     >>> settings = ((2048, 0), (600, None), (600, 1024))
-    >>> [list(SnapshotSteps(128, step, keep).positions(2000)) for step, keep in settings]
+    >>> [list(SnapshotSteps(128, step, retention).positions(2000)) for step, retention in settings]
     [[1920], [512, 1024, 1536, 1920], [1024, 1920]]
 
     Attributes:
@@ -63,7 +63,7 @@ class SnapshotSteps:
             )
 
     @property
-    def apart(self) -> int:
+    def aligned_step_tokens(self) -> int:
         """Number of tokens that a prefill step computes: `step_tokens`, rounded down to whole blocks.
 
         It is at least one block.
@@ -77,12 +77,12 @@ class SnapshotSteps:
             prompt: length of the prompt in tokens.
         """
         last = (prompt - 1) // self.block_tokens * self.block_tokens
-        for tokens in range(self.apart, last, self.apart):
+        for tokens in range(self.aligned_step_tokens, last, self.aligned_step_tokens):
             if self._retains(tokens):
                 yield tokens
         if last:
             yield last
-        if prompt > last and prompt % self.apart == 0 and self._retains(prompt):
+        if prompt > last and prompt % self.aligned_step_tokens == 0 and self._retains(prompt):
             yield prompt
 
     def _retains(self, tokens: int) -> bool:

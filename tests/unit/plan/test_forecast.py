@@ -9,7 +9,7 @@ import pytest
 from kvferry.errors import GeometryError
 from kvferry.geometry.models import read_model
 from kvferry.plan.blocks import group_counts
-from kvferry.plan.cost import Pricing, link
+from kvferry.plan.cost import Pricing, limit_bandwidth
 from kvferry.plan.forecast import forecast
 from kvferry.plan.side import EngineSide, block_tokens
 from kvferry.planning.strategy import Costs, Strategy
@@ -94,17 +94,17 @@ def test_the_last_prompt_token_is_not_moved_so_one_that_opens_a_block_saves_it()
 def test_a_window_moves_the_blocks_that_hold_it():
     window, full = planned(WINDOWED).rows
     # Next is token 159, which sees 96 to 159: four blocks; the last one computes itself.
-    assert (window.layers, window.store.attention_span, window.moved.pages) == (5, 64, 5 * 4)
-    assert (full.layers, full.moved.pages) == (1, 10)
+    assert (window.layers, window.cache.attention_span, window.estimate.pages) == (5, 64, 5 * 4)
+    assert (full.layers, full.estimate.pages) == (1, 10)
     assert window.tokens == 63
-    assert window.moved.full_bytes == 5 * 10 * PAGE
+    assert window.estimate.full_bytes == 5 * 10 * PAGE
     assert planned(WINDOWED).whole.full_bytes == 6 * 10 * PAGE
 
 
 def test_groups_have_as_many_layers_as_the_rarest_kind():
     window, full = planned(WINDOWED, EngineSide(layout="BLHNC")).rows
     assert (window.tables, full.tables) == (5, 1)
-    assert window.moved.block_run_bytes == PAGE
+    assert window.estimate.block_run_bytes == PAGE
 
 
 @pytest.mark.parametrize(
@@ -124,21 +124,21 @@ STATE = 3 * (8 * 32 + 2 * 2 * 16) * 2 + 8 * 32 * 16 * 4
 def test_state_moves_one_snapshot_however_long_the_prompt_is():
     for tokens in (200, 4000):
         state, _ = planned(HYBRID, tokens=tokens).rows
-        assert (state.moved.pages, state.moved.bytes) == (2, 2 * STATE)
+        assert (state.estimate.pages, state.estimate.bytes) == (2, 2 * STATE)
         assert state.is_state
 
 
 def test_the_longest_run_of_a_block_is_that_of_the_longest_kind():
     made = planned(HYBRID)
-    assert [row.moved.block_run_bytes for row in made.rows] == [STATE, 80 * 256]
+    assert [row.estimate.block_run_bytes for row in made.rows] == [STATE, 80 * 256]
     assert made.whole.block_run_bytes == 80 * 256
 
 
 def test_state_is_compared_with_attention_in_its_place():
     made = planned(HYBRID, EngineSide(block_tokens=16), tokens=160)
     state, full = made.rows
-    assert full.moved.full_bytes == 10 * PAGE
-    assert state.moved.full_bytes == 2 * 10 * PAGE
+    assert full.estimate.full_bytes == 10 * PAGE
+    assert state.estimate.full_bytes == 2 * 10 * PAGE
     assert made.whole.full_bytes == 3 * 10 * PAGE
 
 
@@ -182,9 +182,9 @@ def test_time_is_the_planners_own_and_a_slow_link_makes_it_longer():
     made = planned(DENSE).whole
     expected = 40 * costs.read_descriptor_seconds + 40 * PAGE * costs.read_byte_seconds
     assert made.seconds == pytest.approx(expected)
-    slow = planned(DENSE, pricing=Pricing(link(Costs(), 1.0), Strategy.DIRECT)).whole
+    slow = planned(DENSE, pricing=Pricing(limit_bandwidth(Costs(), 1.0), Strategy.DIRECT)).whole
     assert slow.seconds == pytest.approx(40 * costs.read_descriptor_seconds + 40 * PAGE * 1e-9)
-    assert link(Costs(), 1e6) == replace(costs, lanes_byte_gain=1.0)
+    assert limit_bandwidth(Costs(), 1e6) == replace(costs, lanes_byte_gain=1.0)
 
 
 def test_short_runs_are_staged_and_a_pinned_strategy_is_kept():

@@ -7,7 +7,7 @@ import pytest
 from kvferry.cli import plan as command
 from kvferry.errors import ConfigError
 from kvferry.geometry.models import read_model
-from kvferry.plan.kept import KeptSettings, keep
+from kvferry.plan.kept import KeptSettings, forecast_tiers
 from kvferry.plan.side import EngineSide
 
 # 4 KV heads of 16 elements of 2 bytes, K and V: 256 bytes per token and layer.
@@ -29,7 +29,7 @@ PAGE = 4096
 
 
 def kept(config, side=EngineSide(), **asked):  # noqa: B008 - frozen
-    return keep(read_model(config), side, KeptSettings(**asked))
+    return forecast_tiers(read_model(config), side, KeptSettings(**asked))
 
 
 def rows(config, **asked):

@@ -115,7 +115,7 @@ def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Itera
         number: index of the kind of layer in `setting.kinds`.
         row: forecast for this kind of layer.
     """
-    yield f"<section><h2>{row.layers} {escape(describe(row.store))}</h2>"
+    yield f"<section><h2>{row.layers} {escape(describe(row.cache))}</h2>"
     group = setting.dst_rows.index(number)
     for one_layer in (False, True):
         found = scene(setting, group, one_layer=one_layer)
@@ -123,8 +123,8 @@ def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Itera
             yield f"<p>None of these layers is on the first {MAX_RANKS} ranks.</p>"
             break
         yield f"<h3>{_title(found, one_layer=one_layer)}</h3><p>{_caption(setting, row, found)}</p>"
-        said = f"{describe(row.store)}, source above, destination below"
-        yield drawing(said, found.src, found.dst, found.ribbons)
+        label = f"{describe(row.cache)}, source above, destination below"
+        yield drawing(label, found.src, found.dst, found.ribbons)
     yield "</section>"
 
 
@@ -137,14 +137,14 @@ def _title(found: Scene, *, one_layer: bool) -> str:
 
 
 def _caption(setting: PlannedTransfer, row: LayerForecast, found: Scene) -> str:
-    said = [f"{_blocks(found.src_blocks)} above, {_blocks(found.dst_blocks)} below: {found.runs:,} runs"]
+    parts = [f"{_blocks(found.src_blocks)} above, {_blocks(found.dst_blocks)} below: {found.runs:,} runs"]
     if found.joined:
-        said.append("runs between the same two stretches are drawn as one")
+        parts.append("runs between the same two stretches are drawn as one")
     if row.tables > 1:
-        said.append(f"one of {row.tables} block tables")
+        parts.append(f"one of {row.tables} block tables")
     if max(len(setting.srcs), len(setting.dsts)) > MAX_RANKS:
-        said.append(f"the first {MAX_RANKS} ranks of a side")
-    return "; ".join(said) + "."
+        parts.append(f"the first {MAX_RANKS} ranks of a side")
+    return "; ".join(parts) + "."
 
 
 def _blocks(count: int) -> str:

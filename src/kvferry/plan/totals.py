@@ -119,7 +119,7 @@ class TransferTotals:
                 whole.seconds[rank] += seconds
         return whole
 
-    def moved(self, full_bytes: int | None) -> TransferEstimate:
+    def estimate(self, full_bytes: int | None) -> TransferEstimate:
         """Return the expected transfer that these totals describe.
 
         Args:
