@@ -83,8 +83,8 @@ def replies() -> list[bytes]:
 
 def gather_requests(pool: int, stride: int, blocks: int) -> list[bytes]:
     """Return what readers say to a worker with a pool at this address."""
-    nests = (StridedCopy(16, 8, 4, (Loop(3, 100, 12),)).at(pool, 0),)
-    route = GatherRoute(stride, blocks, 64, (PoolCopies((0, 1000), nests),))
+    copies = (StridedCopy(16, 8, 4, (Loop(3, 100, 12),)).at(pool, 0),)
+    route = GatherRoute(stride, blocks, 64, (PoolCopies((0, 1000), copies),))
     ids = np.array([1, 2, 3], np.int32).tobytes()
     found = [
         AnnounceRoutes(PROTOCOL, [route]),

@@ -145,7 +145,7 @@ def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, mo
     monkeypatch.setattr(gather_server, "WAIT_SECONDS", 0.3)
     handlers = methods(GatherServer, without=("__init__", "close", "_run"))
     checks = [gather_messages.decode_request, gather_messages._check, gather_messages._check_route]
-    with Reached(*handlers, *checks, gather_messages._check_nest) as reached:
+    with Reached(*handlers, *checks, gather_messages._check_copy) as reached:
         worker = Worker(rig)
         worker.server._serve = cost = Costs(worker.server._serve)
         odd = Odd(seed(), gather_requests(worker.address, STRIDE, BLOCKS))

@@ -25,8 +25,8 @@ def move(
     packed = Memory(0, np.full(len(cells) * image.stride, 0xA5, np.uint8))
     ignored = np.zeros(len(packed.bytes), np.int64)
     reads = [(part.at, part.descriptors) for part in image.reads]
-    nests = [(part.at, runs(part.nests)) for part in image.nests]
-    for_image = reads if method.strategy is Strategy.OVER_READ else nests
+    copies = [(part.at, runs(part.nests)) for part in image.pool_copies]
+    for_image = reads if method.strategy is Strategy.OVER_READ else copies
     from_image = reads
     if method.scatters is not None:
         from_image = [(part.at, runs(part.nests)) for part in method.scatters]
@@ -54,9 +54,9 @@ def way_of(route: Route, how: str, gap: int) -> TransferMethod:
     raise AssertionError(f"no way that is {how}")
 
 
-def runs(nests: Sequence[StridedCopy]) -> Descriptors:
-    """Every run of some nests, each by itself."""
-    parts = [nest.descriptors() for nest in nests]
+def runs(copies: Sequence[StridedCopy]) -> Descriptors:
+    """Every run of some copies, each by itself."""
+    parts = [each.descriptors() for each in copies]
     return Descriptors(
         *(np.concatenate([getattr(p, side) for p in parts]) for side in ("src", "dst", "length"))
     )

@@ -213,14 +213,14 @@ class _Copy:
         regions = [Region(memory.data_ptr(), memory.nbytes) for memory in (pool, images)]
         there, here = regions[0].address, 0
         loops = (Loop(runs, 2 * run, run),) if runs > 1 else ()
-        nest = StridedCopy(there, here, run, loops)
+        strided = StridedCopy(there, here, run, loops)
         if side == "dst":
-            nest = StridedCopy(
+            strided = StridedCopy(
                 here, there, run, tuple(Loop(loop.count, loop.dst, loop.src) for loop in loops)
             )
         self._keep = pool, images
         self._loops = StagingCopies(
-            [PoolCopies(ONE_CELL, (nest,))], AddressSpace(regions[:1]), side, 2 * cell, cells
+            [PoolCopies(ONE_CELL, (strided,))], AddressSpace(regions[:1]), side, 2 * cell, cells
         )
         self._slots = StagedImages(AddressSpace(regions[1:]), regions[1].address, cell)
         self._blocks = np.random.default_rng(5).permutation(cells)

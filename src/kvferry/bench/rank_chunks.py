@@ -98,7 +98,7 @@ class RankPair:
         """Return the length, in bytes, of the runs that are contiguous both in a block and in a chunk."""
         pool = chunk_pool(self._canonical, 0, 0, self.chunks)
         (template,) = build_templates([self.source.geometry], pool)
-        return int(template.routes[0].nests[0].run)
+        return int(template.routes[0].copies[0].run)
 
     def routes(self, *, stores: bool) -> ChunkRoutes:
         """Return the copies between one rank's blocks and host memory, for the use of one thread.

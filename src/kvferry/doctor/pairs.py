@@ -188,7 +188,7 @@ def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
         taken = sorted(_strategies(templates, costs))
     except ConfigError as error:
         return f"{ranks}; {error}"
-    runs = [nest.run for t in templates for route in t.routes for nest in route.nests]
+    runs = [copy.run for t in templates for route in t.routes for copy in route.copies]
     return f"{ranks}; bytes go {' and '.join(taken)}, in runs of {_between(runs)}"
 
 

@@ -50,14 +50,14 @@ class AddressSpace:
         self._starts = [region.address for region in self._regions]
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
-    def view(self, nest: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
+    def view(self, copy: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
         """Return a view of the bytes that a strided copy reads or writes, in several blocks or packed cells.
 
         A packed cell is the KV of a few tokens in contiguous memory. The strided copy is repeated for each
         block or packed cell, at equal distances.
 
         Args:
-            nest: strided copy (nested loops over contiguous runs of bytes). On `side` it has the absolute
+            copy: strided copy (nested loops over contiguous runs of bytes). On `side` it has the absolute
                 addresses of the first block or packed cell.
             side: "src" to view the bytes that the copy reads, "dst" to view the bytes that it writes.
             stride: bytes from one block or packed cell to the next.
@@ -70,21 +70,21 @@ class AddressSpace:
         Raises:
             TransferError: the view exceeds the registered memory, or spans the memory of several devices.
         """
-        first = nest.src if side == "src" else nest.dst
-        distances = [loop.src if side == "src" else loop.dst for loop in nest.loops]
-        counts = [loop.count for loop in nest.loops]
+        first = copy.src if side == "src" else copy.dst
+        distances = [loop.src if side == "src" else loop.dst for loop in copy.loops]
+        counts = [loop.count for loop in copy.loops]
         extents = [(n - 1) * d for n, d in zip((count, *counts), (stride, *distances), strict=True)]
         low, high = (
             first + sum(min(r, 0) for r in extents),
-            first + sum(max(r, 0) for r in extents) + nest.run,
+            first + sum(max(r, 0) for r in extents) + copy.run,
         )
-        shape = (count, *counts, nest.run // word)
+        shape = (count, *counts, copy.run // word)
         strides = (stride // word, *(d // word for d in distances), 1)
         if (at := self._region_of(low, high)) is not None:
             offset = first - self._starts[at]
             return self._flat(at, word).as_strided(shape, strides, offset // word)
         axes = sorted(zip((stride, *distances), (count, *counts), strict=True), key=lambda axis: abs(axis[0]))
-        held = self._regions_of(low, axes, nest.run)
+        held = self._regions_of(low, axes, copy.run)
         if held is None or len(places := {(region.memory, region.device) for region in held}) > 1:
             raise TransferError(f"bytes [{low}, {high}) are not in registered memory")
         # Each layer of a group may be a separate allocation. The view spans them all, but the bytes between
@@ -138,15 +138,15 @@ class AddressSpace:
         return self._starts[max(bisect.bisect_right(self._starts, address) - 1, 0)]
 
 
-def largest_word(nest: StridedCopy, *offsets: Any) -> int:
+def largest_word(copy: StridedCopy, *offsets: Any) -> int:
     """Return the largest number of bytes (8, 4, 2 or 1) that a strided copy can copy at a time.
 
     The number divides the length of the copy's runs, the copy's strides, and all `offsets`.
 
     Args:
-        nest: strided copy (nested loops over contiguous runs of bytes).
+        copy: strided copy (nested loops over contiguous runs of bytes).
         offsets: further distances in bytes that must be multiples of the result.
     """
-    numbers = [nest.run, *offsets]
-    numbers += [n for loop in nest.loops for n in (loop.src, loop.dst)]
+    numbers = [copy.run, *offsets]
+    numbers += [n for loop in copy.loops for n in (loop.src, loop.dst)]
     return gcd(8, *(int(n) for n in numbers))

@@ -54,7 +54,7 @@ class ChunkCopies:
         blocks = route.src_blocks if self._storing else route.dst_blocks
         # Byte offset of each cell in its chunk, for each part of the route.
         self._chunk_cells = [
-            part.dst_offsets if self._storing else part.src_offsets for part in route.cell_copies
+            part.dst_offset_array if self._storing else part.src_offset_array for part in route.cell_copies
         ]
         alignments = [gcd(*cells.tolist()) for cells in self._chunk_cells]
         parts = [self._engine_side(part) for part in route.cell_copies]
@@ -145,8 +145,8 @@ class ChunkCopies:
         Args:
             part: strided copies of a cell, and the offsets of the cells of a block.
         """
-        at = part.src_at if self._storing else part.dst_at
-        return PoolCopies(at, tuple(copy for one in part.nests for copy in one.ascending()))
+        at = part.src_offsets if self._storing else part.dst_offsets
+        return PoolCopies(at, tuple(copy for one in part.copies for copy in one.ascending()))
 
 
 def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[int]:

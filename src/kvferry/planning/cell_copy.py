@@ -37,13 +37,13 @@ class CellCopy:
     another cell, add the offsets of that cell to the addresses.
 
     Attributes:
-        src_at, dst_at: byte offset of each cell in its source block, and in its destination block.
-        nests: strided copies (nested loops over runs of bytes) of the cell whose offset is 0 on both sides.
+        src_offsets, dst_offsets: byte offset of each cell in its source block, and in its destination block.
+        copies: strided copies (nested loops over runs of bytes) of the cell whose offset is 0 on both sides.
     """
 
-    src_at: Offsets
-    dst_at: Offsets
-    nests: tuple[StridedCopy, ...]
+    src_offsets: Offsets
+    dst_offsets: Offsets
+    copies: tuple[StridedCopy, ...]
 
     @cached_property
     def descriptors(self) -> Descriptors:
@@ -51,7 +51,7 @@ class CellCopy:
 
         Runs that are adjacent on both sides are merged.
         """
-        return expand_copies(self.nests)
+        return expand_copies(self.copies)
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
@@ -65,22 +65,22 @@ class CellCopy:
     @cached_property
     def src_steps(self) -> frozenset[int]:
         """Distinct distances in bytes between neighbouring cells (copied units) of a source block."""
-        return frozenset(np.diff(self.src_offsets).tolist())
+        return frozenset(np.diff(self.src_offset_array).tolist())
 
     @cached_property
     def dst_steps(self) -> frozenset[int]:
         """Distinct distances in bytes between neighbouring cells (copied units) of a destination block."""
-        return frozenset(np.diff(self.dst_offsets).tolist())
+        return frozenset(np.diff(self.dst_offset_array).tolist())
 
     @cached_property
-    def src_offsets(self) -> Int64s:
+    def src_offset_array(self) -> Int64s:
         """Byte offset of each cell (copied unit) in its source block, int64 of shape (cells,)."""
-        return np.array(self.src_at, np.int64)
+        return np.array(self.src_offsets, np.int64)
 
     @cached_property
-    def dst_offsets(self) -> Int64s:
+    def dst_offset_array(self) -> Int64s:
         """Byte offset of each cell (copied unit) in its destination block, int64 of shape (cells,)."""
-        return np.array(self.dst_at, np.int64)
+        return np.array(self.dst_offsets, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ class PoolCopies:
 
     Attributes:
         at: byte offset of each cell in its block.
-        nests: strided copies (nested loops over runs of bytes) of the cell at offset 0.
+        nests: strided copies (nested loops over runs of bytes) of the cell at offset 0. The name is
+            part of the protocol: `transport.gather_messages` encodes this class.
     """
 
     at: Offsets
@@ -120,13 +121,13 @@ def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
 
     >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
     >>> joined([k, v, CellCopy((0, 3), (0,), ())])
-    (CellCopy(src_at=(0, 8), dst_at=(0,), nests=(StridedCopy(src=0, dst=0, run=8, loops=()),)),)
+    (CellCopy(src_offsets=(0, 8), dst_offsets=(0,), copies=(StridedCopy(src=0, dst=0, run=8, loops=()),)),)
     """
     found = defaultdict[tuple[Offsets, Offsets], list[StridedCopy]](list)
     for part in parts:
-        if part.nests:
-            found[part.src_at, part.dst_at] += part.nests
-    return tuple(CellCopy(*at, fuse_copies(nests)) for at, nests in found.items())
+        if part.copies:
+            found[part.src_offsets, part.dst_offsets] += part.copies
+    return tuple(CellCopy(*at, fuse_copies(copies)) for at, copies in found.items())
 
 
 def split_tokens(

@@ -45,15 +45,15 @@ class PackedImage:
 
     Attributes:
         stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
-        nests: strided copies between the engine's blocks and the image: from the source to a gathered image,
-            or from a fetched image to the destination. The addresses on the engine's side are absolute
+        pool_copies: strided copies between the engine's blocks and the image: from the source to a gathered
+            image, or from a fetched image to the destination. The addresses on the engine's side are absolute
             addresses in block 0.
         reads: descriptors of the reads, in the order of the image: from a gathered image to the destination,
             or from the source to a fetched image.
     """
 
     stride: int
-    nests: tuple[PoolCopies, ...]
+    pool_copies: tuple[PoolCopies, ...]
     reads: tuple[PoolDescriptors, ...]
 
     @property
@@ -79,9 +79,9 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
     Example: the destination has heads outside of layers, and the source has one buffer per layer.
 
     >>> from kvferry.planning.cell_copy import ONE_CELL
-    >>> nests = tuple(StridedCopy(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))
-    >>> image = gather_image([CellCopy(ONE_CELL, ONE_CELL, nests)])
-    >>> image.nests[0].nests[1]
+    >>> copies = tuple(StridedCopy(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))
+    >>> image = gather_image([CellCopy(ONE_CELL, ONE_CELL, copies)])
+    >>> image.pool_copies[0].nests[1]
     StridedCopy(src=1000, dst=8, run=8, loops=(Loop(count=2, src=8, dst=24),))
     >>> reads = image.reads[0].descriptors
     >>> reads.src.tolist(), reads.dst.tolist(), reads.length.tolist()
@@ -122,15 +122,17 @@ def _image(
     alike = defaultdict[Offsets, list[tuple[Offsets, tuple[StridedCopy, ...]]]](list)
     for cell_copy in cell_copies:
         at, other = (
-            (cell_copy.src_at, cell_copy.dst_at) if side == "src" else (cell_copy.dst_at, cell_copy.src_at)
+            (cell_copy.src_offsets, cell_copy.dst_offsets)
+            if side == "src"
+            else (cell_copy.dst_offsets, cell_copy.src_offsets)
         )
-        alike[at].append((other, cell_copy.nests))
-    nests = defaultdict[Offsets, list[StridedCopy]](list)
+        alike[at].append((other, cell_copy.copies))
+    copies = defaultdict[Offsets, list[StridedCopy]](list)
     reads = list[PoolDescriptors]()
     size = 0
     for at, group in alike.items():
         parts = [
-            (other, part) for other, cell_copy in group for nest in cell_copy for part in nest.ascending()
+            (other, part) for other, cell_copy in group for copy in cell_copy for part in copy.ascending()
         ]
         packed = _packed([part for _, part in parts], side, gap_bytes, cuts, size)
         if packed is None:
@@ -142,20 +144,20 @@ def _image(
         reads.append(PoolDescriptors(at, descriptors))
         size += descriptors.total_bytes
         for (other, _), found in zip(parts, placed, strict=True):
-            nests[other] += found
+            copies[other] += found
     if not size or sum(len(each.descriptors) for each in reads) > MAX_READS:
         return None
     stride = -(-size // ALIGNMENT) * ALIGNMENT
-    return PackedImage(stride, tuple(PoolCopies(at, tuple(of)) for at, of in nests.items()), tuple(reads))
+    return PackedImage(stride, tuple(PoolCopies(at, tuple(of)) for at, of in copies.items()), tuple(reads))
 
 
 def _packed(
-    nests: Sequence[StridedCopy], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
+    copies: Sequence[StridedCopy], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
 ) -> tuple[list[list[StridedCopy]], Int64s, Int64s, Int64s] | None:
     """Replace the addresses of one side by offsets in an image (packed cell), and compute the image's reads.
 
     Args:
-        nests: strided copies of a cell, from the source to the destination.
+        copies: strided copies of a cell, from the source to the destination.
         side: side whose addresses are replaced.
         gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
         cuts: addresses that no read may cross.
@@ -167,42 +169,42 @@ def _packed(
         byte offset in the image, and the length in bytes. The result is None if there are no copies or too
         many reads.
     """
-    if not nests:
+    if not copies:
         return None
-    shadows = [_shadow(nest, side) for nest in nests]
+    shadows = [_shadow(copy, side) for copy in copies]
     if sum(int(np.prod([count for count, _ in outer])) for _, outer in shadows) > MAX_READS:
         return None
-    starts = [_starts(_address(nest, side), outer) for nest, (_, outer) in zip(nests, shadows, strict=True)]
+    starts = [_starts(_address(copy, side), outer) for copy, (_, outer) in zip(copies, shadows, strict=True)]
     lengths = [
         np.full(len(start), length, np.int64) for start, (length, _) in zip(starts, shadows, strict=True)
     ]
     at, length = _united(np.concatenate(starts), np.concatenate(lengths), gap_bytes, cuts)
     inside = first + np.concatenate([[0], np.cumsum(length)[:-1]])
-    return [_placed(nest, side, at, inside) for nest in nests], at, inside, length
+    return [_placed(copy, side, at, inside) for copy in copies], at, inside, length
 
 
-def _address(nest: StridedCopy, side: Side) -> int:
-    return nest.src if side == "src" else nest.dst
+def _address(copy: StridedCopy, side: Side) -> int:
+    return copy.src if side == "src" else copy.dst
 
 
 def _distance(loop: Loop, side: Side) -> int:
     return loop.src if side == "src" else loop.dst
 
 
-def _shadow(nest: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
+def _shadow(copy: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
     """Return the memory that a strided copy covers on one side, as loops over contiguous runs.
 
     A run is as long as possible on this side. It may be longer than the runs of the copy itself.
 
     Args:
-        nest: strided copy (nested loops over runs).
+        copy: strided copy (nested loops over runs).
         side: side whose addresses and strides are used.
 
     Returns:
         Length of a run in bytes, and (count, stride in bytes) of each loop over the runs.
     """
-    length, outer = nest.run, list[tuple[int, int]]()
-    for loop in sorted(nest.loops, key=lambda loop: abs(_distance(loop, side))):
+    length, outer = copy.run, list[tuple[int, int]]()
+    for loop in sorted(copy.loops, key=lambda loop: abs(_distance(loop, side))):
         if not outer and _distance(loop, side) == length:
             length *= loop.count
         else:
@@ -237,41 +239,41 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
     return start[first], stop[last] - start[first]
 
 
-def _placed(nest: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
+def _placed(copy: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
     """Replace the addresses of one side of a strided copy by offsets in an image (packed cell).
 
     If the strides are not constant in the image, the copy is split into several copies with constant strides.
 
     Args:
-        nest: strided copy (nested loops over runs).
+        copy: strided copy (nested loops over runs).
         side: side whose addresses are replaced.
         at: first address of each memory range that the image contains, int64 of shape (ranges,), ascending.
         inside: byte offset of each of these ranges in the image, int64 of shape (ranges,).
     """
-    _, outer = _shadow(nest, side)
-    starts = _starts(_address(nest, side), outer)
+    _, outer = _shadow(copy, side)
+    starts = _starts(_address(copy, side), outer)
     stretch = np.searchsorted(at, starts, "right") - 1
     offsets = (inside[stretch] + starts - at[stretch]).reshape([count for count, _ in outer])
     first = int(offsets.flat[0])
-    moved = _in_order(nest, side, outer, offsets)
+    moved = _in_order(copy, side, outer, offsets)
     if moved is not None:
-        return [_moved(nest, side, first, moved)]
-    widest = max(range(len(nest.loops)), key=lambda number: abs(_distance(nest.loops[number], side)))
-    loop = nest.loops[widest]
-    rest = replace(nest, loops=nest.loops[:widest] + nest.loops[widest + 1 :])
+        return [_moved(copy, side, first, moved)]
+    widest = max(range(len(copy.loops)), key=lambda number: abs(_distance(copy.loops[number], side)))
+    loop = copy.loops[widest]
+    rest = replace(copy, loops=copy.loops[:widest] + copy.loops[widest + 1 :])
     peeled = [rest.at(i * loop.src, i * loop.dst) for i in range(loop.count)]
     return [found for one in peeled for found in _placed(one, side, at, inside)]
 
 
 def _in_order(
-    nest: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
+    copy: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
     """Return the stride in bytes that each loop of a strided copy has in an image (packed cell).
 
     Return None if a loop has no constant stride in the image.
 
     Args:
-        nest: strided copy (nested loops over runs).
+        copy: strided copy (nested loops over runs).
         side: side whose addresses are replaced by offsets in the image.
         outer: (count, stride in bytes) of the loops over runs that are contiguous on this side.
         offsets: byte offset of each of these runs in the image, int64. The shape is the counts in `outer`.
@@ -289,16 +291,16 @@ def _in_order(
     if not np.array_equal(expected, offsets):
         return None
     # Loops inside a contiguous run keep their stride. The others are `outer`, in ascending order of stride.
-    ascending = sorted(range(len(nest.loops)), key=lambda number: abs(_distance(nest.loops[number], side)))
-    inner = len(nest.loops) - len(outer)
-    found = {number: _distance(nest.loops[number], side) for number in ascending[:inner]}
+    ascending = sorted(range(len(copy.loops)), key=lambda number: abs(_distance(copy.loops[number], side)))
+    inner = len(copy.loops) - len(outer)
+    found = {number: _distance(copy.loops[number], side) for number in ascending[:inner]}
     found |= dict(zip(ascending[inner:], steps, strict=True))
-    return tuple(found[number] for number in range(len(nest.loops)))
+    return tuple(found[number] for number in range(len(copy.loops)))
 
 
-def _moved(nest: StridedCopy, side: Side, first: int, distances: Sequence[int]) -> StridedCopy:
+def _moved(copy: StridedCopy, side: Side, first: int, distances: Sequence[int]) -> StridedCopy:
     if side == "src":
-        loops = tuple(replace(loop, src=d) for loop, d in zip(nest.loops, distances, strict=True))
-        return replace(nest, src=first, loops=loops)
-    loops = tuple(replace(loop, dst=d) for loop, d in zip(nest.loops, distances, strict=True))
-    return replace(nest, dst=first, loops=loops)
+        loops = tuple(replace(loop, src=d) for loop, d in zip(copy.loops, distances, strict=True))
+        return replace(copy, src=first, loops=loops)
+    loops = tuple(replace(loop, dst=d) for loop, d in zip(copy.loops, distances, strict=True))
+    return replace(copy, dst=first, loops=loops)

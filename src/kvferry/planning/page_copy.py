@@ -92,8 +92,8 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     >>> moved = plan_page_copy(page(4), page(6))
     >>> moved.cell_tokens, moved.src_cells, moved.dst_cells
     (2, 2, 3)
-    >>> moved.cell_copies
-    (CellCopy(src_at=(0, 4), dst_at=(0, 4, 8), nests=(StridedCopy(src=0, dst=0, run=4, loops=()),)),)
+    >>> moved.cell_copies[0]
+    CellCopy(src_offsets=(0, 4), dst_offsets=(0, 4, 8), copies=(StridedCopy(src=0, dst=0, run=4, loops=()),))
 
     Args:
         src: format of the source pages.
@@ -133,9 +133,11 @@ def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
             ONE_CELL, ONE_CELL, tuple(strided_copies(dst.item_bytes, src.offset, dst.offset, axes))
         )
         return
-    for src_at, dst_at, *tokens in split_tokens(_axis(src, TOKEN).offsets(), here.offsets(), cell_tokens):
+    for src_offsets, dst_offsets, *tokens in split_tokens(
+        _axis(src, TOKEN).offsets(), here.offsets(), cell_tokens
+    ):
         found = strided_copies(dst.item_bytes, src.offset, dst.offset, [*axes, (tokens[0], tokens[1])])
-        yield CellCopy(src_at, dst_at, tuple(found))
+        yield CellCopy(src_offsets, dst_offsets, tuple(found))
 
 
 def _axis(field: Field, name: str) -> Axis:

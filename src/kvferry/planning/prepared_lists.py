@@ -131,9 +131,9 @@ def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s,
     """
     src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
     if route.src_cells > 1:
-        src += cell_copy.src_offsets[cells.number % route.src_cells]
+        src += cell_copy.src_offset_array[cells.number % route.src_cells]
     if route.dst_cells > 1:
-        dst += cell_copy.dst_offsets[cells.number % route.dst_cells]
+        dst += cell_copy.dst_offset_array[cells.number % route.dst_cells]
     return src, dst
 
 
@@ -148,9 +148,10 @@ def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
         cell_copy: copies of one cell, which contain the runs.
         length: length of a run in bytes.
     """
-    src_next, dst_next = route.src_stride + cell_copy.src_at[0], route.dst_stride + cell_copy.dst_at[0]
-    src = length in cell_copy.src_steps or length == src_next - cell_copy.src_at[-1]
-    return src and (length in cell_copy.dst_steps or length == dst_next - cell_copy.dst_at[-1])
+    src_next = route.src_stride + cell_copy.src_offsets[0]
+    dst_next = route.dst_stride + cell_copy.dst_offsets[0]
+    src = length in cell_copy.src_steps or length == src_next - cell_copy.src_offsets[-1]
+    return src and (length in cell_copy.dst_steps or length == dst_next - cell_copy.dst_offsets[-1])
 
 
 def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:

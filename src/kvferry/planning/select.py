@@ -231,13 +231,13 @@ def select_cells(
         )
     check_part_edges(route, kind, span)
     cells = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
-    src_at, dst_at = cells // route.src_cells, cells // route.dst_cells
-    for table, at, side in ((src_table, src_at, "source"), (dst_table, dst_at, "destination")):
+    src_index, dst_index = cells // route.src_cells, cells // route.dst_cells
+    for table, at, side in ((src_table, src_index, "source"), (dst_table, dst_index, "destination")):
         if at[-1] >= len(table):
             raise TransferError(
                 f"tokens [{low}, {high}) need block {at[-1]} of the {side}'s table, which has {len(table)}"
             )
-    return _cells(route, src_table[src_at], dst_table[dst_at], cells)
+    return _cells(route, src_table[src_index], dst_table[dst_index], cells)
 
 
 def partly_written_blocks(

@@ -191,7 +191,7 @@ class TransferMethod:
     def scatters(self) -> tuple[PoolCopies, ...] | None:
         """Copies by which the destination unpacks an image (packed cell); None if it unpacks no image."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
-            return self.image.nests
+            return self.image.pool_copies
         return self.landing
 
 
@@ -229,15 +229,15 @@ def transfer_methods(
     if route.row_count <= MAX_ROWS:
         found.append(TransferMethod(Strategy.DIRECT, Work(len(route.rows), size, bytes=size)))
     if image := _fetch_image(route, costs.gap_bytes, cuts):
-        calls, runs = _copies(image.nests)
+        calls, runs = _copies(image.pool_copies)
         work = Work(_read_count(image), image.bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
         found.append(TransferMethod(Strategy.OVER_READ, work, image))
     if image := gather_image(route.cell_copies):
-        calls, runs = _copies(image.nests)
+        calls, runs = _copies(image.pool_copies)
         found.append(
             TransferMethod(Strategy.STAGED, Work(_read_count(image), size, calls, runs, bytes=size), image)
         )
-        landing = tuple(PoolCopies(each.at, _as_nests(each.descriptors)) for each in image.reads)
+        landing = tuple(PoolCopies(each.at, _as_strided_copies(each.descriptors)) for each in image.reads)
         scatter_calls, scatter_runs = _copies(landing)
         work = Work(
             descriptors=0,
@@ -301,10 +301,10 @@ def _read_count(image: PackedImage) -> int:
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
     """Return (number of calls of the copy operation, number of copied runs) per cell (part of a block)."""
-    nests = [nest for part in parts for nest in part.nests]
-    return len(nests), sum(nest.rows for nest in nests)
+    copies = [copy for part in parts for copy in part.nests]
+    return len(copies), sum(copy.rows for copy in copies)
 
 
-def _as_nests(reads: Descriptors) -> tuple[StridedCopy, ...]:
+def _as_strided_copies(reads: Descriptors) -> tuple[StridedCopy, ...]:
     rows = zip(reads.src.tolist(), reads.dst.tolist(), reads.length.tolist(), strict=True)
     return fuse_copies(StridedCopy(*row) for row in rows)

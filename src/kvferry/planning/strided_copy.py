@@ -92,12 +92,12 @@ class StridedCopy:
         return Descriptors(src, dst, np.full(len(src), self.run, np.int64))
 
 
-def expand_copies(nests: Iterable[StridedCopy]) -> Descriptors:
+def expand_copies(copies: Iterable[StridedCopy]) -> Descriptors:
     """Return the descriptors of all runs of strided copies, sorted by destination.
 
     Runs that are adjacent on both sides are merged.
     """
-    return join([nest.descriptors() for nest in nests])
+    return join([copy.descriptors() for copy in copies])
 
 
 def strided_copies(
@@ -134,14 +134,14 @@ def strided_copies(
     ]
 
 
-def coalesce_copy(nest: StridedCopy) -> StridedCopy:
+def coalesce_copy(copy: StridedCopy) -> StridedCopy:
     """Return a strided copy of the same bytes with fewer loops, if loops can be joined.
 
     Two loops are joined if the outer one continues the inner one on both sides. A loop whose stride is the
     run length on both sides becomes a part of the run.
     """
-    loops = sorted(nest.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
-    run, kept = nest.run, list[Loop]()
+    loops = sorted(copy.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
+    run, kept = copy.run, list[Loop]()
     for loop in loops:
         if not kept and loop.src == run and loop.dst == run:
             run *= loop.count
@@ -149,10 +149,10 @@ def coalesce_copy(nest: StridedCopy) -> StridedCopy:
             kept[-1] = replace(kept[-1], count=kept[-1].count * loop.count)
         else:
             kept.append(loop)
-    return StridedCopy(nest.src, nest.dst, run, tuple(reversed(kept)))
+    return StridedCopy(copy.src, copy.dst, run, tuple(reversed(kept)))
 
 
-def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
+def fuse_copies(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
     """Combine strided copies into fewer copies of the same bytes.
 
     Equal copies at regular distances become one copy with one more loop. For example, K and V of a packed
@@ -162,19 +162,19 @@ def fuse_copies(nests: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
     (StridedCopy(src=0, dst=0, run=8, loops=(Loop(count=3, src=100, dst=8),)),)
     """
     alike: dict[tuple[int, tuple[Loop, ...]], list[StridedCopy]] = defaultdict(list)
-    for nest in nests:
-        alike[nest.run, nest.loops].append(nest)
+    for copy in copies:
+        alike[copy.run, copy.loops].append(copy)
     found: list[StridedCopy] = []
     for (run, loops), group in alike.items():
-        group.sort(key=lambda nest: nest.dst)
-        starts = np.array([nest.src for nest in group]), np.array([nest.dst for nest in group])
+        group.sort(key=lambda copy: copy.dst)
+        starts = np.array([copy.src for copy in group]), np.array([copy.dst for copy in group])
         found += [
             coalesce_copy(StridedCopy(part.src, part.dst, run, (*part.loops, *loops)))
             for part in _factored(*starts)
         ]
     if len(found) < sum(map(len, alike.values())):
         return fuse_copies(found)
-    return tuple(sorted(found, key=lambda nest: nest.dst))
+    return tuple(sorted(found, key=lambda copy: copy.dst))
 
 
 def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
@@ -203,7 +203,7 @@ def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
             if len(starts) > 1
             else [StridedCopy(int(src[first]), int(dst[first]), 0)]
         )
-        found += [replace(nest, loops=(*nest.loops, *inner)) for nest in outer]
+        found += [replace(copy, loops=(*copy.loops, *inner)) for copy in outer]
         at = alike
     return found
 

@@ -60,12 +60,12 @@ class Route:
     @property
     def cell_bytes(self) -> int:
         """Number of bytes that are copied per cell (part of a block), over all layers of the route."""
-        return sum(nest.bytes for nest in self.nests)
+        return sum(copy.bytes for copy in self.copies)
 
     @property
-    def nests(self) -> tuple[StridedCopy, ...]:
+    def copies(self) -> tuple[StridedCopy, ...]:
         """Strided copies (nested loops over runs of bytes) that together copy one cell (part of a block)."""
-        return tuple(nest for cell_copy in self.cell_copies for nest in cell_copy.nests)
+        return tuple(copy for cell_copy in self.cell_copies for copy in cell_copy.copies)
 
     @property
     def row_count(self) -> int:
@@ -73,7 +73,7 @@ class Route:
 
         The number is computed without listing the runs.
         """
-        return sum(nest.rows for nest in self.nests)
+        return sum(copy.rows for copy in self.copies)
 
     @cached_property
     def rows(self) -> Descriptors:
@@ -408,8 +408,8 @@ def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iter
     """
     for retiled, addresses in found:
         for cell_copy in retiled.cell_copies:
-            nests = tuple(nest.at(src, dst) for src, dst in addresses for nest in cell_copy.nests)
-            yield CellCopy(cell_copy.src_at, cell_copy.dst_at, nests)
+            copies = tuple(copy.at(src, dst) for src, dst in addresses for copy in cell_copy.copies)
+            yield CellCopy(cell_copy.src_offsets, cell_copy.dst_offsets, copies)
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:

@@ -33,7 +33,7 @@ from kvferry.transport.messages import PROTOCOL
 MAX_REQUEST_BYTES = 16 << 20
 MAX_REPLY_BYTES = 64 << 10
 MAX_ROUTES = 1024
-MAX_NESTS = 1 << 14
+MAX_STRIDED_COPIES = 1 << 14
 MAX_LOOPS = 32
 MAX_CELLS = 1 << 20
 _MOST_BYTES = 1 << 40
@@ -201,8 +201,8 @@ def _check(message: AnnounceRoutes) -> None:
     if len(message.routes) > MAX_ROUTES:
         raise ProtocolError(f"{len(message.routes)} routes, at most {MAX_ROUTES}")
     most = max(len(parts), sum(len(part.nests) for part in parts))
-    if most > MAX_NESTS:
-        raise ProtocolError(f"{most} planes or strided copies, at most {MAX_NESTS}")
+    if most > MAX_STRIDED_COPIES:
+        raise ProtocolError(f"{most} planes or strided copies, at most {MAX_STRIDED_COPIES}")
     if (cells := sum(len(part.at) for part in parts)) > MAX_CELLS:
         raise ProtocolError(f"offsets of {cells} cells, at most {MAX_CELLS}")
     for route in message.routes:
@@ -223,37 +223,37 @@ def _check_route(route: GatherRoute) -> None:
                 f"offsets of {len(part.at)} cells, which begin with {list(part.at[:_NAMED])}; "
                 f"expected {route.cells} offsets, all inside the block"
             )
-        for nest in part.nests:
-            _check_nest(nest, stride)
+        for copy in part.nests:
+            _check_copy(copy, stride)
     # This limit also bounds the work: loops cannot repeat the same bytes for hours.
-    if (size := sum(nest.bytes for part in route.parts for nest in part.nests)) > stride:
+    if (size := sum(copy.bytes for part in route.parts for copy in part.nests)) > stride:
         raise ProtocolError(
             f"copies of {size} bytes into a packed cell of {stride}; expected no more than it has"
         )
 
 
-def _check_nest(nest: StridedCopy, stride: int) -> None:
+def _check_copy(copy: StridedCopy, stride: int) -> None:
     """Check that a strided copy writes only inside its image (memory of one packed cell).
 
     The memory after the image may belong to another reader.
 
     Args:
-        nest: strided copy from a block to an image.
+        copy: strided copy from a block to an image.
         stride: bytes from one image to the next.
 
     Raises:
         ProtocolError: the copy is malformed, or writes outside the image.
     """
-    regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in nest.loops)
-    if nest.run < 1 or len(nest.loops) > MAX_LOOPS or not regular:
+    regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in copy.loops)
+    if copy.run < 1 or len(copy.loops) > MAX_LOOPS or not regular:
         raise ProtocolError(
-            f"a strided copy of runs of {nest.run} bytes in loops {nest.loops[: MAX_LOOPS + 1]}; "
+            f"a strided copy of runs of {copy.run} bytes in loops {copy.loops[: MAX_LOOPS + 1]}; "
             "expected runs of 1 "
             f"byte or more in at most {MAX_LOOPS} loops, each with 2 rounds or more and no negative stride"
         )
-    high = nest.dst + sum((loop.count - 1) * loop.dst for loop in nest.loops) + nest.run
-    if nest.dst < 0 or high > stride:
+    high = copy.dst + sum((loop.count - 1) * loop.dst for loop in copy.loops) + copy.run
+    if copy.dst < 0 or high > stride:
         raise ProtocolError(
-            f"a strided copy writes bytes [{nest.dst}, {high}) of a packed cell; expected them in [0, "
+            f"a strided copy writes bytes [{copy.dst}, {high}) of a packed cell; expected them in [0, "
             f"{stride})"
         )

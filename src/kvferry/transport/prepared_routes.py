@@ -39,7 +39,7 @@ from kvferry.planning.strategy import (
     transfer_methods,
 )
 from kvferry.planning.template import Route, build_templates
-from kvferry.transport.gather_messages import MAX_CELLS, MAX_NESTS, GatherRoute
+from kvferry.transport.gather_messages import MAX_CELLS, MAX_STRIDED_COPIES, GatherRoute
 from kvferry.transport.messages import RankCard
 from kvferry.transport.staging import StagingArea, image_capacity
 
@@ -309,9 +309,10 @@ class RoutePreparation:
     def _possible(self, method: TransferMethod, room: int) -> bool:
         if method.strategy is not Strategy.STAGED or method.image is None:
             return True
-        parts = [*(part for gather in self.gathers for part in gather.parts), *method.image.nests]
+        parts = [*(part for gather in self.gathers for part in gather.parts), *method.image.pool_copies]
         few = (
-            sum(len(part.nests) for part in parts) <= MAX_NESTS and sum(len(p.at) for p in parts) <= MAX_CELLS
+            sum(len(part.nests) for part in parts) <= MAX_STRIDED_COPIES
+            and sum(len(p.at) for p in parts) <= MAX_CELLS
         )
         return self._card.outgoing is not None and method.image.stride <= room and few
 
@@ -346,10 +347,12 @@ class RoutePreparation:
             both = [(cell_copy, cell_copy.descriptors) for cell_copy in route.cell_copies]
             return (
                 _DescriptorRows(
-                    tuple((rows.src, rows.length, cell_copy.src_at) for cell_copy, rows in both), *pools[0]
+                    tuple((rows.src, rows.length, cell_copy.src_offsets) for cell_copy, rows in both),
+                    *pools[0],
                 ),
                 _DescriptorRows(
-                    tuple((rows.dst, rows.length, cell_copy.dst_at) for cell_copy, rows in both), *pools[1]
+                    tuple((rows.dst, rows.length, cell_copy.dst_offsets) for cell_copy, rows in both),
+                    *pools[1],
                 ),
             )
         landing = self._landing.region
@@ -388,7 +391,9 @@ class RoutePreparation:
             scatter = StagingCopies(method.scatters, self._space, "dst", route.dst_stride, route.dst_blocks)
         if method.strategy is not Strategy.STAGED or method.image is None:
             return PreparedMethod(method, src.rows, *ends, -1, scatter)
-        gather = GatherRoute(route.src_stride, route.src_blocks, method.image.stride, method.image.nests)
+        gather = GatherRoute(
+            route.src_stride, route.src_blocks, method.image.stride, method.image.pool_copies
+        )
         if gather not in self.gathers:
             self.gathers.append(gather)
         return PreparedMethod(method, src.rows, *ends, self.gathers.index(gather), scatter)
@@ -402,7 +407,7 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
         space: memory of this rank's KV cache.
     """
     written = [
-        PoolCopies(cell_copy.dst_at, tuple(nest.at(-nest.src, 0) for nest in cell_copy.nests))
+        PoolCopies(cell_copy.dst_offsets, tuple(copy.at(-copy.src, 0) for copy in cell_copy.copies))
         for cell_copy in route.cell_copies
     ]
     return StagingCopies(written, space, "dst", route.dst_stride, route.dst_blocks)

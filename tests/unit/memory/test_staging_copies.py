@@ -1,4 +1,4 @@
-"""Strided copies do what the runs of their nests say, on every device there is."""
+"""Strided copies do what their runs say, on every device there is."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ words = st.sampled_from((1, 2, 4, 8))
 
 
 @st.composite
-def nests(draw):
-    """A nest inside a block of STRIDE bytes and an image of IMAGE bytes, dense in the image."""
+def copies(draw):
+    """A copy inside a block of STRIDE bytes and an image of IMAGE bytes, dense in the image."""
     word = draw(words)
     run = word * draw(st.integers(1, 3))
     rows, columns = draw(st.integers(1, 3)), draw(st.integers(2, 3))
@@ -41,21 +41,21 @@ def memory(size: int, device: str, seed: int) -> tuple[torch.Tensor, Region]:
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(
-    nest=nests(), ids=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True),
+    copy=copies(), ids=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True),
     first=st.integers(0, 2), at=st.lists(st.integers(0, 40), min_size=1, max_size=4), cell=st.integers(0, 5),
 )  # fmt: skip
-def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, at, cell):
+def test_gather_and_scatter_are_the_runs_one_by_one(device, copy, ids, first, at, cell):
     pool, region = memory(BLOCKS * STRIDE, device, 1)
     area, area_region = memory(16 * IMAGE, device, 2)
     before = area.cpu().numpy().copy()
     slots = StagedImages(AddressSpace([area_region]), area_region.address, IMAGE)
     blocks, cells = np.array(ids), cell + np.arange(len(ids))
     begins = [block * STRIDE + at[number % len(at)] for block, number in zip(ids, cells, strict=True)]
-    part = PoolCopies(tuple(at), (nest.at(region.address, 0),))
+    part = PoolCopies(tuple(at), (copy.at(region.address, 0),))
     loops = StagingCopies([part], AddressSpace([region]), "src", STRIDE, BLOCKS)
     loops.gather(blocks, cells, slots, first)
     expected, source = before.copy(), pool.cpu().numpy()
-    descriptors = nest.descriptors()
+    descriptors = copy.descriptors()
     for number, begin in enumerate(begins):
         image = (first + number) * IMAGE
         for a, b, n in zip(descriptors.src, descriptors.dst, descriptors.length, strict=True):
@@ -64,7 +64,7 @@ def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, at
 
     back, back_region = memory(BLOCKS * STRIDE, device, 3)
     wanted = back.cpu().numpy().copy()
-    turned = StridedCopy(nest.dst, nest.src, nest.run, tuple(Loop(x.count, x.dst, x.src) for x in nest.loops))
+    turned = StridedCopy(copy.dst, copy.src, copy.run, tuple(Loop(x.count, x.dst, x.src) for x in copy.loops))
     part = PoolCopies(tuple(at), (turned.at(0, back_region.address),))
     into = StagingCopies([part], AddressSpace([back_region]), "dst", STRIDE, BLOCKS)
     into.scatter(blocks, cells, slots, first)
@@ -80,7 +80,7 @@ def test_gather_and_scatter_are_the_runs_one_by_one(device, nest, ids, first, at
     assert (back.cpu().numpy() == wanted).all()
 
 
-def test_a_nest_that_leaves_registered_memory_is_refused():
+def test_a_copy_that_leaves_registered_memory_is_refused():
     _, region = memory(BLOCKS * STRIDE, "cpu", 1)
     inside = StridedCopy(region.address, 0, 8)
     with pytest.raises(TransferError, match="not in registered memory"):

@@ -39,11 +39,11 @@ def test_tokens_of_every_cell_lie_where_their_plane_says(src, dst, times):
         found = []
         for cell_copy in moved.cell_copies:
             src_at, dst_at = (
-                cell_copy.src_at[number % moved.src_cells],
-                cell_copy.dst_at[number % moved.dst_cells],
+                cell_copy.src_offsets[number % moved.src_cells],
+                cell_copy.dst_offsets[number % moved.dst_cells],
             )
-            for nest in cell_copy.nests:
-                runs = nest.at(src_at, dst_at).descriptors()
+            for copy in cell_copy.copies:
+                runs = copy.at(src_at, dst_at).descriptors()
                 for a, b, length in zip(runs.src, runs.dst, runs.length, strict=True):
                     found += [(int(a) + at, int(b) + at) for at in range(length)]
         assert sorted(found) == sorted(_bytes_of(moved.cell_tokens, number, *sides))
@@ -67,8 +67,8 @@ def test_cells_that_lie_across_kernel_blocks_differently_are_planes_of_their_own
     moved = plan_page_copy(page((16, 3)), page((32, 3)))
     assert (moved.cell_tokens, moved.src_cells, moved.dst_cells) == (48, 1, 2)
     assert len(moved.cell_copies) == 4
-    assert {cell_copy.dst_at for cell_copy in moved.cell_copies if cell_copy.dst_at[0] == 0} == {
-        cell_copy.dst_at for cell_copy in moved.cell_copies
+    assert {cell_copy.dst_offsets for cell_copy in moved.cell_copies if cell_copy.dst_offsets[0] == 0} == {
+        cell_copy.dst_offsets for cell_copy in moved.cell_copies
     }
 
 
@@ -92,11 +92,11 @@ def routes(src: int, dst: int, layout: str = "LBHNC") -> Route:
 def numbers(route: Route) -> int:
     """How many numbers say what a route moves, in all ways of it."""
     found = [*transfer_methods(route, Costs(), 1 << 30)]
-    parts = [part for way in found if way.image for part in (*way.image.nests, *way.image.reads)]
+    parts = [part for way in found if way.image for part in (*way.image.pool_copies, *way.image.reads)]
     parts += [part for way in found for part in way.landing or ()]
-    offsets = sum(len(cell_copy.src_at) + len(cell_copy.dst_at) for cell_copy in route.cell_copies)
+    offsets = sum(len(cell_copy.src_offsets) + len(cell_copy.dst_offsets) for cell_copy in route.cell_copies)
     offsets += sum(len(part.at) for part in parts)
-    loops = [nest for part in (*route.cell_copies, *parts) for nest in getattr(part, "nests", ())]
+    loops = [*route.copies, *(copy for part in parts for copy in getattr(part, "nests", ()))]
     runs = sum(len(part.descriptors) for part in (*route.cell_copies, *parts) if hasattr(part, "descriptors"))
     return offsets + len(loops) + runs
 
@@ -109,7 +109,10 @@ def test_what_is_kept_of_two_block_sizes_grows_with_their_sum(src, dst, layout):
     assert cells == (src + dst) // many.cell_tokens
     # What one cell takes, and a few offsets for each cell of either block.
     assert numbers(many) <= 16 * (numbers(few) + many.row_count + cells)
-    assert sum(len(cell_copy.src_at) + len(cell_copy.dst_at) for cell_copy in many.cell_copies) <= 2 * cells
+    assert (
+        sum(len(cell_copy.src_offsets) + len(cell_copy.dst_offsets) for cell_copy in many.cell_copies)
+        <= 2 * cells
+    )
 
 
 def test_a_plane_knows_its_runs_by_length():

@@ -120,10 +120,10 @@ def prepared(template: Template) -> tuple[np.ndarray, np.ndarray, list[tuple[int
         for cell_copy in route.cell_copies:
             rows = cell_copy.descriptors
             src.append(
-                _every_cell(rows.src, rows.length, cell_copy.src_at, route.src_stride, route.src_blocks)
+                _every_cell(rows.src, rows.length, cell_copy.src_offsets, route.src_stride, route.src_blocks)
             )
             dst.append(
-                _every_cell(rows.dst, rows.length, cell_copy.dst_at, route.dst_stride, route.dst_blocks)
+                _every_cell(rows.dst, rows.length, cell_copy.dst_offsets, route.dst_stride, route.dst_blocks)
             )
     return np.concatenate(src), np.concatenate(dst), bases
 

@@ -5,9 +5,9 @@ from kvferry.planning.packed_image import ALIGNMENT, fetch_image, gather_image
 from kvferry.planning.strided_copy import Loop, StridedCopy
 
 
-def cell_copy(*nests: StridedCopy) -> list[CellCopy]:
+def cell_copy(*copies: StridedCopy) -> list[CellCopy]:
     """What moves between blocks that are one cell."""
-    return [CellCopy(ONE_CELL, ONE_CELL, nests)]
+    return [CellCopy(ONE_CELL, ONE_CELL, copies)]
 
 
 HALF_OF_THE_HEADS = StridedCopy(512, 0, 512, (Loop(16, 1024, 512),))
@@ -40,9 +40,9 @@ def test_gaps_are_read_along_up_to_their_limit():
 
 
 def test_nothing_is_read_across_the_beginning_of_a_region():
-    nests = [StridedCopy(0, 0, 64), StridedCopy(64, 64, 64)]
-    assert len(fetch_image(cell_copy(*nests), 0).reads[0].descriptors) == 1
-    assert fetch_image(cell_copy(*nests), 1000, cuts=[0, 64]).reads[0].descriptors.src.tolist() == [0, 64]
+    copies = [StridedCopy(0, 0, 64), StridedCopy(64, 64, 64)]
+    assert len(fetch_image(cell_copy(*copies), 0).reads[0].descriptors) == 1
+    assert fetch_image(cell_copy(*copies), 1000, cuts=[0, 64]).reads[0].descriptors.src.tolist() == [0, 64]
 
 
 def test_images_begin_at_whole_words():
@@ -52,13 +52,15 @@ def test_images_begin_at_whole_words():
 
 
 def test_an_order_that_loops_cannot_follow_is_taken_apart():
-    # Destination: a run of the other nest lies between the first two of this one only.
+    # Destination: a run of the other copy lies between the first two of this one only.
     loop = StridedCopy(0, 0, 8, (Loop(3, 8, 20),))
     other = StridedCopy(500, 8, 4)
     image = gather_image(cell_copy(loop, other))
-    placed = sorted((nest.dst, nest.src, nest.run) for nest in image.nests[0].nests for _ in range(nest.rows))
-    assert len(image.nests[0].nests) > 2
-    assert sum(nest.bytes for nest in image.nests[0].nests) == 28
+    placed = sorted(
+        (copy.dst, copy.src, copy.run) for copy in image.pool_copies[0].nests for _ in range(copy.rows)
+    )
+    assert len(image.pool_copies[0].nests) > 2
+    assert sum(copy.bytes for copy in image.pool_copies[0].nests) == 28
     assert [dst for dst, _, _ in placed][:2] == [0, 8]
     assert image.reads[0].descriptors.length.tolist() == [12, 8, 8]
 
@@ -76,8 +78,8 @@ def test_more_stretches_than_are_worth_packing_are_no_image():
 
 def test_loops_of_an_image_keep_inside_of_it():
     image = gather_image(cell_copy(StridedCopy(0, 0, 8, (Loop(4, 100, 1000), Loop(3, 8, 16)))))
-    for nest in image.nests[0].nests:
-        descriptors = nest.descriptors()
+    for copy in image.pool_copies[0].nests:
+        descriptors = copy.descriptors()
         assert descriptors.dst.min() >= 0
         assert (descriptors.dst + descriptors.length).max() <= image.bytes
         assert len(np.unique(descriptors.dst)) == len(descriptors)
@@ -103,25 +105,25 @@ def test_what_lies_alike_in_the_cells_of_the_stretched_side_is_one_stretch():
     assert stretch.at == (0, 64)
     assert (stretch.descriptors.src.tolist(), stretch.descriptors.dst.tolist()) == ([0], [1000])
     assert stretch.descriptors.length.tolist() == [64]
-    assert image.nests == (
-        PoolCopies(K.src_at, (StridedCopy(0, 0, 32),)),
-        PoolCopies(V.src_at, (StridedCopy(96, 32, 32),)),
+    assert image.pool_copies == (
+        PoolCopies(K.src_offsets, (StridedCopy(0, 0, 32),)),
+        PoolCopies(V.src_offsets, (StridedCopy(96, 32, 32),)),
     )
 
 
 def test_what_lies_apart_in_the_cells_of_the_stretched_side_is_a_stretch_each():
     image = fetch_image([K, V], 1 << 20)
     read = [(part.at, part.descriptors.src.tolist(), part.descriptors.dst.tolist()) for part in image.reads]
-    assert read == [(K.src_at, [0], [0]), (V.src_at, [96], [32])]
-    assert image.nests == (PoolCopies((0, 64), (StridedCopy(0, 1000, 32), StridedCopy(32, 1032, 32))),)
+    assert read == [(K.src_offsets, [0], [0]), (V.src_offsets, [96], [32])]
+    assert image.pool_copies == (PoolCopies((0, 64), (StridedCopy(0, 1000, 32), StridedCopy(32, 1032, 32))),)
     assert (image.stride, image.bytes, image.longest) == (ALIGNMENT, 64, 32)
 
 
 def test_a_loop_that_descends_on_one_side_is_gathered_and_cut_out_by_loops_that_ascend():
     backwards = StridedCopy(200, 0, 8, (Loop(3, -100, 8),))
     for image in (gather_image(cell_copy(backwards)), fetch_image(cell_copy(backwards), 0)):
-        ((_, nests),) = ((part.at, part.nests) for part in image.nests)
-        assert all(loop.src >= 0 and loop.dst >= 0 for nest in nests for loop in nest.loops)
-        assert sum(nest.bytes for nest in nests) == 24
-    into = gather_image(cell_copy(backwards)).nests[0].nests
-    assert sorted((nest.dst, nest.src) for nest in into) == [(0, 200), (8, 100), (16, 0)]
+        ((_, copies),) = ((part.at, part.nests) for part in image.pool_copies)
+        assert all(loop.src >= 0 and loop.dst >= 0 for copy in copies for loop in copy.loops)
+        assert sum(copy.bytes for copy in copies) == 24
+    into = gather_image(cell_copy(backwards)).pool_copies[0].nests
+    assert sorted((copy.dst, copy.src) for copy in into) == [(0, 200), (8, 100), (16, 0)]

@@ -11,7 +11,7 @@ from kvferry.planning.strided_copy import (
 )
 
 loops = st.builds(Loop, st.integers(2, 4), st.integers(1, 40), st.integers(1, 40))
-nests = st.builds(
+copies = st.builds(
     StridedCopy,
     st.integers(0, 50),
     st.integers(0, 50),
@@ -25,8 +25,8 @@ def moved(found) -> list[tuple[int, int]]:
     """Every byte that is moved: from where, to where."""
     return sorted(
         (a + i, b + i)
-        for nest in found
-        for a, b, n in zip(*(x.tolist() for x in vars_of(nest.descriptors())), strict=True)
+        for copy in found
+        for a, b, n in zip(*(x.tolist() for x in vars_of(copy.descriptors())), strict=True)
         for i in range(n)
     )
 
@@ -35,23 +35,23 @@ def vars_of(descriptors):
     return descriptors.src, descriptors.dst, descriptors.length
 
 
-@given(nests)
-def test_coalescing_moves_the_same_bytes_in_no_more_runs(nest):
-    found = coalesce_copy(nest)
-    assert moved([found]) == moved([nest])
-    assert found.rows <= nest.rows
-    assert found.bytes == nest.bytes
+@given(copies)
+def test_coalescing_moves_the_same_bytes_in_no_more_runs(copy):
+    found = coalesce_copy(copy)
+    assert moved([found]) == moved([copy])
+    assert found.rows <= copy.rows
+    assert found.bytes == copy.bytes
 
 
-@given(st.lists(nests, max_size=6))
-def test_fusing_moves_the_same_bytes_in_no_more_nests(several):
+@given(st.lists(copies, max_size=6))
+def test_fusing_moves_the_same_bytes_in_no_more_copies(several):
     found = fuse_copies(several)
     assert moved(found) == moved(several)
     assert len(found) <= len(several)
 
 
 @given(st.lists(st.tuples(offsets, st.randoms()), min_size=1, max_size=3), st.integers(1, 4))
-def test_nests_of_axes_move_every_combination_of_positions(axes, item):
+def test_copies_of_axes_move_every_combination_of_positions(axes, item):
     pairs = []
     expected = [(100, 0)]
     for src, shuffle in axes:
@@ -63,7 +63,7 @@ def test_nests_of_axes_move_every_combination_of_positions(axes, item):
     assert moved(found) == sorted((a + i, b + i) for a, b in expected for i in range(item))
 
 
-def test_a_head_range_of_a_page_of_kernel_blocks_is_one_nest():
+def test_a_head_range_of_a_page_of_kernel_blocks_is_one_copy():
     # 2 kernel blocks of 16 tokens, 4 heads, 8 bytes: tokens of a head are in two places.
     tokens = np.concatenate([np.arange(16) * 8, 4096 + np.arange(16) * 8])
     heads = np.array([2, 3]) * 128
@@ -72,20 +72,20 @@ def test_a_head_range_of_a_page_of_kernel_blocks_is_one_nest():
     assert len(found.loops) == 3
 
 
-def test_kernel_blocks_cut_in_the_middle_are_the_fewest_nests():
+def test_kernel_blocks_cut_in_the_middle_are_the_fewest_copies():
     # Tokens 12..47 of kernel blocks of 16: 4, then two whole ones.
     tokens = np.concatenate([np.arange(16) + base for base in (0, 100, 200)])[12:]
     found = strided_copies(1, 0, 0, [(tokens, np.arange(36) * 1)])
-    assert [(nest.run, nest.rows) for nest in found] == [(4, 1), (16, 2)]
+    assert [(copy.run, copy.rows) for copy in found] == [(4, 1), (16, 2)]
 
 
 def test_layers_at_regular_distances_are_a_loop_and_others_are_not():
     regular = [StridedCopy(1000 * n, 64 * n, 64) for n in range(5)]
     assert fuse_copies(regular) == (StridedCopy(0, 0, 64, (Loop(5, 1000, 64),)),)
     odd = [*regular, StridedCopy(99_999, 64 * 5, 64)]
-    assert sorted(nest.rows for nest in fuse_copies(odd)) == [1, 5]
+    assert sorted(copy.rows for copy in fuse_copies(odd)) == [1, 5]
 
 
-def test_spelled_runs_are_merged_across_nests():
+def test_spelled_runs_are_merged_across_copies():
     found = expand_copies([StridedCopy(0, 0, 8), StridedCopy(8, 8, 4), StridedCopy(100, 12, 4)])
     assert found.length.tolist() == [12, 4]

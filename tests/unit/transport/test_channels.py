@@ -15,7 +15,7 @@ from transport.cards import cards, facts
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 PROTOCOL = control.PROTOCOL
-NEST = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
+COPY = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
 GRANT = redeem.Grant.of(1, 2, [[5, 6], [7]])
 BLOCKS = np.array([1, 2, 3], np.int32).tobytes()
 
@@ -40,7 +40,7 @@ REQUESTS = [
     Sample(
         gather,
         gather.AnnounceRoutes(
-            PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolCopies((0, 8), (NEST,)),) * 2)]
+            PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolCopies((0, 8), (COPY,)),) * 2)]
         ),
     ),
     Sample(gather, gather.Gather(7, 1, 3, 2**32 - 1, BLOCKS, 2)),

@@ -11,8 +11,8 @@ from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport.gather_messages import (
     MAX_CELLS,
     MAX_LOOPS,
-    MAX_NESTS,
     MAX_ROUTES,
+    MAX_STRIDED_COPIES,
     AnnounceRoutes,
     Done,
     Gather,
@@ -25,14 +25,14 @@ from kvferry.transport.gather_messages import (
 from kvferry.transport.messages import PROTOCOL
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=300)
-NEST = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
+COPY = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
 
 
 def introduce(
-    *nests: StridedCopy, stride: int = 128, blocks: int = 9, planes: int = 1, at=(0,)
+    *copies: StridedCopy, stride: int = 128, blocks: int = 9, planes: int = 1, at=(0,)
 ) -> AnnounceRoutes:
     return AnnounceRoutes(
-        PROTOCOL, [GatherRoute(4096, blocks, stride, (PoolCopies(at, nests or (NEST,)),) * planes)]
+        PROTOCOL, [GatherRoute(4096, blocks, stride, (PoolCopies(at, copies or (COPY,)),) * planes)]
     )
 
 
@@ -59,23 +59,23 @@ anything = st.builds(
 
 @QUICK
 @given(st.lists(anything, min_size=1, max_size=2))
-def test_nests_that_are_let_in_keep_inside_of_their_image_and_fill_no_byte_of_it_for_ever(nests):
+def test_copies_that_are_let_in_keep_inside_of_their_image_and_fill_no_byte_of_it_for_ever(copies):
     try:
-        message = decode_request(encode(introduce(*nests)))
+        message = decode_request(encode(introduce(*copies)))
     except ProtocolError:
         return
     assert isinstance(message, AnnounceRoutes)
-    assert sum(nest.bytes for nest in nests) <= 128
-    for nest in nests:
+    assert sum(copy.bytes for copy in copies) <= 128
+    for copy in copies:
         # Only the image's side: the addresses to read are checked against the pool, when it is viewed.
-        loops = tuple(Loop(loop.count, 0, loop.dst) for loop in nest.loops)
-        descriptors = StridedCopy(0, nest.dst, nest.run, loops).descriptors()
+        loops = tuple(Loop(loop.count, 0, loop.dst) for loop in copy.loops)
+        descriptors = StridedCopy(0, copy.dst, copy.run, loops).descriptors()
         assert descriptors.dst.min() >= 0
         assert (descriptors.dst + descriptors.length).max() <= 128
 
 
 @pytest.mark.parametrize(
-    ("nest", "says"),
+    ("copy", "says"),
     [
         (StridedCopy(0, -1, 8), r"writes bytes \[-1, 7\) of a packed cell; expected them in \[0, 128\)"),
         (StridedCopy(0, 121, 8), r"writes bytes \[121, 129\) of a packed cell"),
@@ -96,20 +96,22 @@ def test_nests_that_are_let_in_keep_inside_of_their_image_and_fill_no_byte_of_it
         (StridedCopy(0, 0, 1, (Loop(2, 0, 0),) * (MAX_LOOPS + 1)), "runs of 1 bytes in loops"),
     ],
 )
-def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
+def test_a_copy_that_would_write_elsewhere_or_endlessly_is_refused(copy, says):
     with pytest.raises(ProtocolError, match=says):
-        decode_request(encode(introduce(nest)))
+        decode_request(encode(introduce(copy)))
 
 
 @pytest.mark.parametrize(
     ("message", "says"),
     [
         (
-            introduce(*[StridedCopy(0, 0, 1)] * 2, planes=MAX_NESTS // 2 + 1),
-            f"{MAX_NESTS + 2} planes or strided copies",
+            introduce(*[StridedCopy(0, 0, 1)] * 2, planes=MAX_STRIDED_COPIES // 2 + 1),
+            f"{MAX_STRIDED_COPIES + 2} planes or strided copies",
         ),
         (
-            AnnounceRoutes(PROTOCOL, [GatherRoute(1, 1, 64, (PoolCopies((0,), ()),) * (MAX_NESTS + 1))]),
+            AnnounceRoutes(
+                PROTOCOL, [GatherRoute(1, 1, 64, (PoolCopies((0,), ()),) * (MAX_STRIDED_COPIES + 1))]
+            ),
             "planes or strided copies",
         ),
         (
@@ -124,7 +126,7 @@ def test_a_nest_that_would_write_elsewhere_or_endlessly_is_refused(nest, says):
         (
             AnnounceRoutes(
                 PROTOCOL,
-                [GatherRoute(64, 9, 128, (PoolCopies((0, 8), (NEST,)), PoolCopies((0, 8, 16), (NEST,))))],
+                [GatherRoute(64, 9, 128, (PoolCopies((0, 8), (COPY,)), PoolCopies((0, 8, 16), (COPY,))))],
             ),
             "offsets of 3 cells, .*expected 2 offsets",
         ),
@@ -160,6 +162,6 @@ def test_an_answer_that_names_no_place_is_refused(reply):
         decode_reply(encode(reply))
 
 
-def test_as_many_nests_as_allowed_are_let_in():
-    message = introduce(StridedCopy(0, 0, 1), planes=MAX_NESTS, stride=MAX_NESTS)
+def test_as_many_copies_as_allowed_are_let_in():
+    message = introduce(StridedCopy(0, 0, 1), planes=MAX_STRIDED_COPIES, stride=MAX_STRIDED_COPIES)
     assert decode_request(msgspec.msgpack.encode(message)) == message

@@ -60,8 +60,8 @@ class World:
             reader.say(AnnounceRoutes(PROTOCOL, list(routes)))
         return reader
 
-    def route(self, *nests: StridedCopy, stride: int = 64, blocks: int = BLOCKS, at=(0,)) -> GatherRoute:
-        parts = (PoolCopies(at, tuple(nest.at(self.address, 0) for nest in nests)),)
+    def route(self, *copies: StridedCopy, stride: int = 64, blocks: int = BLOCKS, at=(0,)) -> GatherRoute:
+        parts = (PoolCopies(at, tuple(copy.at(self.address, 0) for copy in copies)),)
         return GatherRoute(STRIDE, blocks, stride, parts)
 
     def images(self, position: int, stride: int, count: int) -> np.ndarray:
@@ -117,7 +117,7 @@ def world(stack):
     return World(stack)
 
 
-def test_it_gathers_what_the_nests_say(world):
+def test_it_gathers_what_the_copies_say(world):
     reader = world.reader(world.route(StridedCopy(16, 8, 4, (Loop(3, 100, 12),))))
     before = world.area.images(64).space._flat(0, 1).numpy().copy()
     reader.say(ask(5, (3, 6, 1)))
@@ -252,7 +252,7 @@ def test_who_has_not_introduced_itself_is_told_to(world):
 
 
 @pytest.mark.parametrize(
-    "nest",
+    "copy",
     [
         StridedCopy(-(1 << 40), 0, 8),
         StridedCopy(1 << 62, 0, 8),
@@ -261,8 +261,8 @@ def test_who_has_not_introduced_itself_is_told_to(world):
         StridedCopy(0, 0, 8, (Loop(2, (1 << 63) - 1, 8),)),
     ],
 )
-def test_nests_that_leave_the_pool_introduce_nobody(world, nest):
-    reader = world.reader(world.route(nest))
+def test_copies_that_leave_the_pool_introduce_nobody(world, copy):
+    reader = world.reader(world.route(copy))
     reader.say(ask(1))
     assert reader.hear().unknown
 

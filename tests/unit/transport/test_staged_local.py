@@ -636,11 +636,11 @@ def test_ways_that_lists_have_no_room_for_are_left_out(monkeypatch):
         assert (len(made.routes[0].methods) == 4) == (room == most)
 
 
-def test_images_of_too_many_nests_are_not_introduced(monkeypatch):
-    nests = sum(
+def test_images_of_too_many_copies_are_not_introduced(monkeypatch):
+    copies = sum(
         len(p.nests) for g in preparation(dense(), dense(layout="LBNHC"), DENSE).gathers for p in g.parts
     )
-    monkeypatch.setattr(prepared_routes, "MAX_NESTS", nests - 1)
+    monkeypatch.setattr(prepared_routes, "MAX_STRIDED_COPIES", copies - 1)
     made = preparation(dense(), dense(layout="LBNHC"), DENSE)
     assert made.gathers == []
     assert {way.method.strategy for way in made.routes[0].methods} == {"direct", "over-read"}
@@ -670,7 +670,7 @@ def test_entries_lie_where_their_images_and_blocks_do():
 def test_what_only_moves_staged_and_cannot_is_refused_in_words(monkeypatch):
     monkeypatch.setattr("kvferry.planning.strategy.MAX_ROWS", 1)
     monkeypatch.setattr("kvferry.planning.strategy._fetch_image", lambda *_: None)
-    monkeypatch.setattr(prepared_routes, "MAX_NESTS", 0)
+    monkeypatch.setattr(prepared_routes, "MAX_STRIDED_COPIES", 0)
     with pytest.raises(TransferError, match="can only move staged, and the peer does not gather"):
         preparation(dense(), dense(layout="LBNHC"), DENSE)
 

@@ -54,8 +54,8 @@ def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun
             divmod(cell, route.dst_cells),
         )
         for cell_copy in route.cell_copies:
-            src = src_block * route.src_stride + cell_copy.src_at[src_cell]
-            dst = dst_block * route.dst_stride + cell_copy.dst_at[dst_cell]
+            src = src_block * route.src_stride + cell_copy.src_offsets[src_cell]
+            dst = dst_block * route.dst_stride + cell_copy.dst_offsets[dst_cell]
             pieces = cell_copy.descriptors
             rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
             for a, b, length in rows:
