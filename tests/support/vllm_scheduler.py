@@ -147,7 +147,7 @@ class Played:
 
     def ended(self, load: Load, report: Report) -> None:
         if report.failure is not None and self.strikes:
-            self._biddings[load.request_id].strike(self.name, report.failure)
+            self._biddings[load.request_id].exclude(self.name, report.failure)
 
     def dropped(self, load: Load) -> None: ...
 

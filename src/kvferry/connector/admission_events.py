@@ -107,15 +107,15 @@ class AdmissionEvents:
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == now:
             return
-        rest = request.num_tokens - local_tokens
-        bids = tuple(self._valued(source, bid, bidding, rest) for source, bid in offers)
+        missing_tokens = request.num_tokens - local_tokens
+        bids = tuple(self._valued(source, bid, bidding, missing_tokens) for source, bid in offers)
         silent = [source for source in sources if not any(of is source for of, _ in offers)]
         event = SourcesAsked(
             request.request_id,
             time.monotonic(),
             local_tokens=local_tokens,
             bids=bids,
-            compute_value=self._policy.value(None, rest),
+            compute_value=self._policy.value(None, missing_tokens),
             misses=tuple(source.why_no_bid(request, local_tokens) for source in silent),
             chosen=best,
             why=_why(bids, bidding, best),
@@ -281,9 +281,11 @@ class AdmissionEvents:
             self._late = blocks
             self._events.emit(LateBlocks(time.monotonic(), blocks))
 
-    def _valued(self, source: Source, bid: Bid, bidding: Bidding, rest: int) -> ValuedBid:
-        struck = bidding.why(bid.source) or ""
-        return ValuedBid(source.name, bid, 0.0 if struck else self._policy.value(bid, rest), struck)
+    def _valued(self, source: Source, bid: Bid, bidding: Bidding, missing_tokens: int) -> ValuedBid:
+        excluded = bidding.exclusion_reason(bid.source) or ""
+        return ValuedBid(
+            source.name, bid, 0.0 if excluded else self._policy.value(bid, missing_tokens), excluded
+        )
 
 
 def _why(bids: Sequence[ValuedBid], bidding: Bidding, best: Bid | None) -> DecisionReason:

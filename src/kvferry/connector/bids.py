@@ -73,7 +73,7 @@ class Bid:
         return frozenset(part.place for part in self.parts)
 
     @property
-    def legs(self) -> tuple[tuple[PlaceTokens, ...], ...]:
+    def parts_by_source(self) -> tuple[tuple[PlaceTokens, ...], ...]:
         """The parts of this bid, grouped by the source that loads them: one tuple of parts per source.
 
         The source that loads the start of the prompt comes first.
@@ -85,7 +85,7 @@ class Bid:
         """Names of all bidders, sorted by which part of the prompt they load, first part first."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
-    def like(self, other: Bid | None) -> bool:
+    def has_same_sources(self, other: Bid | None) -> bool:
         """Return whether another bid is made by the same sources and loads from the same places.
 
         Args:
@@ -94,15 +94,15 @@ class Bid:
         return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
-def leads_on(rest: int) -> bool:
+def saves_computation(missing_tokens: int) -> bool:
     """Return whether a load could save any computation.
 
     Return False if only the last token is missing, because the engine always computes that token.
 
     Args:
-        rest: number of tokens of the request that the engine does not have.
+        missing_tokens: number of tokens of the request that the engine does not have.
     """
-    return rest > 1
+    return missing_tokens > 1
 
 
 class Bidding:
@@ -115,10 +115,10 @@ class Bidding:
             attempts: maximum number of attempts to load the request's KV.
         """
         self._left = attempts
-        self._struck: dict[str, str] = {}
-        self._brought = 0
+        self._excluded: dict[str, str] = {}
+        self._succeeded = 0
 
-    def open(self, bids: Iterable[Bid], rest: int) -> list[Bid]:
+    def eligible_bids(self, bids: Iterable[Bid], missing_tokens: int) -> list[Bid]:
         """Return the bids (offers of sources to load tokens) that may be taken.
 
         Leave out the bids of excluded sources. Return no bid if no attempt is left or if no load could save
@@ -126,11 +126,11 @@ class Bidding:
 
         Args:
             bids: bids of all sources.
-            rest: number of tokens of the request that the engine does not have.
+            missing_tokens: number of tokens of the request that the engine does not have.
         """
-        if self._left <= 0 or not leads_on(rest):
+        if self._left <= 0 or not saves_computation(missing_tokens):
             return []
-        return [bid for bid in bids if bid.tokens > 0 and self._struck.keys().isdisjoint(bid.sources)]
+        return [bid for bid in bids if bid.tokens > 0 and self._excluded.keys().isdisjoint(bid.sources)]
 
     @property
     def spent(self) -> bool:
@@ -142,33 +142,33 @@ class Bidding:
         self._left -= 1
         return self._left
 
-    def succeeded(self) -> None:
-        """Record that an attempt to load KV has succeeded, so that `computed` can give the attempt back."""
-        self._brought += 1
+    def on_succeeded(self) -> None:
+        """Record that an attempt to load KV has succeeded, so that `on_computed` can give it back."""
+        self._succeeded += 1
 
-    def computed(self) -> None:
+    def on_computed(self) -> None:
         """Give back the attempts that succeeded, because the engine now computes tokens of the request.
 
         The request may need these attempts to load its KV again after a preemption.
         """
-        self._left, self._brought = self._left + self._brought, 0
+        self._left, self._succeeded = self._left + self._succeeded, 0
 
-    def strike(self, source: str, reason: str) -> bool:
+    def exclude(self, source: str, reason: str) -> bool:
         """Exclude a source for this request; return False if the source was excluded before.
 
         Args:
             source: name of the source: a peer's name, or ``tiers``.
             reason: reason as text for people.
         """
-        if source in self._struck:
+        if source in self._excluded:
             return False
-        self._struck[source] = reason
+        self._excluded[source] = reason
         return True
 
-    def why(self, source: str) -> str | None:
+    def exclusion_reason(self, source: str) -> str | None:
         """Return the reason why a source was excluded for this request; None if it was not excluded.
 
         Args:
             source: name of the source: a peer's name, or ``tiers``.
         """
-        return self._struck.get(source)
+        return self._excluded.get(source)

@@ -45,10 +45,10 @@ class BlocksWanted:
         return 1 + -(-tokens // group.block_tokens)
 
 
-def first_to_go(held: Mapping[str, int], lacking: int) -> list[str]:
+def choose_leases_to_end(held: Mapping[str, int], lacking: int) -> list[str]:
     """Choose leases (blocks kept for other engines) to end, so that at least `lacking` blocks become free.
 
-    >>> first_to_go({"a": 2, "b": 3, "c": 1}, 3), first_to_go({"a": 2}, 0)
+    >>> choose_leases_to_end({"a": 2, "b": 3, "c": 1}, 3), choose_leases_to_end({"a": 2}, 0)
     (['a', 'b'], [])
 
     Args:

@@ -24,17 +24,17 @@ class LoadPlan:
 
     Attributes:
         bid: offer to load the whole prefix, by one source or by two.
-        legs: (source, bid) of each part of the prefix, the start of the prompt first. A bid is the source's
-            offer to load tokens.
+        source_bids: (source, bid) of each part of the prefix, the start of the prompt first. A bid is the
+            source's offer to load tokens.
     """
 
     bid: Bid
-    legs: tuple[tuple[Source, Bid], ...]
+    source_bids: tuple[tuple[Source, Bid], ...]
 
     @property
     def last(self) -> Source:
         """The source that loads the last part of the prefix."""
-        return self.legs[-1][0]
+        return self.source_bids[-1][0]
 
     def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
         """Return the loads to begin: (source, bid, span) of each part of the prefix that is not loaded yet.
@@ -52,9 +52,11 @@ class LoadPlan:
             local_tokens,
             list[tuple[Source, Bid, LoadSpan]](),
         )
-        for source, bid in self.legs:
+        for source, bid in self.source_bids:
             first, last = last, last + bid.tokens
-            span = LoadSpan(total - external, total, prompt, (first, last) if len(self.legs) > 1 else None)
+            span = LoadSpan(
+                total - external, total, prompt, (first, last) if len(self.source_bids) > 1 else None
+            )
             if span.begins < span.ends:
                 found.append((source, bid, span))
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.connector.bids import leads_on
+from kvferry.connector.bids import saves_computation
 from kvferry.connector.decisions import MissReason
 from kvferry.connector.engine import Request
 
@@ -19,7 +19,7 @@ def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] 
     """
     if (why := request.why_no_cache) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
-    if leads_on(request.num_tokens - local_tokens):
+    if saves_computation(request.num_tokens - local_tokens):
         return None
     if local_tokens:
         return (

@@ -31,28 +31,28 @@ MARGIN = 1.1
 class Policy(Protocol):
     """A policy that assigns a value to each bid (a source's offer to load tokens), to choose the best."""
 
-    def value(self, bid: Bid | None, rest: int) -> float:
+    def value(self, bid: Bid | None, missing_tokens: int) -> float:
         """Return the value of a bid (a source's offer to load tokens): 0 or more, the higher the better.
 
         A bid of twice the value is twice as good.
 
         Args:
             bid: the bid; None for computing all tokens.
-            rest: number of tokens of the request that the engine does not have.
+            missing_tokens: number of tokens of the request that the engine does not have.
         """
 
 
 class FirstPolicy:
     """Policy that gives all bids the same value, so that the bid of the first source is chosen."""
 
-    def value(self, bid: Bid | None, rest: int) -> float:
+    def value(self, bid: Bid | None, missing_tokens: int) -> float:
         """Return 1 for every bid, and 0 for computing all tokens.
 
         Args:
             bid: the bid (a source's offer to load tokens); None for computing.
-            rest: number of tokens that the engine does not have; ignored.
+            missing_tokens: number of tokens that the engine does not have; ignored.
         """
-        del rest
+        del missing_tokens
         return 0.0 if bid is None else 1.0
 
 
@@ -68,19 +68,22 @@ class WeightPolicy:
         """
         self._weights = dict(weights)
 
-    def value(self, bid: Bid | None, rest: int) -> float:
+    def value(self, bid: Bid | None, missing_tokens: int) -> float:
         """Return the sum of the bid's tokens, each times the weight of its place; 0 for computing.
 
         Return 0 also if all tokens of one of the bid's sources have weight 0: such a source is never used.
 
         Args:
             bid: the bid (offer of one or two sources to load tokens); None for computing.
-            rest: number of tokens that the engine does not have; ignored.
+            missing_tokens: number of tokens that the engine does not have; ignored.
         """
-        del rest
+        del missing_tokens
         if bid is None:
             return 0.0
-        values = [sum(part.tokens * self._weights.get(part.place, 1.0) for part in leg) for leg in bid.legs]
+        values = [
+            sum(part.tokens * self._weights.get(part.place, 1.0) for part in parts)
+            for parts in bid.parts_by_source
+        ]
         return sum(values) if all(values) else 0.0  # a source of weight 0 is never used, not even for a part
 
 
@@ -95,18 +98,18 @@ class CostPolicy:
         """
         self._speeds = speeds
 
-    def value(self, bid: Bid | None, rest: int) -> float:
+    def value(self, bid: Bid | None, missing_tokens: int) -> float:
         """Return 1 / the expected seconds to load the bid's tokens and to compute the remaining ones.
 
         The places of a bid load in parallel, so only the slowest place counts.
 
         Args:
             bid: the bid (a source's offer to load tokens); None for computing all tokens.
-            rest: number of tokens of the request that the engine does not have.
+            missing_tokens: number of tokens of the request that the engine does not have.
         """
         parts = () if bid is None else bid.parts
         loading = max((self._speeds.load_seconds(part.place, part.tokens) for part in parts), default=0.0)
-        left = rest - sum(part.tokens for part in parts)
+        left = missing_tokens - sum(part.tokens for part in parts)
         seconds = loading + self._speeds.compute_seconds(left)
         return 1 / max(seconds, 1e-9)
 
@@ -143,22 +146,24 @@ class BidChooser:
     speeds: Speeds
     patience_seconds: float
 
-    def choose(self, bids: Sequence[Bid], rest: int, *, waited: float, before: Bid | None) -> Bid | None:
+    def choose(
+        self, bids: Sequence[Bid], missing_tokens: int, *, waited: float, before: Bid | None
+    ) -> Bid | None:
         """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
 
         If the source of the returned bid is still looking up its KV, the request waits for this source.
 
         Args:
             bids: bids in the order of their sources, each of at least one token.
-            rest: number of tokens of the request that the engine does not have.
+            missing_tokens: number of tokens of the request that the engine does not have.
             waited: seconds that the request has waited so far.
             before: bid chosen for this request before; None if there is none.
         """
-        return choose(self.policy, bids, rest, waits=waited < self.patience_seconds, before=before)
+        return choose(self.policy, bids, missing_tokens, waits=waited < self.patience_seconds, before=before)
 
 
 def choose(
-    policy: Policy, bids: Sequence[Bid], rest: int, *, waits: bool, before: Bid | None = None
+    policy: Policy, bids: Sequence[Bid], missing_tokens: int, *, waits: bool, before: Bid | None = None
 ) -> Bid | None:
     """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
 
@@ -172,15 +177,15 @@ def choose(
     Args:
         policy: policy that assigns a value to each bid.
         bids: bids in the order of their sources, each of at least one token.
-        rest: number of tokens of the request that the engine does not have.
+        missing_tokens: number of tokens of the request that the engine does not have.
         waits: True if the request may wait for a bid of a source that is still looking. Otherwise such bids
             are ignored.
         before: bid chosen for this request before, which stays chosen unless another bid is better by a
             factor of `MARGIN`; None if there is none.
     """
-    values = [(policy.value(bid, rest), bid) for bid in bids if waits or not bid.looking]
+    values = [(policy.value(bid, missing_tokens), bid) for bid in bids if waits or not bid.looking]
     most, best = max(values, key=lambda one: one[0], default=(0.0, None))
     for value, bid in values:
-        if bid.like(before) and value * MARGIN >= most:
+        if bid.has_same_sources(before) and value * MARGIN >= most:
             most, best = value, bid
-    return best if most > policy.value(None, rest) else None
+    return best if most > policy.value(None, missing_tokens) else None

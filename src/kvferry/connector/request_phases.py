@@ -104,7 +104,7 @@ class RequestPhases:
         """
         self.headroom = headroom
         self._chooser, self._clock = chooser, clock
-        self._brought: dict[str, Bidding] = {}
+        self._loaded: dict[str, Bidding] = {}
 
     def next_action(self, state: RequestState[Any]) -> AdmitAction:
         """Return how to handle a request that the engine wants to admit. Mutates `state`.
@@ -135,10 +135,10 @@ class RequestPhases:
             request: the request.
             local_tokens: number of tokens that the engine has.
         """
-        rest = request.num_tokens - local_tokens
+        missing_tokens = request.num_tokens - local_tokens
         best = self._chooser.choose(
-            state.bidding.open((plan.bid for plan in plans), rest),
-            rest,
+            state.bidding.eligible_bids((plan.bid for plan in plans), missing_tokens),
+            missing_tokens,
             waited=state.waiting.until(self._clock()),
             before=None if state.taken is None else state.taken[0].bid,
         )
@@ -216,8 +216,8 @@ class RequestPhases:
             self.headroom.forget(request_id)
             return
         state.phase = RequestPhase.SERVED
-        state.bidding.succeeded()
-        self._brought[request_id] = state.bidding
+        state.bidding.on_succeeded()
+        self._loaded[request_id] = state.bidding
 
     def scheduled(self, requests: Container[str]) -> None:
         """Record that the engine's coming step computes tokens of some requests.
@@ -226,10 +226,10 @@ class RequestPhases:
             requests: ids of these requests.
         """
         self.headroom.go_on(requests)
-        for name in [name for name in self._brought if name in requests]:
-            self._brought.pop(name).computed()
+        for name in [name for name in self._loaded if name in requests]:
+            self._loaded.pop(name).on_computed()
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self.headroom.forget(request_id)
-        self._brought.pop(request_id, None)
+        self._loaded.pop(request_id, None)

@@ -105,7 +105,7 @@ class Stand:
     def ended(self, load, report):
         self.heard.append(("ended", report.failure))
         if report.failure is not None and self.strikes:
-            self.bidding.strike(self.name, report.failure)
+            self.bidding.exclude(self.name, report.failure)
 
     def forget(self, load):
         self.forgotten.append(load.key)

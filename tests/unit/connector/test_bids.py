@@ -8,29 +8,29 @@ def bid(source, tokens, place="host"):
 
 
 def test_no_tokens_are_no_bid():
-    assert Bidding(2).open([bid("a", 0), bid("b", -16), Bid("c", ())], 100) == []
+    assert Bidding(2).eligible_bids([bid("a", 0), bid("b", -16), Bid("c", ())], 100) == []
 
 
 def test_who_is_struck_out_is_not_asked_again_whatever_it_offers():
     bidding = Bidding(2)
-    assert bidding.strike("a", "it failed")
-    assert bidding.open([bid("a", 100), bid("b", 1)], 100) == [bid("b", 1)]
-    bidding.strike("b", "it failed too")
-    assert bidding.open([bid("a", 100), bid("b", 1)], 100) == []
+    assert bidding.exclude("a", "it failed")
+    assert bidding.eligible_bids([bid("a", 100), bid("b", 1)], 100) == [bid("b", 1)]
+    bidding.exclude("b", "it failed too")
+    assert bidding.eligible_bids([bid("a", 100), bid("b", 1)], 100) == []
 
 
 def test_striking_twice_is_told_from_striking_once_and_keeps_the_first_reason():
     bidding = Bidding(2)
-    assert bidding.why("a") is None
-    assert bidding.strike("a", "first")
-    assert not bidding.strike("a", "second")
-    assert bidding.why("a") == "first"
+    assert bidding.exclusion_reason("a") is None
+    assert bidding.exclude("a", "first")
+    assert not bidding.exclude("a", "second")
+    assert bidding.exclusion_reason("a") == "first"
 
 
 def test_attempts_are_capped_so_that_admission_ends():
     bidding = Bidding(attempts=3)
     taken = 0
-    while bidding.open([bid(f"source {taken}", 16)], 100):
+    while bidding.eligible_bids([bid(f"source {taken}", 16)], 100):
         assert not bidding.spent
         bidding.take()
         taken += 1
@@ -42,36 +42,38 @@ def test_attempts_are_capped_so_that_admission_ends():
 def test_asking_spends_nothing():
     bidding = Bidding(attempts=1)
     for _ in range(5):
-        assert bidding.open([bid("a", 16)], 100)
+        assert bidding.eligible_bids([bid("a", 16)], 100)
     assert bidding.take() == 0
-    assert bidding.open([bid("a", 16)], 100) == []
+    assert bidding.eligible_bids([bid("a", 16)], 100) == []
 
 
 def test_attempts_that_succeeded_do_not_count_once_something_is_computed_after_them():
     bidding = Bidding(1)
     for _ in range(3):
-        assert bidding.open([bid("a", 1)], 100)
+        assert bidding.eligible_bids([bid("a", 1)], 100)
         bidding.take()
-        assert not bidding.open([bid("a", 1)], 100)
-        bidding.succeeded()
-        assert not bidding.open([bid("a", 1)], 100), "the engine asks again, and has computed nothing"
-        bidding.computed()
-        bidding.computed()
+        assert not bidding.eligible_bids([bid("a", 1)], 100)
+        bidding.on_succeeded()
+        assert not bidding.eligible_bids([bid("a", 1)], 100), (
+            "the engine asks again, and has computed nothing"
+        )
+        bidding.on_computed()
+        bidding.on_computed()
     bidding.take()
-    bidding.computed()
-    assert not bidding.open([bid("a", 1)], 100), "this one has failed"
+    bidding.on_computed()
+    assert not bidding.eligible_bids([bid("a", 1)], 100), "this one has failed"
 
 
 def test_nothing_is_loaded_where_only_the_last_token_is_left():
-    assert Bidding(2).open([bid("a", 1), bid("b", 16)], 1) == []
-    assert Bidding(2).open([bid("a", 1)], 2) == [bid("a", 1)]
+    assert Bidding(2).eligible_bids([bid("a", 1), bid("b", 16)], 1) == []
+    assert Bidding(2).eligible_bids([bid("a", 1)], 2) == [bid("a", 1)]
 
 
 def test_bids_are_alike_if_they_come_from_the_same_places_however_much():
     two = Bid("a", (PlaceTokens("host", 3), PlaceTokens("file", 4)))
-    assert two.like(Bid("a", (PlaceTokens("file", 1), PlaceTokens("host", 9))))
+    assert two.has_same_sources(Bid("a", (PlaceTokens("file", 1), PlaceTokens("host", 9))))
     for other in (bid("a", 7), Bid("b", two.parts), None):
-        assert not two.like(other)
+        assert not two.has_same_sources(other)
     assert (two.tokens, two.places) == (7, {"host", "file"})
 
 
@@ -79,20 +81,20 @@ def test_what_two_sources_bring_is_a_bid_of_both():
     head, tail = bid("a", 16, "host"), bid("b", 24, "peer")
     both = Bid.composed(head, tail)
     assert (both.tokens, both.places, both.sources) == (40, {"host", "peer"}, ("a", "b"))
-    assert (tail.legs, both.legs) == ((tail.parts,), (head.parts, tail.parts))
-    assert both.like(Bid.composed(bid("a", 1, "host"), bid("b", 1, "peer")))
-    assert not both.like(Bid("b", both.parts))
+    assert (tail.parts_by_source, both.parts_by_source) == ((tail.parts,), (head.parts, tail.parts))
+    assert both.has_same_sources(Bid.composed(bid("a", 1, "host"), bid("b", 1, "peer")))
+    assert not both.has_same_sources(Bid("b", both.parts))
     assert not both.looking
     assert Bid.composed(head, Bid("b", tail.parts, looking=True)).looking
     assert Bid.composed(Bid("a", head.parts, looking=True), tail).looking
-    assert not both.like(Bid.composed(tail, head))
+    assert not both.has_same_sources(Bid.composed(tail, head))
 
 
 def test_a_bid_of_two_is_struck_out_with_either():
     both = Bid.composed(bid("a", 16), bid("b", 24))
     for source in "ab":
         bidding = Bidding(2)
-        bidding.strike(source, "it failed")
-        assert bidding.open([both, bid("a", 16), bid("b", 24)], 100) == [
+        bidding.exclude(source, "it failed")
+        assert bidding.eligible_bids([both, bid("a", 16), bid("b", 24)], 100) == [
             bid("b" if source == "a" else "a", 24 if source == "a" else 16)
         ]

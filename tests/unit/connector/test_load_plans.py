@@ -36,7 +36,7 @@ NEAR, FAR = Source("near", 50), Source("far", 20, ends=90)
 
 
 def names(offers):
-    return [([source.name for source, _ in offer.legs], offer.bid.tokens) for offer in offers]
+    return [([source.name for source, _ in offer.source_bids], offer.bid.tokens) for offer in offers]
 
 
 def test_each_has_something_alone_and_one_the_beginning_of_what_the_other_has_the_end_of():
@@ -50,7 +50,7 @@ def test_each_has_something_alone_and_one_the_beginning_of_what_the_other_has_th
     ("sources", "alignment_tokens"), [([FAR], 16), ([NEAR, FAR], 0), ([FAR, Source("no", 9)], 16)]
 )
 def test_nothing_is_composed_of_one_source_or_without_a_beginning_that_layers_need(sources, alignment_tokens):
-    assert all(len(offer.legs) == 1 for offer in load_plans(sources, None, 0, alignment_tokens))
+    assert all(len(offer.source_bids) == 1 for offer in load_plans(sources, None, 0, alignment_tokens))
 
 
 def test_what_one_source_has_is_all_of_a_load():

@@ -66,7 +66,7 @@ def test_no_bid_that_may_be_taken_is_better_by_the_margin(policy, bids, waits, b
         return
     assert found in bids
     assert waits or not found.looking
-    margin = MARGIN if found.like(before) else 1
+    margin = MARGIN if found.has_same_sources(before) else 1
     assert policy.value(found, PROMPT) * margin >= max(values)
     assert max(values) > computing
 

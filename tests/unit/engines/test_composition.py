@@ -356,7 +356,7 @@ def test_loads_of_an_offer_bring_each_token_that_is_looked_at_once_and_nothing_e
                 if kind in SEES_ALL:
                     assert {span.begins % size, (span.ends - end) and span.ends % size} == {0}
         since = "more" if here > case.local_tokens else "no more"
-        event(f"{len(offer.legs)} in {len(loads)}, {since} has come since")
+        event(f"{len(offer.source_bids)} in {len(loads)}, {since} has come since")
 
 
 def boundaries(case: Case) -> list[int]:
@@ -391,12 +391,12 @@ def test_all_that_two_have_together_is_offered(case: Case) -> None:
     engine = Engine(case)
     found = {
         (
-            offer.legs[0][0].name,
-            case.local_tokens + offer.legs[0][1].tokens,
+            offer.source_bids[0][0].name,
+            case.local_tokens + offer.source_bids[0][1].tokens,
             case.local_tokens + offer.bid.tokens,
         )
         for offer in engine.offers()
-        if len(offer.legs) == 2
+        if len(offer.source_bids) == 2
     }
     groups, expected = range(len(case.kinds)), set()
     seeing = [number for number in groups if case.kinds[number][0] in SEES_ALL]

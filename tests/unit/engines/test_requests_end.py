@@ -169,7 +169,7 @@ class Serving(RuleBasedStateMachine):
         for _ in range(3):
             self.step(1)
         assert len(self.engine.connector.pins) == len(self.engine.connector.admission) == 0
-        assert not self.engine.connector.admission._phases._brought, "attempts of a request that has ended"
+        assert not self.engine.connector.admission._phases._loaded, "attempts of a request that has ended"
         prefill = self.engine.connector.producer
         assert (len(prefill._book), prefill._unclaimed._blocks, prefill._unclaimed._leaving) == (0, {}, {})
         assert self.engine.pool.get_num_free_blocks() == self.free
@@ -205,7 +205,7 @@ def test_a_prompt_of_which_sources_have_all_is_loaded_once_whatever_its_length(k
 def test_vllm_asks_again_for_a_prompt_of_one_token_that_was_loaded(monkeypatch) -> None:
     """When this fails vLLM has mended it, and a load may bring the only token of a prompt."""
     monkeypatch.setattr(admission, "must_compute", lambda *_: None)
-    monkeypatch.setattr(bids, "leads_on", lambda _: True)
+    monkeypatch.setattr(bids, "saves_computation", lambda _: True)
     engine = Engine(FOLDER)
     one = engine.ask([7], tiers=1)
     for _ in range(ATTEMPTS):

@@ -218,7 +218,7 @@ class PeerSource:
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
-        if (why := pull.bidding.why(pull.peer)) is not None:
+        if (why := pull.bidding.exclusion_reason(pull.peer)) is not None:
             return SourceMiss(PEER, MissReason.REFUSED, detail=why)
         return SourceMiss(
             PEER, MissReason.LOCAL, detail=f"{pull.tokens} tokens are offered, {local_tokens} are here"
@@ -491,6 +491,6 @@ class PeerSource:
 
     def _strike(self, request_id: str, reason: str) -> None:
         pull = self._pulls[request_id]
-        if pull.bidding.strike(pull.peer, reason):
+        if pull.bidding.exclude(pull.peer, reason):
             self._refusals.say(request_id, pull.peer, reason)
         self.settled(request_id)

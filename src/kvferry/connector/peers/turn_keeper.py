@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.connector.blocks_wanted import BlocksWanted, first_to_go
+from kvferry.connector.blocks_wanted import BlocksWanted, choose_leases_to_end
 from kvferry.connector.engine import Block, BlockIds, BlockPool, EngineFacts, Request
 from kvferry.connector.events import LeaseGranted
 from kvferry.connector.peers.turn_names import TurnNames
@@ -234,7 +234,7 @@ class TurnKeeper:
         )
         free = self._pool.get_num_free_blocks() + coming
         room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted.blocks()))
-        return first_to_go(held, -room)
+        return choose_leases_to_end(held, -room)
 
     def _tokens(self, request: Request) -> int:
         """Return the number of tokens whose KV the blocks of a finished request certainly hold.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvferry.connector.blocks_wanted import BlocksWanted, first_to_go
+from kvferry.connector.blocks_wanted import BlocksWanted, choose_leases_to_end
 from kvferry.connector.engine import BlockIds, BlockPool
 from kvferry.planning.select import NULL_BLOCK
 from kvferry.transport.lease import LeaseBook
@@ -78,4 +78,4 @@ class UnclaimedLeases:
         if not held or self._pool is None:
             return []
         free = self._pool.get_num_free_blocks() + sum(self._leaving.values())
-        return first_to_go(held, self._wanted.blocks() - free)
+        return choose_leases_to_end(held, self._wanted.blocks() - free)

@@ -393,7 +393,7 @@ def test_a_peer_that_failed_is_struck_out_and_met_anew_if_it_may_have_gone(how, 
     load = engine.begin(one)
     engine.source.ended(load, Report("the lease was broken", **how))
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
-    assert engine.bidding.why(PEER) == "the lease was broken"
+    assert engine.bidding.exclusion_reason(PEER) == "the lease was broken"
     assert not engine.source.bids(one, 0)
     assert engine.source.why_no_bid(one, 0) == SourceMiss(
         "peer", MissReason.REFUSED, detail="the lease was broken"

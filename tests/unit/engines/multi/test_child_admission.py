@@ -239,9 +239,9 @@ def test_of_a_request_that_ends_before_it_computes_after_its_load_nothing_is_kep
     ours.matched(request(), 0)
     ours.allocated(request(), blocks(1), 300)
     ours.take_results({"r"}, set(), set())
-    assert ours.phases._brought
+    assert ours.phases._loaded
     ours.finished("r")
-    assert not ours.phases._brought
+    assert not ours.phases._loaded
 
 
 def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> None:

@@ -138,11 +138,11 @@ class ChildAdmission:
         )
         return tokens, best is not None and best.asynchronous and bool(tokens)
 
-    def _plans(self, rest: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
+    def _plans(self, missing_tokens: int, answers: Sequence[tuple[int | None, bool]]) -> list[_Plan]:
         """Return a plan to load with each child connector, in the order of the children.
 
         Args:
-            rest: number of the request's tokens that are not in the engine's own prefix cache.
+            missing_tokens: number of the request's tokens that are not in the engine's own prefix cache.
             answers: for each child, the number of tokens that it can load, and True if its load is
                 asynchronous. The number is None if the child is still looking.
         """
@@ -151,7 +151,9 @@ class ChildAdmission:
             _Plan(
                 place,
                 Bid(
-                    name, (PlaceTokens(name, rest - 1 if tokens is None else tokens),), looking=tokens is None
+                    name,
+                    (PlaceTokens(name, missing_tokens - 1 if tokens is None else tokens),),
+                    looking=tokens is None,
                 ),
                 asynchronous,
             )
@@ -262,7 +264,7 @@ class ChildAdmission:
                 if succeeded:
                     known.load = None
                 else:
-                    known.bidding.strike(name, "its load failed")
+                    known.bidding.exclude(name, "its load failed")
                 self.phases.ended(known, request_id, failed=not succeeded)
 
     def _strike_for(self, invalid: set[int]) -> None:
@@ -276,7 +278,7 @@ class ChildAdmission:
             if load is None or not any(invalid.intersection(ids) for ids in load.blocks.get_block_ids()):
                 continue
             load.invalid = True
-            known.bidding.strike(load.plan.bid.source, "blocks of its load failed")
+            known.bidding.exclude(load.plan.bid.source, "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended. An asynchronous load in flight is counted when it ends."""
@@ -298,5 +300,5 @@ class ChildAdmission:
         if load is not None and not load.plan.asynchronous:
             self.counts.ended(load.plan.bid.source, succeeded=not load.invalid)
             if not load.invalid:
-                known.bidding.succeeded()
-                known.bidding.computed()  # the step that loaded has also computed tokens
+                known.bidding.on_succeeded()
+                known.bidding.on_computed()  # the step that loaded has also computed tokens
