@@ -26,17 +26,17 @@ class Medium(Enum):
     NETWORK = auto()  # a store on other machines
 
 
-def tier_name(kind: str, before: int) -> str:
+def tier_name(kind: str, earlier: int) -> str:
     """Return the name of a tier in a list of tiers.
 
     Args:
         kind: kind of the tier.
-        before: number of earlier tiers of the same kind in the list.
+        earlier: number of earlier tiers of the same kind in the list.
 
     >>> tier_name("file", 0), tier_name("file", 1)
     ('file', 'file.2')
     """
-    return f"{kind}.{before + 1}" if before else kind
+    return f"{kind}.{earlier + 1}" if earlier else kind
 
 
 def tier_kind(name: str) -> str:

@@ -118,7 +118,7 @@ def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
     for entry in cache.entries():
         if entry.namespace:
             found.setdefault(entry.namespace, []).append(entry)
-    return [_holding(cache, namespace, entries) for namespace, entries in sorted(found.items())]
+    return [_usage_of(cache, namespace, entries) for namespace, entries in sorted(found.items())]
 
 
 def cache_totals(cache: CacheAdmin) -> CacheTotals:
@@ -150,7 +150,7 @@ def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
         quarantine: whether to move bad chunks to quarantine; if False, nothing is changed.
     """
     chunks = [entry for entry in cache.entries() if entry.kind is EntryKind.CHUNK]
-    found = list(_of_each(chunks, lambda entry: _check(cache, entry, quarantine)))
+    found = list(_parallel_map(chunks, lambda entry: _check(cache, entry, quarantine)))
     return VerifyResult(
         len(chunks),
         sum(entry.size for entry in chunks),
@@ -159,7 +159,7 @@ def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
     )
 
 
-def _of_each(entries: Sequence[CacheEntry], read: Callable[[CacheEntry], _Read]) -> Iterator[_Read]:
+def _parallel_map(entries: Sequence[CacheEntry], read: Callable[[CacheEntry], _Read]) -> Iterator[_Read]:
     """Call `read` for each entry, and yield the results in the order of the entries.
 
     Several threads call `read` at the same time.
@@ -194,7 +194,7 @@ def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk |
     return None
 
 
-def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -> NamespaceUsage:
+def _usage_of(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -> NamespaceUsage:
     """Return the usage of one namespace, computed from all files of the namespace.
 
     Args:
@@ -203,9 +203,9 @@ def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -
         entries: all files of the namespace.
     """
     chunks = [entry for entry in entries if entry.kind is EntryKind.CHUNK]
-    tokens = list(_of_each(chunks, lambda entry: _tokens(cache, entry)))
+    tokens = list(_parallel_map(chunks, lambda entry: _read_token_count(cache, entry)))
     used = [entry.used_ns / 1e9 for entry in chunks]
-    notes = (_note(cache, entry) for entry in entries if entry.kind is EntryKind.NOTE)
+    notes = (_read_note(cache, entry) for entry in entries if entry.kind is EntryKind.NOTE)
     note = next((one for one in notes if one and one.digest.hex() == namespace), None)
     return NamespaceUsage(
         namespace=namespace,
@@ -220,7 +220,7 @@ def _holding(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -
     )
 
 
-def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
+def _read_token_count(cache: CacheAdmin, entry: CacheEntry) -> int | None:
     """Return the number of tokens of a chunk; 0 if its file is gone, None if its header cannot be read.
 
     For a chunk with several KV cache groups, the group with the most tokens counts.
@@ -234,7 +234,7 @@ def _tokens(cache: CacheAdmin, entry: CacheEntry) -> int | None:
         return None
 
 
-def _note(cache: CacheAdmin, entry: CacheEntry) -> Namespace | None:
+def _read_note(cache: CacheAdmin, entry: CacheEntry) -> Namespace | None:
     """Read a note, the file that describes a namespace (scope of chunk keys).
 
     Return the namespace; None if the file cannot be read or is invalid.

@@ -51,7 +51,7 @@ class DirectoryAdmin(CacheAdmin):
         Raises:
             ConfigError: the files cannot be listed.
         """
-        with _told(self.where):
+        with _as_config_error(self.where):
             yield from walk(self.where)
 
     @contextmanager
@@ -73,7 +73,7 @@ class DirectoryAdmin(CacheAdmin):
             ConfigError: the directory cannot be used.
         """
         capacity, charged = read_ledger(self.where) or (None, None)
-        with _told(self.where):
+        with _as_config_error(self.where):
             disk = os.statvfs(self.where)
         return SpaceUsage(capacity, charged, disk.f_bavail * disk.f_frsize)
 
@@ -88,19 +88,19 @@ class DirectoryAdmin(CacheAdmin):
         Raises:
             ConfigError: the directory cannot be used, or its capacity is unknown and none is given.
         """
-        tally = OutcomeCounter()
+        counter = OutcomeCounter()
         ledger = Ledger(self.where, _PATIENCE_SECONDS)
-        room = DirectorySpace(self.where, ledger, tally, lambda _: None)
-        with _held(self.where, ledger) as account:
-            goal = account.capacity if capacity is None else capacity
+        space = DirectorySpace(self.where, ledger, counter, lambda _: None)
+        with _held(self.where, ledger) as held_ledger:
+            goal = held_ledger.capacity if capacity is None else capacity
             if not goal and capacity is None:
                 raise ConfigError(
                     f"the ledger of {self.where} was lost, and with it the capacity; give one with --capacity"
                 )
-            room.settle(account)
-            room.make_room(account, account.capacity - goal)
-            done = tally.stats()
-            return CollectResult(done.swept, done.evicted, done.evicted_bytes, account.used, goal)
+            space.settle(held_ledger)
+            space.make_room(held_ledger, held_ledger.capacity - goal)
+            done = counter.stats()
+            return CollectResult(done.swept, done.evicted, done.evicted_bytes, held_ledger.used, goal)
 
     def clear(self) -> tuple[int, int]:
         """Remove all kvferry files of the directory. Return their number and the sum of their bytes.
@@ -112,7 +112,7 @@ class DirectoryAdmin(CacheAdmin):
         """
         removed, removed_bytes = 0, 0
         marker = f"{self.where}/{MARKER}"
-        with _held(self.where, Ledger(self.where, _PATIENCE_SECONDS)) as account:
+        with _held(self.where, Ledger(self.where, _PATIENCE_SECONDS)) as held_ledger:
             # Remove the ledger and the marker last. If the command is interrupted, it can be repeated.
             last = {EntryKind.LEDGER: 2, EntryKind.NOTE: 1}
             for entry in sorted(
@@ -124,7 +124,7 @@ class DirectoryAdmin(CacheAdmin):
                 except FileNotFoundError:
                     continue
                 # Release after each file: if removing fails later, engines need the right number to evict by.
-                account.release(entry.charged)
+                held_ledger.release(entry.charged)
                 removed, removed_bytes = removed + 1, removed_bytes + size
             for folder in list(folders(self.where)):
                 # A folder with other files cannot be removed, and stays.
@@ -166,14 +166,14 @@ def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
         ConfigError: the ledger cannot be used.
     """
     try:
-        with _told(root), ledger.held() as account:
-            yield account
+        with _as_config_error(root), ledger.held() as held_ledger:
+            yield held_ledger
     except LockTimeout as error:
         raise ConfigError(f"{error}; find the process that holds it, and end it") from error
 
 
 @contextmanager
-def _told(root: str) -> Iterator[None]:
+def _as_config_error(root: str) -> Iterator[None]:
     """Return a context manager that converts an OSError to a ConfigError with advice for the operator."""
     try:
         yield

@@ -59,7 +59,7 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
     return reading.done == chunk.file_bytes and good
 
 
-def check_refused(fd: int, chunk: Chunk, body: memoryview) -> None:
+def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Find out why `read_chunk` refused a file.
 
     The function returns without an exception only if the file is a chunk of the expected key, but of other KV

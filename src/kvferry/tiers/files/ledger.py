@@ -127,7 +127,7 @@ class Ledger:
         self._clock = clock
         self._sleep = sleep
         self._known: os.stat_result | None = None
-        self._lock_handoff = LockHandoff(self._path, self._get, HeldLedger.close, clock, sleep)
+        self._lock_handoff = LockHandoff(self._path, self._acquire, HeldLedger.close, clock, sleep)
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
@@ -143,10 +143,10 @@ class Ledger:
             OSError: the ledger cannot be opened or written, or its version is unknown; ESTALE if another disk
                 is mounted at the directory than before.
         """
-        with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as account:
-            yield account
+        with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as held_ledger:
+            yield held_ledger
 
-    def _get(self, deadline: float) -> HeldLedger:
+    def _acquire(self, deadline: float) -> HeldLedger:
         """Lock and read the ledger file. If the file was lost, create a new one and call `after_loss`.
 
         Args:
@@ -158,18 +158,18 @@ class Ledger:
         """
         fd = self._lock(deadline)
         try:
-            account = HeldLedger(fd, self._root, self.capacity)
-            if account.capacity:
-                self.capacity = account.capacity
+            held_ledger = HeldLedger(fd, self._root, self.capacity)
+            if held_ledger.capacity:
+                self.capacity = held_ledger.capacity
             elif self.capacity:
                 # Another process, which did not know the capacity, created the ledger anew.
-                account.limit(self.capacity)
-            if account.lost:
-                self.after_loss(account)
+                held_ledger.limit(self.capacity)
+            if held_ledger.lost:
+                self.after_loss(held_ledger)
         except BaseException:
             os.close(fd)
             raise
-        return account
+        return held_ledger
 
     def _lock(self, deadline: float) -> int:
         """Open and lock the ledger file, and return its descriptor.

@@ -17,9 +17,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_KEPT_SECONDS = 0.020
+_HOLD_SECONDS = 0.020
 # Pause before a process takes the lock again. It is longer than the pause between two attempts to take it.
-_LEFT_SECONDS = 0.002
+_PAUSE_SECONDS = 0.002
 
 
 class LockTimeout(Exception):
@@ -37,7 +37,7 @@ class _WaitingThreads(Generic[T]):
         busy: whether a thread holds the lock or is taking it.
         resource: locked resource; None while this process does not have the lock.
         since: monotonic seconds at which this process took the lock.
-        leave: whether the next thread must pause, so that another process can take the lock first.
+        must_pause: whether the next thread must pause, so that another process can take the lock first.
     """
 
     pid: int
@@ -46,7 +46,7 @@ class _WaitingThreads(Generic[T]):
     busy: bool = False
     resource: T | None = None
     since: float = 0.0
-    leave: bool = False
+    must_pause: bool = False
 
 
 class LockHandoff(Generic[T]):
@@ -54,13 +54,14 @@ class LockHandoff(Generic[T]):
 
     Processes compete for the lock. Any thread may use the object.
 
-        free ─get─▶ used ─another thread waits─▶ handed over ─▶ used ─no thread waits, or after 20 ms─▶ free
+        free ─acquire─▶ used ─another thread waits─▶ handed over ─▶ used
+        used ─no thread waits, or after 20 ms─▶ free
 
     Args:
         name: name of the resource, for messages.
-        get: function that takes the lock and returns the resource. Its argument is a deadline, in seconds of
-            `clock`. The function raises `LockTimeout` or another error if it fails.
-        give: function that releases the lock of a resource.
+        acquire: function that takes the lock and returns the resource. Its argument is a deadline, in seconds
+            of `clock`. The function raises `LockTimeout` or another error if it fails.
+        release: function that releases the lock of a resource.
         clock: function that returns monotonic seconds.
         sleep: function that waits a number of seconds.
     """
@@ -68,14 +69,14 @@ class LockHandoff(Generic[T]):
     def __init__(
         self,
         name: str,
-        get: Callable[[float], T],
-        give: Callable[[T], None],
+        acquire: Callable[[float], T],
+        release: Callable[[T], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._name = name
-        self._get = get
-        self._give = give
+        self._acquire = acquire
+        self._release = release
         self._clock = clock
         self._sleep = sleep
         self._own = _WaitingThreads[T](os.getpid())
@@ -92,17 +93,17 @@ class LockHandoff(Generic[T]):
         deadline = self._clock() + seconds
         queue = self._queue()
         self._enter(queue, seconds)
-        sound = False
+        succeeded = False
         try:
             if queue.resource is None:
-                if queue.leave:
-                    self._sleep(_LEFT_SECONDS)
-                queue.resource = self._get(deadline)
+                if queue.must_pause:
+                    self._sleep(_PAUSE_SECONDS)
+                queue.resource = self._acquire(deadline)
                 queue.since = self._clock()
             yield queue.resource
-            sound = True
+            succeeded = True
         finally:
-            self._leave(queue, sound=sound)
+            self._leave(queue, succeeded=succeeded)
 
     def _queue(self) -> _WaitingThreads[T]:
         """Return the state of the lock in this process. In a forked process, create a new state first.
@@ -112,7 +113,7 @@ class LockHandoff(Generic[T]):
         if self._own.pid != os.getpid():
             inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
             if inherited.resource is not None:
-                self._give(inherited.resource)
+                self._release(inherited.resource)
         return self._own
 
     def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
@@ -134,21 +135,22 @@ class LockHandoff(Generic[T]):
             finally:
                 queue.waiting -= 1
 
-    def _leave(self, queue: _WaitingThreads[T], *, sound: bool) -> None:
+    def _leave(self, queue: _WaitingThreads[T], *, succeeded: bool) -> None:
         """Hand the resource to the next waiting thread, or release it so that other processes can lock it.
 
         Args:
             queue: state of the lock in this process.
-            sound: whether the use of the resource ended without an exception; if False, release the resource.
+            succeeded: whether the use of the resource ended without an exception; if False, release the
+                resource.
         """
         with queue.changed:
-            long = self._clock() - queue.since > _KEPT_SECONDS
-            queue.leave = long and queue.waiting > 0
+            long = self._clock() - queue.since > _HOLD_SECONDS
+            queue.must_pause = long and queue.waiting > 0
             resource = queue.resource
             try:
-                if resource is not None and (long or not sound or not queue.waiting):
+                if resource is not None and (long or not succeeded or not queue.waiting):
                     queue.resource = None
-                    self._give(resource)
+                    self._release(resource)
             finally:
                 queue.busy = False
                 queue.changed.notify()

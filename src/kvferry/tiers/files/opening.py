@@ -75,7 +75,7 @@ def read_marker(root: str) -> object | None:
 
 
 def open_directory(
-    root: str, ledger: Ledger, room: DirectorySpace, namespace: Namespace, capacity: int | None
+    root: str, ledger: Ledger, space: DirectorySpace, namespace: Namespace, capacity: int | None
 ) -> None:
     """Prepare a directory for use by a file tier.
 
@@ -87,7 +87,7 @@ def open_directory(
         root: path of the directory, which `check_directory` has checked.
         ledger: ledger (capacity and bytes in use) of the directory. The function sets its capacity and its
             callbacks.
-        room: object that evicts files of the directory to make room.
+        space: object that evicts files of the directory to make room.
         namespace: namespace (scope of chunk keys) that the caller will use.
         capacity: maximum bytes of all kvferry files of all processes; None for the current capacity, or for a
             tenth of the free space in a new directory.
@@ -103,15 +103,15 @@ def open_directory(
                 root,
                 who,
             )
-        with ledger.held(_PATIENCE_SECONDS) as account:
-            room.settle(account)
-            account.limit(_capacity(root, account, capacity))
-            ledger.capacity = account.capacity
-            room.make_room(account)
-            _furnish(root, namespace, account, room)
+        with ledger.held(_PATIENCE_SECONDS) as held_ledger:
+            space.settle(held_ledger)
+            held_ledger.limit(_capacity(root, held_ledger, capacity))
+            ledger.capacity = held_ledger.capacity
+            space.make_room(held_ledger)
+            _create_missing_files(root, namespace, held_ledger, space)
         ledger.after_swap = lambda: _check_again(root)
         # If an operator clears the directory, engines that still use it write its folders and notes again.
-        ledger.after_loss = lambda account: _furnish_again(root, namespace, account, room)
+        ledger.after_loss = lambda held_ledger: _recreate_missing_files(root, namespace, held_ledger, space)
     except LockTimeout as error:
         raise ConfigError(f"file tier: {error}; find the process that holds it, and end it") from error
     except OSError as error:
@@ -125,32 +125,34 @@ def unusable_directory(root: str, error: OSError) -> ConfigError:
     return ConfigError(f"file tier: cannot use {root}: {said} ({where}); see to its owner, mode and mount")
 
 
-def _capacity(root: str, account: HeldLedger, asked: int | None) -> int:
+def _capacity(root: str, held_ledger: HeldLedger, requested: int | None) -> int:
     """Return the capacity to use for a directory, in bytes.
 
     Args:
         root: path of the directory.
-        account: ledger (capacity and bytes in use) of the directory.
-        asked: requested capacity in bytes; None for the current capacity, or a tenth of the space if there is
-            none.
+        held_ledger: ledger (capacity and bytes in use) of the directory.
+        requested: capacity to set, in bytes; None for the current capacity, or a tenth of the space if there
+            is none.
 
     Raises:
         ConfigError: the requested capacity is more than the disk has.
     """
-    space = os.statvfs(root)
-    free = space.f_bavail * space.f_frsize
-    if asked is None:
-        return account.capacity or (free + account.used) // DEFAULT_CAPACITY_DIVISOR
-    if asked > free + account.used:
+    disk = os.statvfs(root)
+    free = disk.f_bavail * disk.f_frsize
+    if requested is None:
+        return held_ledger.capacity or (free + held_ledger.used) // DEFAULT_CAPACITY_DIVISOR
+    if requested > free + held_ledger.used:
         raise ConfigError(
-            f"file tier: {format_bytes(free)} free and {format_bytes(account.used)} of cache under "
+            f"file tier: {format_bytes(free)} free and {format_bytes(held_ledger.used)} of cache under "
             f"{root}, capacity asks "
-            f"for {format_bytes(asked)}; lower the capacity or free space"
+            f"for {format_bytes(requested)}; lower the capacity or free space"
         )
-    return asked
+    return requested
 
 
-def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
+def _create_missing_files(
+    root: str, namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace
+) -> None:
     """Create the missing folders, marker and note of a directory. The caller holds the lock of the ledger.
 
     The marker is a file with the version of the layout. The note is a file that describes a namespace.
@@ -158,15 +160,15 @@ def _furnish(root: str, namespace: Namespace, account: HeldLedger, room: Directo
     Args:
         root: path of the directory.
         namespace: namespace (scope of chunk keys) whose folder and note are created.
-        account: ledger (capacity and bytes in use) of the directory.
-        room: object that evicts files of the directory to make room for the marker and the note.
+        held_ledger: ledger (capacity and bytes in use) of the directory.
+        space: object that evicts files of the directory to make room for the marker and the note.
     """
     folder = f"{root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
     make_folder(root, folder)
     marker = json.dumps({"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, indent=1, sort_keys=True)
-    _note(f"{root}/{MARKER}", marker + "\n", account, room)
-    _note(f"{folder}/{NAMESPACE_NOTE}", namespace.note, account, room)
+    _write_note(f"{root}/{MARKER}", marker + "\n", held_ledger, space)
+    _write_note(f"{folder}/{NAMESPACE_NOTE}", namespace.note, held_ledger, space)
 
 
 def _check_again(root: str) -> None:
@@ -181,14 +183,16 @@ def _check_again(root: str) -> None:
         raise OSError(errno.ESTALE, str(error)) from error
 
 
-def _furnish_again(root: str, namespace: Namespace, account: HeldLedger, room: DirectorySpace) -> None:
-    """Create the missing folders, marker and note of a directory as `_furnish` does, but ignore errors."""
+def _recreate_missing_files(
+    root: str, namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace
+) -> None:
+    """Create the missing folders, marker and note of a directory again, but ignore errors."""
     # Notes are only for people. If one cannot be written, chunks are still stored.
     with suppress(ConfigError, OSError):
-        _furnish(root, namespace, account, room)
+        _create_missing_files(root, namespace, held_ledger, space)
 
 
-def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> None:
+def _write_note(path: str, text: str, held_ledger: HeldLedger, space: DirectorySpace) -> None:
     """Write a small file if it does not exist, and count its bytes as used.
 
     The caller holds the ledger's lock.
@@ -196,8 +200,8 @@ def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> No
     Args:
         path: path of the file.
         text: content of the file, in ASCII.
-        account: ledger (capacity and bytes in use) of the directory.
-        room: object that evicts other files of the directory to make room.
+        held_ledger: ledger (capacity and bytes in use) of the directory.
+        space: object that evicts other files of the directory to make room.
 
     Raises:
         ConfigError: the file does not fit into the capacity.
@@ -206,15 +210,15 @@ def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> No
     if is_regular(path):
         return
     data = text.encode("ascii")
-    if not room.make_room(account, len(data)):
-        needed = format_bytes(account.used + len(data))
+    if not space.make_room(held_ledger, len(data)):
+        needed = format_bytes(held_ledger.used + len(data))
         raise ConfigError(
-            f"file tier: a capacity of {format_bytes(account.capacity)} cannot hold the {needed} that "
+            f"file tier: a capacity of {format_bytes(held_ledger.capacity)} cannot hold the {needed} that "
             "are needed "
             "before the first chunk; raise the capacity"
         )
     temporary = temporary_path(path, len(data))
-    account.charge(len(data))
+    held_ledger.charge(len(data))
     fd = -1
     try:
         fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -223,7 +227,7 @@ def _note(path: str, text: str, account: HeldLedger, room: DirectorySpace) -> No
     except OSError:
         with suppress(OSError):
             os.unlink(temporary)
-        account.release(len(data))
+        held_ledger.release(len(data))
         raise
     finally:
         if fd >= 0:

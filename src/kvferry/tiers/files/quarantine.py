@@ -26,7 +26,7 @@ def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str)
     Returns:
         True if the file was moved. False if it was removed, had been replaced, or could not be moved.
     """
-    with suppress(LockTimeout, OSError), ledger.held() as account:
+    with suppress(LockTimeout, OSError), ledger.held() as held_ledger:
         check_folders(root, path)
         if os.path.samestat(found, os.lstat(path)):
             aside = quarantine_path(root, path)
@@ -35,7 +35,7 @@ def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str)
                 os.rename(path, aside)
             except NotRegular:
                 os.unlink(path)
-                account.count()
+                held_ledger.count()
             else:
                 return True
     return False

@@ -38,19 +38,19 @@ class DirectoryFull(Exception):
 
     Args:
         size: bytes of the file.
-        account: ledger of the directory.
+        held_ledger: ledger of the directory.
 
     Attributes:
         too_large: whether the file alone is larger than the capacity.
     """
 
-    def __init__(self, size: int, account: HeldLedger) -> None:
-        super().__init__(f"{size} bytes do not fit; {account.used} of {account.capacity} are in use")
-        self.too_large = size > account.capacity
+    def __init__(self, size: int, held_ledger: HeldLedger) -> None:
+        super().__init__(f"{size} bytes do not fit; {held_ledger.used} of {held_ledger.capacity} are in use")
+        self.too_large = size > held_ledger.capacity
 
 
 @dataclass(frozen=True, slots=True)
-class _Walked:
+class _WalkResult:
     """The result of a walk, which visits all kvferry files of a directory.
 
     Attributes:
@@ -75,8 +75,8 @@ class DirectorySpace:
     Args:
         root: path of the directory.
         ledger: ledger of the directory: a file with its capacity and its bytes in use, and a lock.
-        tally: counter for evicted files, and for removed temporary files.
-        gone: callback that gets the path of every evicted file.
+        counter: counter for evicted files, and for removed temporary files.
+        on_evicted: callback that gets the path of every evicted file.
         clock: function that returns seconds since 1970.
     """
 
@@ -84,14 +84,14 @@ class DirectorySpace:
         self,
         root: str,
         ledger: Ledger,
-        tally: OutcomeCounter,
-        gone: Callable[[str], None],
+        counter: OutcomeCounter,
+        on_evicted: Callable[[str], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._root = root
         self._ledger = ledger
-        self._tally = tally
-        self._gone = gone
+        self._counter = counter
+        self._on_evicted = on_evicted
         self._clock = clock
         # Ranks and paths of evictable files from the last walk; changed only while the ledger is held. Files
         # that were stored or used after the walk, and files that the walk did not list, are newer.
@@ -114,26 +114,26 @@ class DirectorySpace:
             LockTimeout: other threads or processes held the ledger for too long.
             OSError: the file cannot be created.
         """
-        with self._ledger.held() as account:
-            if size > account.capacity:
-                raise DirectoryFull(size, account)
-            if self._evict_to(account, account.capacity - size):
-                return self._create(account, final, size)
+        with self._ledger.held() as held_ledger:
+            if size > held_ledger.capacity:
+                raise DirectoryFull(size, held_ledger)
+            if self._evict_to(held_ledger, held_ledger.capacity - size):
+                return self._create(held_ledger, final, size)
         # One thread walks. The others wait, and then find that there is room, or files to evict.
         with self._walking:
-            with self._ledger.held() as account:
-                if self._evict_to(account, account.capacity - size):
-                    return self._create(account, final, size)
-            found = self._look()
-            with self._ledger.held() as account:
-                self._take_in(found, account)
-                if self.make_room(account, size):
-                    return self._create(account, final, size)
+            with self._ledger.held() as held_ledger:
+                if self._evict_to(held_ledger, held_ledger.capacity - size):
+                    return self._create(held_ledger, final, size)
+            found = self._walk()
+            with self._ledger.held() as held_ledger:
+                self._apply_walk(found, held_ledger)
+                if self.make_room(held_ledger, size):
+                    return self._create(held_ledger, final, size)
                 # Count again before giving up: killed writers may have charged bytes without creating a file.
-                self.settle(account)
-                if self.make_room(account, size):
-                    return self._create(account, final, size)
-                raise DirectoryFull(size, account)
+                self.settle(held_ledger)
+                if self.make_room(held_ledger, size):
+                    return self._create(held_ledger, final, size)
+                raise DirectoryFull(size, held_ledger)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
         """Rename a complete file to its final name, unless another writer has stored the chunk first.
@@ -151,12 +151,12 @@ class DirectorySpace:
             LockTimeout: other threads or processes held the ledger for too long. The file still exists.
             OSError: the file cannot be renamed or removed. The file still exists.
         """
-        with self._ledger.held() as account:
+        with self._ledger.held() as held_ledger:
             if not is_regular(final):
                 os.rename(temporary, final)
                 return True
             os.unlink(temporary)
-            account.release(size)
+            held_ledger.release(size)
             return False
 
     def abandon(self, temporary: str, size: int) -> None:
@@ -172,43 +172,43 @@ class DirectorySpace:
         with suppress(OSError):
             os.close(open_regular(temporary, os.O_WRONLY | os.O_TRUNC))
         # Hold the ledger before removing the file. If it were counted in between, `release` would be wrong.
-        with suppress(LockTimeout, OSError), self._ledger.held() as account:
+        with suppress(LockTimeout, OSError), self._ledger.held() as held_ledger:
             os.unlink(temporary)
-            account.release(size)
+            held_ledger.release(size)
 
-    def settle(self, account: HeldLedger) -> None:
+    def settle(self, held_ledger: HeldLedger) -> None:
         """Remove temporary files of dead writers, and correct the bytes in use by counting all files again.
 
         The directory is walked two or three times.
 
         Args:
-            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+            held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
         """
-        self._take_in(self._look(), account)
-        account.count()
+        self._apply_walk(self._walk(), held_ledger)
+        held_ledger.count()
 
-    def make_room(self, account: HeldLedger, size: int = 0) -> bool:
+    def make_room(self, held_ledger: HeldLedger, size: int = 0) -> bool:
         """Evict files until another `size` bytes fit into the capacity; return whether they fit.
 
         If more files must be evicted than the last walk listed, the directory is walked again.
 
         Args:
-            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+            held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
             size: number of bytes to make room for. A negative number raises the limit above the capacity.
         """
-        goal, before = account.capacity - size, -1
-        while goal >= 0 and not self._evict_to(account, goal):
-            if not self._more or account.used == before:
+        goal, before = held_ledger.capacity - size, -1
+        while goal >= 0 and not self._evict_to(held_ledger, goal):
+            if not self._more or held_ledger.used == before:
                 return False
-            before = account.used
-            self._take_in(self._look(), account)
+            before = held_ledger.used
+            self._apply_walk(self._walk(), held_ledger)
         return goal >= 0
 
-    def _create(self, account: HeldLedger, final: str, size: int) -> tuple[int, str]:
+    def _create(self, held_ledger: HeldLedger, final: str, size: int) -> tuple[int, str]:
         """Count `size` bytes as used, and create an empty temporary file, whose name contains this number.
 
         Args:
-            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+            held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
             final: path that the file will get when it is complete.
             size: bytes of the complete file.
 
@@ -220,7 +220,7 @@ class DirectorySpace:
         """
         check_folders(self._root, final)
         path, fd = temporary_path(final, size), -1
-        account.charge(size)
+        held_ledger.charge(size)
         try:
             fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             # This lock is free: only `sweep` tries to lock temporary files, and it needs the ledger.
@@ -229,21 +229,21 @@ class DirectorySpace:
             if fd >= 0:
                 os.close(fd)
                 os.unlink(path)
-            account.release(size)
+            held_ledger.release(size)
             raise
         return fd, path
 
-    def _evict_to(self, account: HeldLedger, goal: int) -> bool:
+    def _evict_to(self, held_ledger: HeldLedger, goal: int) -> bool:
         """Evict files until at most `goal` bytes are in use, or until the last walk's list is used up.
 
         Args:
-            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+            held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
             goal: maximum number of bytes in use after the eviction.
 
         Returns:
             Whether at most `goal` bytes are in use now.
         """
-        while account.used > goal and self._oldest:
+        while held_ledger.used > goal and self._oldest:
             rank, path = self._oldest.popleft()
             try:
                 check_folders(self._root, path)
@@ -255,12 +255,12 @@ class DirectorySpace:
             except OSError:
                 # Another process has evicted the file, or this user may not remove it. Skip it.
                 continue
-            account.release(status.st_size)
-            self._tally.add(evicted=1, evicted_bytes=status.st_size)
-            self._gone(path)
-        return account.used <= goal
+            held_ledger.release(status.st_size)
+            self._counter.add(evicted=1, evicted_bytes=status.st_size)
+            self._on_evicted(path)
+        return held_ledger.used <= goal
 
-    def _look(self) -> _Walked:
+    def _walk(self) -> _WalkResult:
         """Walk the directory. Return the files to evict first, all temporary files, and the sum of all bytes.
 
         Raises:
@@ -279,7 +279,7 @@ class DirectorySpace:
                     temporary.append(entry)
 
         listed, more = least_recently_used(evictable(), MAX_LISTED)
-        return _Walked(temporary, listed, more, charged)
+        return _WalkResult(temporary, listed, more, charged)
 
     def _rank(self, used_ns: int, size: int) -> int:
         """Return the rank of a file for eviction: its time of last use, in nanoseconds.
@@ -296,22 +296,24 @@ class DirectorySpace:
         strange = ahead or size > (self._ledger.capacity or size)
         return min(max(used_ns, 0), _LATEST) - (_LATEST if strange else 0)
 
-    def _take_in(self, found: _Walked, account: HeldLedger) -> None:
+    def _apply_walk(self, found: _WalkResult, held_ledger: HeldLedger) -> None:
         """Process the result of a walk: remove files of dead writers, and keep the list for eviction.
 
         Args:
             found: result of the walk.
-            account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+            held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
         """
-        if found.charged > account.used:
+        if found.charged > held_ledger.used:
             # Files were added without being charged. Count again, so that evicting them can release bytes.
-            account.count()
-        self._tally.add(swept=sweep(found.temporary, account, self._clock))
+            held_ledger.count()
+        self._counter.add(swept=sweep(found.temporary, held_ledger, self._clock))
         self._oldest = deque(found.listed)
         self._more = found.more
 
 
-def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], float] = time.time) -> int:
+def sweep(
+    found: Sequence[CacheEntry], held_ledger: HeldLedger, clock: Callable[[], float] = time.time
+) -> int:
     """Remove temporary files of dead writers, and subtract their bytes from the bytes in use.
 
     A writer holds a flock on its file, so a file that can be locked has no writer. A file of another machine
@@ -320,7 +322,7 @@ def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], 
 
     Args:
         found: list of the temporary files in the directory.
-        account: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
+        held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
         clock: function that returns seconds since 1970.
 
     Returns:
@@ -333,7 +335,7 @@ def sweep(found: Sequence[CacheEntry], account: HeldLedger, clock: Callable[[], 
             continue
         with suppress(OSError):
             os.unlink(entry.path)
-            account.release(entry.charged)
+            held_ledger.release(entry.charged)
             swept += 1
     return swept
 

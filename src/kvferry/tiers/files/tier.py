@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.files.chunk_file import check_refused, read_chunk, write_chunk
+from kvferry.tiers.files.chunk_file import explain_refusal, read_chunk, write_chunk
 from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.files.ledger import Ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
@@ -297,7 +297,7 @@ class FileTier(StorageTier):
         try:
             good, status = read_chunk(fd, chunk, into), os.fstat(fd)
             if not good or status.st_size != chunk.file_bytes:
-                check_refused(fd, chunk, into)
+                explain_refusal(fd, chunk, into)
                 return GetOutcome.OTHER_SHAPE
         except ChunkError as error:
             self._counter.add(quarantined=quarantine_file(self._root, self._ledger, os.fstat(fd), path))

@@ -135,7 +135,7 @@ class SlotTable:
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             self.ready[slot.key] = self.filling.pop(slot.key)
-        self._let_go(slot, self._fills)
+        self._release_hold(slot, self._fills)
         return wanted
 
     def abort(self, slot: Slot) -> bool:
@@ -153,7 +153,7 @@ class SlotTable:
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             del self.filling[slot.key]
-        self._let_go(slot, self._fills)
+        self._release_hold(slot, self._fills)
         return wanted
 
     def open(self, key: bytes) -> Slot:
@@ -178,7 +178,7 @@ class SlotTable:
         Raises:
             KeyError: the hold was released before.
         """
-        chunk = self._let_go(slot, self._reads)
+        chunk = self._release_hold(slot, self._reads)
         return self._is_ready(chunk) and not chunk.holds
 
     def evict(self, key: bytes) -> ResidentChunk:
@@ -265,7 +265,7 @@ class SlotTable:
         chunk.holds += 1
         return Slot(chunk.key, chunk.group, chunk.offset, serial)
 
-    def _let_go(self, slot: Slot, holds: dict[int, ResidentChunk]) -> ResidentChunk:
+    def _release_hold(self, slot: Slot, holds: dict[int, ResidentChunk]) -> ResidentChunk:
         """Release a hold, which protects a chunk's memory from reuse, and return the chunk.
 
         Args:

@@ -84,17 +84,17 @@ class GuardedBucket:
         if ticket is None:
             self._count(Fault.PAUSED)
             raise Unavailable(Fault.PAUSED)
-        worked = True
+        succeeded = True
         try:
             yield self._bucket
         except Unavailable as error:
-            worked = False
+            succeeded = False
             if self._count(error.fault):
                 # Log the error as text: a log record with the exception would keep the request's memory.
                 _log.warning("object tier %s: %s; %s", self._bucket.url, str(error), error.fault.advice)
             raise
         finally:
-            breaker.leave(ticket, worked=worked)
+            breaker.leave(ticket, succeeded=succeeded)
 
     def _count(self, fault: Fault) -> bool:
         """Count a failed request. Return whether this is the first failure for this reason."""

@@ -51,7 +51,7 @@ class BucketAdmin(CacheAdmin):
         Raises:
             ConfigError: the objects cannot be listed.
         """
-        with self._told():
+        with self._as_config_error():
             for page in self._bucket.list():
                 for one in page:
                     kind = entry_kind(one.path)
@@ -124,7 +124,7 @@ class BucketAdmin(CacheAdmin):
     def _remove(self, entries: Sequence[CacheEntry]) -> None:
         """Remove objects, in the order of `entries`. Raises ConfigError if the store cannot be used."""
         names = [self._name(entry) for entry in entries]
-        with self._told():
+        with self._as_config_error():
             for at in range(0, len(names), _REMOVED):
                 self._bucket.remove(names[at : at + _REMOVED])
 
@@ -133,7 +133,7 @@ class BucketAdmin(CacheAdmin):
         return entry.path.removeprefix(f"{self.where}/")
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _as_config_error(self) -> Iterator[None]:
         """Return a context manager that converts an `Unavailable` to a ConfigError with advice."""
         try:
             yield

@@ -59,7 +59,7 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         """Return whether the breaker would refuse a request to the store now."""
         with self._lock:
-            return self._turns_away()
+            return self._refuses()
 
     def enter(self) -> int | None:
         """Ask the breaker to admit a request to the store.
@@ -69,35 +69,35 @@ class CircuitBreaker:
             refused.
         """
         with self._lock:
-            if self._turns_away():
+            if self._refuses():
                 return None
             if self._state is _CircuitState.OPEN:
-                self._become(_CircuitState.HALF_OPEN)
+                self._set_state(_CircuitState.HALF_OPEN)
             return self._changes
 
-    def leave(self, ticket: int, *, worked: bool) -> None:
+    def leave(self, ticket: int, *, succeeded: bool) -> None:
         """Record the outcome of an admitted request. Do nothing if the state has changed since the admission.
 
         Args:
             ticket: number that `enter` returned for the request.
-            worked: whether the request succeeded.
+            succeeded: whether the request succeeded.
         """
         with self._lock:
             if ticket != self._changes:
                 return
-            self._failures = 0 if worked else self._failures + 1
-            if self._state is _CircuitState.HALF_OPEN and worked:
-                self._become(_CircuitState.CLOSED)
+            self._failures = 0 if succeeded else self._failures + 1
+            if self._state is _CircuitState.HALF_OPEN and succeeded:
+                self._set_state(_CircuitState.CLOSED)
             elif self._state is _CircuitState.HALF_OPEN or self._failures >= self._limit:
                 self._until = self._clock() + self._pause_seconds
-                self._become(_CircuitState.OPEN)
+                self._set_state(_CircuitState.OPEN)
 
-    def _turns_away(self) -> bool:
+    def _refuses(self) -> bool:
         """Return whether the breaker would refuse a request to the store now. The caller holds the lock."""
         waits = self._state is _CircuitState.OPEN and self._clock() < self._until
         return waits or self._state is _CircuitState.HALF_OPEN
 
-    def _become(self, state: _CircuitState) -> None:
+    def _set_state(self, state: _CircuitState) -> None:
         """Change the state of the breaker. The caller holds the lock.
 
         Later outcomes of requests that were admitted before the change are ignored.

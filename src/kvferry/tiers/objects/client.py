@@ -100,7 +100,7 @@ class BucketClient:
         try:
             self._store = _connect(found, self._half_seconds)
         except (exceptions.BaseError, ValueError, OSError) as error:
-            raise ConfigError(f"object tier: {self.url}: {_said(error, options)}") from error
+            raise ConfigError(f"object tier: {self.url}: {_redacted_message(error, options)}") from error
         _first_user()
 
     def put(self, path: str, pieces: Sequence[Buffer]) -> None:
@@ -119,12 +119,12 @@ class BucketClient:
         """
         views = [memoryview(piece).cast("B") for piece in pieces]
         try:
-            with _asking():
+            with _as_unavailable():
                 obstore.put(self._store, path, views, use_multipart=False)
         except FileNotFoundError as error:
             raise Unavailable(Fault.NO_BUCKET) from error
         finally:
-            self._let_go(views)
+            self._release_buffers(views)
 
     def size(self, path: str) -> int | None:
         """Return the length of an object in bytes; None if the object does not exist.
@@ -143,7 +143,7 @@ class BucketClient:
             Unavailable: the request failed.
         """
         try:
-            with _asking():
+            with _as_unavailable():
                 meta = obstore.head(self._store, path)
         except FileNotFoundError:
             return None, ""
@@ -158,7 +158,7 @@ class BucketClient:
             FileNotFoundError: the object does not exist.
             Unavailable: the request failed.
         """
-        with _asking():
+        with _as_unavailable():
             result = obstore.get(self._store, path)
             meta = result.meta
             return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
@@ -172,7 +172,7 @@ class BucketClient:
         Raises:
             Unavailable: a request failed.
         """
-        with _asking():
+        with _as_unavailable():
             for page in obstore.list(self._store, prefix or None, chunk_size=_LISTED):
                 yield [
                     ListedObject(
@@ -195,7 +195,7 @@ class BucketClient:
             FileNotFoundError: the object does not exist.
             Unavailable: a request failed.
         """
-        with _asking():
+        with _as_unavailable():
             obstore.rename(self._store, path, to)
 
     def remove(self, paths: Sequence[str]) -> None:
@@ -208,15 +208,15 @@ class BucketClient:
             Unavailable: a request failed.
         """
         try:
-            with _asking():
+            with _as_unavailable():
                 obstore.delete(self._store, paths)
         except FileNotFoundError:
             # Some stores stop at the first missing object.
             for path in paths:
-                with suppress(FileNotFoundError), _asking():
+                with suppress(FileNotFoundError), _as_unavailable():
                     obstore.delete(self._store, path)
 
-    def _let_go(self, views: Sequence[memoryview]) -> None:
+    def _release_buffers(self, views: Sequence[memoryview]) -> None:
         """Release the buffers of a request when no other thread reads them any more.
 
         Wait at most for the time limit of a single request. After a timeout, a thread of the client closes
@@ -234,7 +234,7 @@ class BucketClient:
 
 
 @contextmanager
-def _asking() -> Iterator[None]:
+def _as_unavailable() -> Iterator[None]:
     """Return a context manager for a request, which converts errors to FileNotFoundError or `Unavailable`.
 
     In a process that was forked after the first use of object storage, entering the context raises
@@ -255,7 +255,7 @@ def _asking() -> Iterator[None]:
 
 def _pieces(stream: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the pieces of an object's content. Convert errors to FileNotFoundError or `Unavailable`."""
-    with _asking():
+    with _as_unavailable():
         yield from stream
 
 
@@ -304,7 +304,7 @@ def _folder(url: str) -> LocalStore:
     return LocalStore.from_url(url)
 
 
-def _said(error: Exception, options: Mapping[str, str]) -> str:
+def _redacted_message(error: Exception, options: Mapping[str, str]) -> str:
     """Return the text of an error about client settings, without secrets.
 
     Args:

@@ -68,14 +68,14 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
     Raises:
         ConfigError: connections to the server are not encrypted, and the options do not allow that.
     """
-    url = _given(_ENDPOINTS.get(scheme, ()), variables, options)
+    url = _option_value(_ENDPOINTS.get(scheme, ()), variables, options)
     parts = urlsplit(url)
     if not parts.hostname:
         return None
     found = StoreEndpoint(
         parts.hostname, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", parts.scheme != "http"
     )
-    if not found.encrypted and not _is_true(_given(("allow_http",), variables, options)):
+    if not found.encrypted and not _is_true(_option_value(("allow_http",), variables, options)):
         raise ConfigError(
             f"object tier: traffic to {found.shown} is not encrypted; use https, or, on a network that "
             "only engines "
@@ -101,15 +101,15 @@ def restrict_to_endpoint(
     needs_others = not any(
         value and (name != "skip_signature" or _is_true(value))
         for name in _CREDENTIALS[scheme]
-        if (value := _given((name,), variables, options))
+        if (value := _option_value((name,), variables, options))
     )
     proxied = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
-    if needs_others or proxied or _given(("proxy_url", "proxy_excludes"), variables, options):
+    if needs_others or proxied or _option_value(("proxy_url", "proxy_excludes"), variables, options):
         return {}
     return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": endpoint.host}
 
 
-def _given(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -> str:
+def _option_value(names: tuple[str, ...], variables: str, options: Mapping[str, str]) -> str:
     """Return the value of the first option in `names` that is set; an empty string if none is set.
 
     All names are looked up in `options` first, then in the environment.

@@ -18,11 +18,11 @@ def breaker(clock):
 
 def fail(breaker: CircuitBreaker, times: int = 1) -> None:
     for _ in range(times):
-        breaker.leave(breaker.enter(), worked=False)
+        breaker.leave(breaker.enter(), succeeded=False)
 
 
 def work(breaker: CircuitBreaker) -> None:
-    breaker.leave(breaker.enter(), worked=True)
+    breaker.leave(breaker.enter(), succeeded=True)
 
 
 def test_failures_in_a_row_open_it(breaker):
@@ -45,7 +45,7 @@ def test_after_its_rest_one_is_let_through(breaker, clock):
     assert ticket is not None
     assert breaker.enter() is None
     assert breaker.is_open
-    breaker.leave(ticket, worked=True)
+    breaker.leave(ticket, succeeded=True)
     assert not breaker.is_open
     fail(breaker, 2)
     assert not breaker.is_open
@@ -65,17 +65,17 @@ def test_if_that_one_fails_it_rests_again(breaker, clock):
 def test_what_was_let_in_before_says_nothing_about_now(breaker, clock):
     tickets = [breaker.enter() for _ in range(8)]
     for ticket in tickets[:3]:
-        breaker.leave(ticket, worked=False)
+        breaker.leave(ticket, succeeded=False)
     clock.now = 20.0
     for ticket in tickets[3:6]:
-        breaker.leave(ticket, worked=False)
-    breaker.leave(tickets[6], worked=True)
+        breaker.leave(ticket, succeeded=False)
+    breaker.leave(tickets[6], succeeded=True)
     assert breaker.is_open
     clock.now = 30.0
     ticket = breaker.enter()
     assert ticket is not None
-    breaker.leave(tickets[7], worked=True)
+    breaker.leave(tickets[7], succeeded=True)
     assert breaker.is_open
-    breaker.leave(ticket, worked=False)
+    breaker.leave(ticket, succeeded=False)
     clock.now = 59.9
     assert breaker.is_open
