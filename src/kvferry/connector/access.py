@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     """Return the secret keys of this engine's channels to other engines; None if the engine exchanges no KV.
 
-    Log where the keys come from and their fingerprint. Warn if engines on other machines cannot have the same
-    keys yet.
+    Log where the keys come from and their fingerprint. Warn if engines on other machines may connect, but no
+    secret is configured: the key then exists only on this machine, unless the user copies it.
 
     Args:
         config: settings of the connector.
@@ -62,7 +62,8 @@ def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
         workers: descriptions of all workers, each with the fingerprint of the worker's key.
 
     Raises:
-        ConfigError: a rank has a different key, because the rank's machine has a key of its own.
+        ConfigError: the key of a rank differs from the scheduler's, because the rank runs on another machine,
+            which has a key of its own.
     """
     for worker in workers:
         if worker.key not in (None, keys.fingerprint):

@@ -58,9 +58,11 @@ class _Adapter:
     absent: bool = False
 
     def may_be_read_again(self, seen: _Seen, now: float) -> bool:
-        """Return whether it is time for another attempt to read the adapter's files after a failure.
+        """Return whether the adapter's files should be read again, because the last attempt has failed.
 
-        The files must be unchanged since the failed attempt, unless there were no weights on disk then.
+        Files that have changed since the failed attempt are not read again: they may differ from those that
+        the engine loaded. If there were no weights on disk then, the engine had not loaded any, so the files
+        may have changed.
 
         Args:
             seen: (name, size in bytes, modification time in ns) of each file now.
@@ -71,11 +73,12 @@ class _Adapter:
 
 
 class Adapters:
-    """Names of an engine's LoRA adapters, made from digests of the adapters' files.
+    """Gives each LoRA adapter of an engine a name: a digest of the adapter's files.
 
-    The engine may evict an adapter and load it from disk again. If the files have changed since they were
-    first read, it is not known which version the engine computes with. Then the adapter has no name any more.
-    Only the engine's thread calls this class.
+    The name becomes part of the keys of the KV that the adapter's requests compute. The engine may evict an
+    adapter and load it from disk again. If the files have changed since they were first read, it is not known
+    which version the engine computes with. From then on the adapter has no name, and the KV of its requests
+    is not shared. Only the engine's thread calls this class.
     """
 
     def __init__(self, settings: str = "", clock: Callable[[], float] = time.monotonic) -> None:

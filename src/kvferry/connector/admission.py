@@ -125,7 +125,7 @@ class Admission:
             pool: the engine's block pool.
             workers: number of workers, each of which reports every load.
             attempts: maximum number of attempts to load one request's prefix.
-            timeout_seconds: seconds after which a load has failed.
+            timeout_seconds: seconds from the start of a load until an unfinished load counts as failed.
             sources: all sources of KV, in the order in which they are asked. Of equally good offers, the
                 offer of the first source is taken.
             chooser: policy that chooses between the offers of the sources.
@@ -321,14 +321,14 @@ class Admission:
                 one.source.dropped(one.load)
 
     def _best(self, known: _RequestState, request: Request, local_tokens: int) -> int | None:
-        """Choose the best way to serve a request, and return the number of tokens to load; 0 to compute them.
+        """Choose the best plan for a request; return the number of tokens to load, 0 to compute the prompt.
 
         Return None while the request waits for free blocks, or for a source that is still looking up its KV.
 
         Args:
             known: state of the request.
             request: the request.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
         plans = self._plans(known, request, local_tokens)
         best = self._phases.best(known, plans, request, local_tokens)
@@ -356,13 +356,13 @@ class Admission:
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         """Return whether the loads of a plan may begin now, with enough blocks left for other requests.
 
-        The loads may hold their blocks beyond their deadline. So each source also limits the blocks that all
-        its loads hold.
+        A load that passes its deadline still holds its blocks. So each source also limits the number of
+        blocks that all its loads hold together.
 
         Args:
             plan: plan to load the request's prefix.
             request: the request.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(

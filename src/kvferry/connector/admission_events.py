@@ -99,7 +99,7 @@ class AdmissionEvents:
             request: the request.
             sources: sources that may be able to serve the request.
             bidding: excluded sources and remaining attempts of the request.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
             offers: (source, bid) of every bid.
             best: chosen bid; None if the engine computes the tokens.
         """
@@ -134,7 +134,7 @@ class AdmissionEvents:
         Args:
             request: the request.
             sources: sources that may be able to serve the request.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
             miss: reason why no source was asked.
             detail: the same reason as text for people.
         """
@@ -160,7 +160,7 @@ class AdmissionEvents:
 
         Args:
             request_id: id of the request.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
         _, last = self._asked[request_id]
         now = time.monotonic()

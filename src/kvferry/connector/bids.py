@@ -43,8 +43,8 @@ class Bid:
         source: name of the bidder: a peer's name, or ``tiers``.
         parts: number of offered tokens by place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. `parts` are then upper bounds.
-        head: bid of another source for the start of the prefix, the first of `parts`; None if this source
-            loads everything.
+        head: bid of another source, which loads the start of the prefix; `parts` begins with the parts of
+            that bid. None if `source` loads everything.
     """
 
     source: str
@@ -95,12 +95,12 @@ class Bid:
 
 
 def saves_computation(missing_tokens: int) -> bool:
-    """Return whether a load could save any computation.
+    """Return whether a load could save the engine the computation of at least one token.
 
     Return False if only the last token is missing, because the engine always computes that token.
 
     Args:
-        missing_tokens: number of tokens of the request that the engine does not have.
+        missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
     """
     return missing_tokens > 1
 
@@ -126,7 +126,7 @@ class Bidding:
 
         Args:
             bids: bids of all sources.
-            missing_tokens: number of tokens of the request that the engine does not have.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
         if self._left <= 0 or not saves_computation(missing_tokens):
             return []

@@ -38,16 +38,16 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             created on first use.
         peers: host names, addresses and networks of the machines that may be peers. This engine connects only
             to these machines and accepts connections only from them. None for this machine if `host` is
-            loopback, else for all machines. Only host names in this list are resolved; if the list is None,
-            only `advertise_host`.
+            loopback, else for all machines. A peer's host name is resolved only if it is in this list, or
+            equal to `advertise_host` if there is no list.
         lease_seconds: seconds for which blocks are kept for a consumer that sends no heartbeat. While other
             requests wait for blocks, a lease that no consumer has claimed ends after a quarter of this time.
-        load_timeout_seconds: seconds after which a load has failed.
+        load_timeout_seconds: seconds from the start of a load until an unfinished load counts as failed.
         handshake_seconds: seconds to wait for a peer's answer in the handshake.
         attempts: maximum number of attempts to load one request's KV before this engine computes it.
-        late_blocks: maximum share of the block pool that loads from peers hold, including loads past their
-            deadline. Loads from one peer hold at most half of the blocks that other peers leave. A load may
-            exceed both limits if no other load holds blocks.
+        late_blocks: maximum share of the block pool, above 0 and at most 1, that loads from peers hold,
+            including loads past their deadline. Loads from one peer hold at most half of the blocks that
+            other peers leave. A load may exceed both limits if no other load holds blocks.
         transfer_log: path of a file that gets one JSON line per finished load; None for no log.
         layout: memory layout to request from the engine. ``auto`` requests a layout with blocks outermost if
             the attention backend declares one. ``engine`` leaves the choice to vLLM. Any other value requires
@@ -56,8 +56,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             use that strategy wherever possible.
         staging_mib: memory for packing short runs of bytes, in MiB per direction and worker; 0 for none.
         lanes: number of threads per worker that read from peers. Several threads share a large read.
-        costs: path of a file that ``kvferry bench calibrate`` wrote. None for the user's file on this
-            machine, or built-in costs if there is none.
+        costs: path of the file with the measured costs of transfers, which ``kvferry bench calibrate``
+            writes. None for the user's file on this machine, or built-in costs if there is none.
         host_buffer: True to transfer through host memory with the engine's copy operation; None to do so only
             if the engine is configured for it (``kv_buffer_device``).
         tiers: list of the tiers that keep chunks, see `tier_config`; ``default`` for host memory and a
@@ -73,7 +73,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             `tiers`.
         turn_seconds: seconds for which a finished request's blocks are kept for the next turn of its
             conversation; 0 to keep none.
-        turn_share: maximum share of the block pool that these kept blocks may take.
+        turn_share: maximum share of the block pool, above 0 and at most 1, that these kept blocks may take.
         patience_seconds: maximum seconds that a request waits for a source that is still looking, or for free
             blocks.
         whole_blocks: True to refuse loads that fill a block only in part. Required beside another connector,
@@ -114,7 +114,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def anywhere(self) -> ConnectorConfig:
-        """Copy of the settings with an empty `host`, which is equal on all machines of an engine."""
+        """Copy of the settings with an empty `host`. The copies of all ranks are equal on all machines."""
         return msgspec.structs.replace(self, host="")
 
     @property

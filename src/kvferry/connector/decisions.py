@@ -9,9 +9,9 @@ from kvferry.connector.bids import Bid
 
 
 class MissReason(StrEnum):
-    """The reason why a request got nothing from a source.
+    """The reason why a request got no KV from a source.
 
-    Causes that cannot be distinguished are reported as NOT_STORED.
+    A source that cannot tell whether KV was never stored or evicted long ago reports NOT_STORED.
     """
 
     NOT_STORED = "not_stored"  # never stored, or evicted so long ago that no record is left

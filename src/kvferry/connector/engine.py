@@ -102,7 +102,7 @@ class LoraAdapter(Protocol):
 
     Attributes:
         lora_name: name that clients use.
-        lora_int_id: the engine's number for the adapter.
+        lora_int_id: integer by which the engine identifies the adapter.
         lora_path: path of the directory with the adapter's files.
         load_inplace: True if the adapter replaces the weights of an adapter that is already loaded.
     """
@@ -148,9 +148,9 @@ class Request(Protocol):
         request_id: id that is unique in this engine while the request exists.
         num_tokens: number of tokens of the prompt and of the answer so far.
         num_prompt_tokens: number of tokens of the prompt.
-        num_computed_tokens: number of tokens whose KV is in the request's blocks, or will be after the steps
-            scheduled before. During `SchedulerHalf.orders` this number does not include the tokens of the
-            coming step.
+        num_computed_tokens: number of tokens whose KV will be in the request's blocks when all steps
+            scheduled so far are done. During `SchedulerHalf.orders` this number does not include the tokens
+            of the coming step.
         num_preemptions: number of times that the request was preempted, which frees its blocks.
         prompt_token_ids: token ids of the prompt; None if the prompt contains embeddings.
         all_token_ids: token ids of the prompt and of the answer so far.
@@ -167,7 +167,7 @@ class Request(Protocol):
         needs_blocks: True if the request waits and has no blocks.
         was_rejected: True if the request was refused before it reached the scheduler, so that its prompt is
             unknown.
-        why_no_cache: text that says why the request must not read a cache; None if it may read caches.
+        why_no_cache: reason, as text, why the request must not use cached KV; None if it may.
     """
 
     @property
@@ -210,8 +210,11 @@ class Request(Protocol):
     def trim_prompt(self) -> bool:
         """Drop the last prompt token, and limit the answer to one token. Mutates the engine's request.
 
+        Called for a request whose KV another engine will read: that engine computes the last token itself.
+
         Returns:
-            True if the token was dropped; False if the request needs it and is unchanged.
+            True if the token was dropped; False if the request needs it and is unchanged, for example because
+            it has no other token.
         """
 
 
@@ -234,8 +237,8 @@ class Step(Protocol):
 
     Attributes:
         tokens: number of tokens that the step computes, by request id.
-        snapshots: snapshots of recurrent state that the step writes, by request id: (group number, block id,
-            number of tokens that the state has seen).
+        snapshots: snapshots of recurrent state that the step writes, by request id: (index of the KV cache
+            group, block id, number of tokens that the state covers) of each snapshot.
     """
 
     @property
@@ -255,11 +258,11 @@ class CacheGroup:
         kind: kind of the layers' attention or state. It determines which earlier tokens the next token needs.
         attention_span: size of the sliding window or attention chunk in tokens; 0 for other kinds.
         block_tokens: number of tokens per block.
-        state_block_tokens: number of tokens per block table entry, for recurrent state that keeps a snapshot
-            (state at one position) in each entry; 0 if the table's only entry is the running state, and for
-            other kinds.
+        state_block_tokens: number of tokens per block table entry, if the group keeps recurrent state and
+            each entry is a snapshot (state at one position). 0 if the table's only entry is the running
+            state, and for groups without recurrent state.
         snapshot_tokens: smallest distance in tokens between snapshots of recurrent state; 0 if the engine
-            announces no snapshots; None for other kinds.
+            announces no snapshots; None for groups without recurrent state.
     """
 
     kind: GroupKind
@@ -297,18 +300,18 @@ class EngineFacts:
         groups: KV cache groups of the engine.
         num_blocks: number of blocks in the engine's pool.
         longest_request: maximum number of tokens of a request.
-        steps_in_flight: maximum number of steps that are scheduled and not done.
+        steps_in_flight: maximum number of steps that are scheduled but not done at the same time.
         tokens_in_flight: maximum number of tokens of one request that all steps in flight compute together.
         step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
         draft_lookahead: number of tokens after a position that a draft model reads to compute that position.
         speculates: True if the engine uses speculative decoding.
-        names_prompts_only: True if the KV of generated tokens differs from that of the same tokens in a
-            prompt.
+        names_prompts_only: True if only the KV of prompts may be stored and offered, because the KV of
+            generated tokens differs from that of the same tokens in a prompt.
         has_rings: True if some layers keep a ring buffer per request, which is valid at one position only.
         port_offset: number to add to the configured port of the control channel, if several engines share
             the setting.
-        parent_of: function from a request id to the id that all samples of one prompt share; None for a
-            request that is not one of several samples.
+        parent_of: function that takes a request id and returns the id that all samples of one prompt share,
+            or None if the request is not one of several samples.
     """
 
     engine_id: str

@@ -135,7 +135,7 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """Event: a source could not serve a request. If the source is a peer, the request does not ask it again.
+    """Event: a source could not serve a request. A peer is then not asked again for this request.
 
     Attributes:
         request_id: the engine's id of the request.
@@ -277,7 +277,9 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """Event: the changes in one tier since its last event. If one tier has changed, all tiers emit it.
+    """Event: the size of one tier now, and its activity since the tier's last event.
+
+    If any tier has changed, an event is emitted for each tier.
 
     Attributes:
         at: time of the event, monotonic seconds.

@@ -23,9 +23,10 @@ from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
 
 @dataclass(slots=True)
 class Headroom:
-    """Check that a load leaves enough free blocks for the requests that hold blocks and wait for their loads.
+    """Limits loads, so that enough blocks stay free for requests that hold blocks and wait for their loads.
 
-    Only the engine's thread calls it.
+    vLLM reserves these blocks itself, but too few if a KV cache group has an attention window. Without such a
+    group this class accepts every load. Only the engine's thread calls it.
 
     Attributes:
         groups: the engine's KV cache groups; empty if no group has an attention window.
@@ -60,8 +61,8 @@ class Headroom:
 
         Args:
             request_id: id of the load's request.
-            total: number of tokens of the request that the engine has after the load.
-            tokens: total number of tokens of the request.
+            total: number of tokens of the request whose KV the engine has after the load.
+            tokens: number of all tokens of the request, with or without KV.
         """
         others = [need for name, need in self._needs.items() if name != request_id]
         if not others:
@@ -75,8 +76,8 @@ class Headroom:
 
         Args:
             request_id: id of the load's request.
-            total: number of tokens of the request that the engine has after the load.
-            tokens: total number of tokens of the request.
+            total: number of tokens of the request whose KV the engine has after the load.
+            tokens: number of all tokens of the request, with or without KV.
         """
         if self.groups:
             self._needs[request_id] = self._need(total, tokens)
@@ -95,12 +96,12 @@ class Headroom:
         self._needs.pop(request_id, None)
 
     def _takes(self, total: int) -> int:
-        """Return the number of blocks that the pool allocates to a request without blocks for a load.
+        """Return the number of blocks that the pool allocates for a load if the request has no blocks yet.
 
         Blocks before the attention window of the next token are not allocated.
 
         Args:
-            total: number of tokens of the request that the engine has after the load.
+            total: number of tokens of the request whose KV the engine has after the load.
         """
         seen_from = [max(first_attended(group.kind, group.attention_span, total), 0) for group in self.groups]
         return sum(
@@ -115,8 +116,8 @@ class Headroom:
         blocks of all later steps of the prompt.
 
         Args:
-            total: number of tokens of the request that the engine has after the load.
-            tokens: total number of tokens of the request.
+            total: number of tokens of the request whose KV the engine has after the load.
+            tokens: number of all tokens of the request, with or without KV.
         """
         step = min(tokens, min(total, tokens - 1) + self.step_tokens)
         return sum(

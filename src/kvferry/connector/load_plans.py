@@ -85,7 +85,7 @@ def load_plans(
     Args:
         sources: sources that may be able to serve the request.
         request: the request.
-        local_tokens: number of tokens that the engine has.
+        local_tokens: number of the request's tokens in the engine's own prefix cache.
         alignment_tokens: alignment of the position where two sources' parts may meet, in tokens
             (`common_alignment`); 0 for no plans with two sources.
     """

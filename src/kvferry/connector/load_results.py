@@ -35,7 +35,8 @@ class LoadFigures:
     """Amounts and stage times of a load from a peer. All values are 0 or empty for a load from tiers.
 
     Attributes:
-        bytes_by_group: number of useful bytes per KV cache group; empty if no read was planned.
+        bytes_by_group: number of bytes of KV that the request needs, per KV cache group. Other bytes that the
+            transfer strategy reads beside them are not included. Empty if no read was planned.
         strategy_by_group: name of the transfer strategy of each group; an empty name for a group without
             bytes.
         pages: number of transfer descriptors before merging adjacent ones.

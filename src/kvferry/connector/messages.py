@@ -46,7 +46,7 @@ class StepOrders:
         connects: descriptions of all ranks of each peer to connect to, by peer name.
         disconnects: names of the peers to disconnect, because no load has used them for a while.
         loads: loads to begin, from any source.
-        reads: reads from peers that carry out `loads`, with the same keys.
+        reads: reads from peers. Each carries out the load in `loads` that has the same key.
         given_up: reason why a request no longer waits for a load, by load key. Workers report these loads as
             failed at once.
         ended: lease slot of each ended lease, by request id. Workers raise the lease word in this slot, then
@@ -54,8 +54,8 @@ class StepOrders:
         turns_ended: lease slot of each ended lease of a kept turn, by lease name. A turn is a finished
             request's KV, kept for the next turn of its conversation. Workers raise the lease word in
             this slot, then report the lease in `StepReports.raised`.
-        saves: (block table per group, number of tokens) of each prompt that this step completes. Workers
-            copy the prompt's blocks to the host buffer.
+        saves: (block table per group, number of tokens) of each prompt whose computation this step completes.
+            Workers copy the prompt's blocks to the host buffer, from which peers read them.
         chunks: orders to store and load chunks of the tiers.
         epoch: number of cache resets of the engine before this step was scheduled.
         computes: True if the step computes tokens.

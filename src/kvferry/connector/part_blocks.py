@@ -26,7 +26,7 @@ class _Part:
     """A block that a load fills only in part.
 
     Attributes:
-        group: number of the block's KV cache group.
+        group: index of the block's KV cache group.
         at: position of the block in the request's block table.
         block: block id.
         until: number of computed tokens at which the request stops attending to the block.
@@ -129,9 +129,9 @@ class PartBlocks:
     def evict(self) -> bool:
         """Evict partly loaded blocks from the engine's prefix cache; return whether any was in the cache.
 
-        A scheduling pass of the engine handles running requests first. Their blocks are already cached when
-        the pass looks up the first waiting request. So the blocks of running requests are checked only once
-        per pass.
+        Called for every waiting request of a scheduling pass. The engine schedules its running requests, and
+        caches their blocks, before the first waiting request. So the first call of a pass checks the blocks
+        of running requests, and further calls need not check them again.
         """
         found = self._evict(self._loading)
         if not self._looked:
@@ -140,7 +140,7 @@ class PartBlocks:
         return found
 
     def end_pass(self) -> None:
-        """End a scheduling pass, and evict the partly loaded blocks that it has cached."""
+        """End a scheduling pass of the engine: evict the partly loaded blocks that the pass has cached."""
         self._looked = False
         self.evict()
         self._looked = False

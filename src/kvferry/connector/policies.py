@@ -38,7 +38,7 @@ class Policy(Protocol):
 
         Args:
             bid: the bid; None for computing all tokens.
-            missing_tokens: number of tokens of the request that the engine does not have.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
 
 
@@ -50,7 +50,7 @@ class FirstPolicy:
 
         Args:
             bid: the bid (a source's offer to load tokens); None for computing.
-            missing_tokens: number of tokens that the engine does not have; ignored.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache; ignored.
         """
         del missing_tokens
         return 0.0 if bid is None else 1.0
@@ -75,7 +75,7 @@ class WeightPolicy:
 
         Args:
             bid: the bid (offer of one or two sources to load tokens); None for computing.
-            missing_tokens: number of tokens that the engine does not have; ignored.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache; ignored.
         """
         del missing_tokens
         if bid is None:
@@ -105,7 +105,7 @@ class CostPolicy:
 
         Args:
             bid: the bid (a source's offer to load tokens); None for computing all tokens.
-            missing_tokens: number of tokens of the request that the engine does not have.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
         parts = () if bid is None else bid.parts
         loading = max((self._speeds.load_seconds(part.place, part.tokens) for part in parts), default=0.0)
@@ -155,7 +155,7 @@ class BidChooser:
 
         Args:
             bids: bids in the order of their sources, each of at least one token.
-            missing_tokens: number of tokens of the request that the engine does not have.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
             waited: seconds that the request has waited so far.
             before: bid chosen for this request before; None if there is none.
         """
@@ -177,7 +177,7 @@ def choose(
     Args:
         policy: policy that assigns a value to each bid.
         bids: bids in the order of their sources, each of at least one token.
-        missing_tokens: number of tokens of the request that the engine does not have.
+        missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         waits: True if the request may wait for a bid of a source that is still looking. Otherwise such bids
             are ignored.
         before: bid chosen for this request before, which stays chosen unless another bid is better by a

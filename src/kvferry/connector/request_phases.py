@@ -107,7 +107,9 @@ class RequestPhases:
         self._loaded: dict[str, Bidding] = {}
 
     def next_action(self, state: RequestState[Any]) -> AdmitAction:
-        """Return how to handle a request that the engine wants to admit. Mutates `state`.
+        """Return how to handle a request that the engine wants to admit.
+
+        Mutates `state`: after a failed load, the request is set aside once, then its sources are asked again.
 
         Args:
             state: state of the request.
@@ -133,7 +135,7 @@ class RequestPhases:
             state: state of the request.
             plans: plans to load the request's prefix, in the order of their sources.
             request: the request.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
         missing_tokens = request.num_tokens - local_tokens
         best = self._chooser.choose(
@@ -151,15 +153,15 @@ class RequestPhases:
         local_tokens: int,
         has_room: Callable[[PlanT], bool],
     ) -> int | None:
-        """Return the number of tokens to load for a plan, beyond `local_tokens`; 0 to compute them.
+        """Return the number of tokens to load for a plan, beyond `local_tokens`; 0 to compute the prompt.
 
         Return None while the request waits for a source that is still looking, or for free blocks. Mutates
-        `state`.
+        `state`, which remembers the plan for `admit`.
 
         Args:
             state: state of the request.
             plan: plan returned by `best`; None to compute.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
             has_room: function that returns whether the loads of a plan leave enough blocks to others.
         """
         if plan is None:
@@ -198,7 +200,7 @@ class RequestPhases:
         Args:
             state: state of the request.
             request: the request.
-            total: number of tokens of the request that the engine has after the loads.
+            total: number of tokens of the request whose KV the engine has after the loads.
         """
         state.phase = RequestPhase.LOADING
         self.headroom.loads(request.request_id, total, request.num_tokens)

@@ -180,7 +180,7 @@ class SchedulerHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps even without requests, for the tiers or for KV kept for peers."""
+        """Whether the tiers, or KV kept for peers, need engine steps even if the engine has no requests."""
         return self._producer.busy or (self._tiering is not None and self._tiering.busy)
 
     @property
@@ -299,9 +299,9 @@ class SchedulerHalf:
         self._client = self._server = self._tiering = None
 
     def _save_completed(self, step: Step, orders: StepOrders) -> None:
-        """Order workers to copy the prompts that the coming step completes to the host buffer.
+        """Order workers to copy prompts to the host buffer, from which peers read. Mutates `orders`.
 
-        Only prompts that will be offered to peers are copied. Mutates `orders`.
+        These are the prompts that the coming step finishes computing and that will be offered to peers.
         """
         for request in self._producer.completed_by(step.tokens):
             tokens, name = request.num_prompt_tokens, request.request_id

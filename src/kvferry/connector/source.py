@@ -34,7 +34,7 @@ class Source(Protocol):
         """
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why this source cannot serve the request; None if the request did not ask for it.
+        """Return why this source cannot serve a request; None if the request did not ask for this source.
 
         Args:
             request: the request.
@@ -47,7 +47,7 @@ class Source(Protocol):
 
         Args:
             request: the request.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
@@ -55,7 +55,7 @@ class Source(Protocol):
 
         Args:
             request: the request.
-            local_tokens: number of tokens that the engine has.
+            local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
 
     def head(self, request: Request, local_tokens: int, alignment_tokens: int) -> Bid | None:
@@ -65,7 +65,7 @@ class Source(Protocol):
 
         Args:
             request: the request.
-            local_tokens: number of tokens that the engine has, as in `bids`.
+            local_tokens: number of the request's tokens in the engine's own prefix cache, as in `bids`.
             alignment_tokens: number of tokens. The offer ends at a multiple of this number, counted from the
                 start of the prompt.
         """
@@ -77,16 +77,18 @@ class Source(Protocol):
 
         Args:
             request: the request.
-            local_tokens: number of tokens that the engine has, as in `bids`.
+            local_tokens: number of the request's tokens in the engine's own prefix cache, as in `bids`.
             first: position of the first token of the rest.
         """
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether this source may begin a load now, given the blocks that its other loads still hold.
+        """Return whether this source may begin a load now.
+
+        A source may refuse if its loads, including those past their deadline, would hold too many blocks.
 
         Args:
             bid: the source's offer that was chosen.
-            blocks: maximum number of blocks that the load may hold, perhaps beyond its deadline.
+            blocks: maximum number of blocks that the new load may hold.
         """
 
     def begin(self, load: Load, request: Request) -> None:
@@ -150,9 +152,10 @@ class Source(Protocol):
         """
 
     def settled(self, request_id: str) -> None:
-        """Release the leases on peers' blocks that this source holds for a request, which loads nothing more.
+        """Release the leases on peers' blocks that this source holds for a request that needs no more loads.
 
-        The request's loads have succeeded, or the engine computes its prompt, or the request has ended.
+        Called when the request's loads have succeeded, when the engine computes the prompt itself, or when
+        the request has ended.
 
         Args:
             request_id: id of the request.

@@ -25,16 +25,16 @@ _ALIKE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Model of the time to load tokens: a straight line, seconds over tokens, fitted by least squares.
+    """Model of the time to load tokens: seconds as a straight line over tokens, fitted by least squares.
 
     Newer measurements have more weight.
 
     >>> Line.through(100, 2.0).then(600, 3.0).seconds(350)
     2.5
 
-    If all samples have similar sizes, the slope is unknown. Then the line is optimistic: a larger load takes
-    the mean time, and the time of a smaller load is proportional to its size. Later measurements correct the
-    line.
+    If all measured loads have similar sizes, the slope is unknown. Then the estimate is the lowest plausible
+    one: the mean time for a larger load, and a time proportional to the size for a smaller load. Measurements
+    of other sizes correct it later.
 
     Attributes:
         tokens: weighted mean of the number of tokens.

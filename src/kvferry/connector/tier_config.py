@@ -97,7 +97,12 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
 
 
 def _check_apart(tiers: Sequence[TierSettings]) -> None:
-    """Check that no two tiers have the same location, because each chunk would then be looked up twice there.
+    """Check that no two storage tiers use the same location (such as a directory).
+
+    In a shared location each chunk would be looked up twice.
+
+    Args:
+        tiers: settings of all configured tiers. The host memory tier has no location.
 
     Raises:
         ConfigError: two tiers have the same location.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Waiting:
     """A stopwatch for the time that one request waits for a source of KV or for free blocks.
 
-    Each wait lasts from `begin` to the request's next admission. Time spent waiting for the engine does not
-    count.
+    A wait begins (`begin`) when the request cannot be admitted for one of these reasons, and ends (`until`)
+    when the engine next tries to admit the request. Other time in the engine's queue does not count.
 
     Attributes:
         seconds: sum of all finished waits, in seconds.

@@ -88,7 +88,7 @@ class ChunkRoutes:
         ]
 
     def store(self, order: StoreOrder) -> tuple[int, ...]:
-        """Copy this rank's part of chunks from its blocks to the host memory that holds chunks.
+        """Copy this rank's part of each chunk from the rank's KV blocks to the host memory that holds chunks.
 
         Args:
             order: chunks to store, their byte offsets in host memory, and the blocks that hold their tokens.
@@ -120,10 +120,10 @@ class ChunkRoutes:
     def load(
         self, pieces: Sequence[Piece], span: LoadSpan, tables: Sequence[Int64s], *, first: bool
     ) -> tuple[int, ...]:
-        """Copy this rank's part of chunks from the host memory that holds chunks to its blocks.
+        """Copy this rank's part of each chunk from the host memory that holds chunks to the rank's KV blocks.
 
         Args:
-            pieces: chunks to copy, sorted by group, then by number.
+            pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
             span: range of prompt tokens of the whole load.
             tables: destination block table of each KV cache group, int64, indexed by block position.
             first: True for the first part of the load. The blocks that the load fills only in part are then

@@ -134,9 +134,10 @@ class WorkerHalf:
             self._transfers.words.invalidate_all()
 
     def begin(self, orders: StepOrders) -> None:
-        """Begin to carry out the orders of a step, except its stores and its copies to the host buffer.
+        """Begin to carry out the orders of a step, before the forward pass.
 
-        `save` handles these two after the forward pass.
+        Orders that copy KV computed by this step (stores of chunks, and copies of prompts to the host buffer)
+        are left to `save`.
 
         Args:
             orders: orders of the step.
@@ -173,9 +174,9 @@ class WorkerHalf:
                 self._loads.landed(read.key, CHANGED)
 
     def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
-        """Copy prompts that the step has computed to the host buffer, and start to store the step's chunks.
+        """Copy completed prompts to the host buffer, and start to store the step's chunks.
 
-        Called after the forward pass.
+        Called after the step's forward pass, because both read the KV that it has computed.
 
         Args:
             orders: orders of the step.

@@ -50,9 +50,9 @@ class StoreOrder:
 
     Attributes:
         key: unique name of the order.
-        pieces: chunks to copy, sorted by group, then by number.
-        tables: the part of the block table with the blocks to copy, for each KV cache group of the engine;
-            None for groups without chunks in this order.
+        pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
+        tables: the slice of the request's block table that contains the blocks to copy, for each KV cache
+            group of the engine; None for groups without chunks in this order.
         available: range of prompt tokens that the blocks hold. If this range begins or ends inside a chunk,
             the rest of the chunk is filled with zeros.
     """
@@ -72,7 +72,7 @@ class LoadPart:
     Attributes:
         key: unique name of the part.
         load: the load.
-        pieces: chunks to copy, sorted by group, then by number.
+        pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
         first: True for the first part of the load.
     """
 
@@ -101,9 +101,10 @@ class ChunkOrders:
 
     Attributes:
         arena: description of the arena, sent with the first orders; None afterwards.
-        stores: chunks to copy from KV blocks to the arena, in this order, after all parts of loads.
-        parts: chunks to copy from the arena to KV blocks, in this order.
-        ends: messages that no more parts of a load follow.
+        stores: orders to copy chunks from KV blocks to the arena, in the order in which they are carried out.
+            All `parts` come before them.
+        parts: orders to copy chunks from the arena to KV blocks, in the order in which they are carried out.
+        ends: messages that a load is complete or has failed, carried out after `parts`.
     """
 
     arena: ArenaCard | None = None

@@ -33,9 +33,10 @@ class StaleEpochs:
     _current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Return whether the weights have changed in epoch `epoch` or in a later one.
+        """Return whether the weights have changed in an epoch or in a later one, so that its KV is not valid.
 
-        An epoch is the time between two cache resets. It is numbered by the resets before it.
+        Args:
+            epoch: number of cache resets before the epoch, which is the time between two resets.
         """
         return self.last is not None and epoch <= self.last
 
