@@ -46,7 +46,7 @@ class CollectResult:
 
 
 class StoredFile(Protocol):
-    """A file or object that is open for reading. Its content may be damaged in any way.
+    """A file or object of a cache that is open for reading. Callers must check its content for damage.
 
     Attributes:
         size: length of the file in bytes.
@@ -77,7 +77,8 @@ class CacheAdmin(Protocol):
 
     Attributes:
         where: absolute path of the directory, or URL.
-        records_use: True if the time of a file is its last use, False if it is the time of storing.
+        records_use: whether the cache records when a file was last used. If False, the time in an entry
+            (`CacheEntry.used_ns`) is the time of storing.
         no_capacity: text that explains to the operator why the capacity is unknown.
     """
 
@@ -100,14 +101,17 @@ class CacheAdmin(Protocol):
         ...
 
     def space(self) -> SpaceUsage:
-        """Return the capacity of the cache, the bytes in use, and the free bytes of its disk."""
+        """Return the capacity of the cache, the bytes in use, and the free bytes on its disk."""
         ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove temporary files of dead writers, measure the bytes in use again, and evict the oldest files.
+        """Reduce the cache to a limit: evict files until at most `capacity` bytes are in use.
+
+        First, temporary files of dead writers are removed, and the bytes in use are counted again. Then the
+        files with the earliest `CacheEntry.used_ns` are evicted.
 
         Args:
-            capacity: limit in bytes to evict to, for this call only; None for the capacity of the cache.
+            capacity: limit in bytes, for this call only; None for the capacity of the cache.
 
         Raises:
             ConfigError: the cache cannot be used, or its capacity is unknown and none is given.

@@ -18,7 +18,7 @@ TIERS = "tiers"
 
 
 class Medium(Enum):
-    """The kind of storage that tokens were loaded from, for engines that count tokens by medium."""
+    """The kind of storage that KV was loaded from. Engines that report loaded tokens by medium use it."""
 
     PEER = auto()
     HOST = auto()

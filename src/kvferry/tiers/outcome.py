@@ -83,6 +83,8 @@ class OutcomeCounter:
     def count_put(self, what: PutOutcome, stored_bytes: int) -> bool:
         """Count an attempt to store a chunk. Return whether this is the first attempt with this outcome.
 
+        The caller uses the result to log each kind of failure only once.
+
         Args:
             what: outcome of the attempt.
             stored_bytes: bytes of the chunk file. They are added to `TierStats.stored_bytes` if the chunk was
@@ -94,15 +96,19 @@ class OutcomeCounter:
             return self._puts[what] == 1
 
     def count_get(self, what: GetOutcome) -> bool:
-        """Count an attempt to fetch a chunk. Return whether this is the first attempt with this outcome."""
+        """Count an attempt to fetch a chunk. Return whether this is the first attempt with this outcome.
+
+        The caller uses the result to log each kind of failure only once.
+        """
         with self._lock:
             self._gets[what] += 1
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:
-        """Increase counts by the given numbers, for example ``add(evicted=1)``.
+        """Increase counts of events other than puts and gets, for example ``add(evicted=1)``.
 
-        The names are fields of `TierStats`.
+        Args:
+            counts: number to add to each count. The names are integer fields of `TierStats`.
         """
         with self._lock:
             self._sums.update(counts)

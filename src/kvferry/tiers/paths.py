@@ -78,7 +78,7 @@ def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
     """Return the path of the chunk file for a key. The file need not exist.
 
     Args:
-        root: path of the directory.
+        root: path of the file tier's directory.
         namespace: digest of the namespace (scope of chunk keys), 32 bytes.
         key: key of the chunk, 16 to 32 bytes.
     """
@@ -96,7 +96,7 @@ def chunk_name(namespace: bytes, key: bytes) -> str:
 
 
 def note_name(namespace: bytes) -> str:
-    """Return the name of the note (file that describes a namespace), relative to the directory or the URL.
+    """Return the name of a namespace's note (descriptive file), relative to the tier's directory or URL.
 
     Args:
         namespace: digest of the namespace (scope of chunk keys), 32 bytes.
@@ -118,7 +118,7 @@ def keys_of(names: Sequence[str]) -> list[bytes]:
 
 
 def is_chunk_folder(name: str) -> bool:
-    """Return whether `name` is a valid name of a folder for chunks, within the folder of a namespace."""
+    """Return whether `name` can be the name of a chunk folder (a subfolder of a namespace's folder)."""
     return _BUCKET.fullmatch(name) is not None
 
 
@@ -126,8 +126,8 @@ def temporary_path(final: str, reserved: int) -> str:
     """Return an unused path for a temporary file in the folder of `final`.
 
     Args:
-        final: path that the complete file will get.
-        reserved: number of bytes reserved for the file, which its name contains.
+        final: path to which the file will be renamed when it is complete.
+        reserved: number of bytes reserved for the file. The number becomes part of the temporary name.
     """
     folder, name = os.path.split(final)
     stem = name.partition(".")[0]
@@ -144,17 +144,17 @@ def chunk_identity(path: str) -> tuple[bytes, bytes]:
 
 
 def quarantine_path(root: str, path: str) -> str:
-    """Return an unused path in the quarantine folder, for a bad chunk file.
+    """Return an unused path in the quarantine folder, to which a bad chunk file can be moved.
 
     Args:
-        root: path of the directory.
-        path: path of the chunk file.
+        root: path of the file tier's directory.
+        path: current path of the chunk file.
     """
     return f"{root}/{quarantine_name(*chunk_identity(path))}"
 
 
 def quarantine_name(namespace: bytes, key: bytes) -> str:
-    """Return an unused name in quarantine for a bad chunk, relative to the directory or the URL of the tier.
+    """Return an unused name for a bad chunk in quarantine, relative to the directory or the URL of the tier.
 
     Args:
         namespace: digest of the namespace (scope of chunk keys), 32 bytes.
@@ -194,7 +194,7 @@ def default_directory() -> str:
 def find_same_directory(path: str, others: Iterable[str]) -> str | None:
     """Return the first of `others` that is the same directory as `path`; None if there is none.
 
-    Links and mounts are followed.
+    Paths that differ can be the same directory, through links or mounts. Missing directories are skipped.
     """
     for other in others:
         with suppress(OSError):
@@ -295,12 +295,12 @@ def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.D
 
 
 def _check_gone(path: str) -> None:
-    """Check that a path that was reported missing does not exist.
+    """Check that a path really does not exist, after a call has raised FileNotFoundError for it.
 
     If a mount fails for a moment, its files must not be treated as removed, because they still use space.
 
     Raises:
-        OSError: the path still exists.
+        OSError: the path exists.
     """
     if os.path.lexists(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
@@ -315,7 +315,7 @@ def _stat(
         entry: directory entry of the file.
         kind: purpose of the file.
         namespace: digest of the namespace, 64 hex digits; empty if the file belongs to none.
-        found: match of the file's name with a pattern; used only for a temporary file.
+        found: match of a temporary file's name, with its reserved bytes and boot id; unused for other kinds.
     """
     try:
         status = entry.stat(follow_symlinks=False)

@@ -26,7 +26,7 @@ class Location:
 
     Attributes:
         text: description of the location, for messages.
-        key: tuple for comparison. Two tiers of one kind with equal keys have the same chunks.
+        key: location in a form to compare. Two tiers of one kind with equal keys use the same storage.
     """
 
     text: str
@@ -38,7 +38,7 @@ class TrialResult:
     """The result of a trial write to a tier's storage (`StorageSettings.try_out`).
 
     Attributes:
-        found: result of the trial, as a sentence without a full stop.
+        found: description of the result for the operator, as a sentence without a full stop.
         advice: advice for the operator; empty if the storage can be used.
     """
 
@@ -47,16 +47,18 @@ class TrialResult:
 
 
 class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of one storage tier: an object with this ``type`` in the list ``tiers`` of a configuration.
+    """Settings of one storage tier: one object in the list ``tiers`` of a configuration.
 
-    A subclass adds its keys, sets `kind` and `medium`, and implements all methods.
+    There is one subclass for each ``type`` of tier. It adds the configuration keys of this type, sets `kind`
+    and `medium`, and implements all methods.
 
     Attributes:
         kind: value of ``type``, and name of the tier in messages and metrics.
         medium: medium under which the engine counts the tokens loaded from this tier.
         write: write mode. ``through`` writes a chunk as soon as it is in host memory, ``back`` when host
             memory fills up, or at shutdown.
-        load_weight: weight of each token that this tier offers; used only by source policy ``weight``.
+        load_weight: value of each token that this tier offers to load. Source policy ``weight`` multiplies
+            the number of offered tokens by it; other policies ignore it.
     """
 
     kind: ClassVar[str]

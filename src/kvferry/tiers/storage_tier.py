@@ -22,12 +22,13 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The usage of a tier's storage, and a hint why a namespace may be empty.
+    """The usage of a tier's storage, and a hint why the tier's own namespace (scope of chunk keys) is empty.
 
     Attributes:
         used, capacity: bytes in use and maximum bytes, of all namespaces together; None if unknown.
-        same_name_namespace: digest, in hex, of another namespace (scope of chunk keys) whose model has the
-            same name. Empty if there is none, or while this namespace has chunks.
+        same_name_namespace: digest, in hex, of another namespace in the storage whose model has the same
+            name, which suggests that chunks were stored with other settings. Empty if there is none, or if
+            the tier's own namespace has chunks.
     """
 
     used: int | None = None
@@ -74,7 +75,7 @@ class StorageTier(Protocol):
                 Page-aligned memory is not copied.
 
         Raises:
-            ChunkError: key, group and body do not form a chunk; nothing was stored.
+            ChunkError: `key` or `body` has a wrong length, or `group` has too many units; nothing was stored.
         """
         ...
 
@@ -96,13 +97,13 @@ class StorageTier(Protocol):
         ...
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks were used, so that a tier that evicts by time of last use keeps them.
+        """Record that chunks were used, so that a tier that evicts the least recently used chunks keeps them.
 
         The call blocks.
 
         Args:
-            keys: keys of the chunks, in the order in which to evict them. Keys that the tier does not have
-                are skipped.
+            keys: keys of the chunks, the chunk to evict first at the beginning. Keys that the tier does not
+                have are skipped.
         """
         del keys
 
@@ -119,7 +120,8 @@ class StorageTier(Protocol):
         The method blocks. A background thread calls it every few seconds.
 
         Returns:
-            The number of folders (or of listings, in object storage) that have changed since the last call.
+            A number above 0 if a change was found: in a directory, the number of folders that changed since
+            the last call; in object storage, 1.
         """
         ...
 

@@ -31,11 +31,11 @@ class NamespaceUsage:
             valid note.
         facts: facts about model and format that the namespace was made from; empty if there is no valid note.
         chunks: number of chunk files.
-        tokens: sum of the tokens of all chunks. For a chunk with several KV cache groups, the group with the
-            most tokens counts.
+        tokens: sum of the tokens of all chunks. If a chunk contains several KV cache groups, only the group
+            with the most tokens counts.
         total_bytes: bytes of all chunk files.
-        oldest, newest: earliest and latest time at which a chunk was last used, or stored if the cache does
-            not record uses. In seconds since 1970; None if there is no chunk.
+        oldest, newest: times of the least and of the most recently used chunk, in seconds since 1970; times
+            of storing if the cache does not record uses. None if there is no chunk.
         unreadable: number of chunks with an unreadable or invalid header.
     """
 
@@ -223,7 +223,7 @@ def _usage_of(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) 
 def _read_token_count(cache: CacheAdmin, entry: CacheEntry) -> int | None:
     """Return the number of tokens of a chunk; 0 if its file is gone, None if its header cannot be read.
 
-    For a chunk with several KV cache groups, the group with the most tokens counts.
+    If the chunk contains several KV cache groups, only the group with the most tokens counts.
     """
     try:
         with cache.opened(entry) as opened:

@@ -143,14 +143,14 @@ class Arena:
             raise
 
     def slots(self, offset: int, stride: int) -> StagedImages:
-        """Return a description of packed memory in the arena, for copies to and from KV blocks.
+        """Describe cells at equal distances in the arena, for copies between them and KV blocks.
 
-        The memory consists of *cells*. A cell holds the smallest run of tokens that the block sizes of both
-        sides of a copy divide into. A slot (memory of one chunk) has one or more cells.
+        A *cell* is a run of tokens that is copied as one unit; in the arena, its bytes are contiguous. A slot
+        (memory of one chunk) has one or more cells.
 
         Args:
-            offset: offset of the first cell in the arena, in bytes.
-            stride: number of bytes from one cell to the next.
+            offset: byte offset of the first cell in the arena.
+            stride: number of bytes from the start of one cell to the start of the next.
         """
         return StagedImages(self._space, self.region.address + offset, stride)
 
@@ -174,9 +174,9 @@ class Arena:
             self._map.close()
 
     def _populate(self) -> None:
-        """Allocate all memory of the arena now, so that too little memory is an error at start.
+        """Allocate all memory of the arena now, so that a lack of memory is an error at start and not later.
 
-        Before Linux 5.14, memory is allocated in the file only, without mapping it.
+        Linux 5.14 and later also map the memory into this process; earlier versions only allocate it.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -201,7 +201,7 @@ def _file_name(token: str) -> str:
 
 
 def available_bytes() -> int:
-    """Return the number of bytes of memory available to this process on its machine and in its control group.
+    """Return the bytes of memory that this process can still allocate, by its machine and control groups.
 
     Raises:
         ConfigError: /proc/meminfo cannot be read.
@@ -210,7 +210,9 @@ def available_bytes() -> int:
 
 
 def _available() -> tuple[int, str]:
-    """Return the bytes of available memory, and a text for messages that says where the limit is.
+    """Return the bytes of memory that this process can still allocate, and a description of the limit.
+
+    The description is for messages: it says whether the machine or a control group limits the memory.
 
     Raises:
         ConfigError: /proc/meminfo cannot be read.
@@ -228,6 +230,6 @@ def _too_large(size: int, found: str) -> str:
 
     Args:
         size: bytes of the arena.
-        found: description of the cause, such as the available memory.
+        found: reason why the arena does not fit, such as ``1 GiB are available on this machine``.
     """
     return f"host tier: {format_bytes(size)} of shared memory, but {found}; lower its capacity"

@@ -20,7 +20,8 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         capacity: number of bytes, or a text such as ``4GiB``; None for a tenth of the available memory.
         eviction_policy: name of the policy that chooses the chunk to evict (`tiers.eviction`).
-        load_weight: weight of each token that this tier offers; used only by source policy ``weight``.
+        load_weight: value of each token that this tier offers to load. Source policy ``weight`` multiplies
+            the number of offered tokens by it; other policies ignore it.
     """
 
     kind: ClassVar[str] = HOST

@@ -104,8 +104,8 @@ class Slabs:
     def reclaimable(self, stride: int) -> list[int]:
         """Return slabs (parts of the arena) that could be emptied to make room for slots of `stride` bytes.
 
-        A slab is returned if it has free slots, its slots have another size, and all free slots of that other
-        size add up to a slab or more. The time is proportional to the number of slabs that have free slots.
+        Such a slab has slots of another size, some of them free, and the free slots of that size in all slabs
+        add up to a slab or more. The time is proportional to the number of slabs that have free slots.
 
         Returns:
             The indices of the slabs, the slab with the most free bytes first.
@@ -179,8 +179,8 @@ class Slabs:
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     """Choose the size of the slabs (equal parts of the arena) so that few bytes are wasted.
 
-    The size is a multiple of the largest slot size. The waste is computed for each slot size, as if all slabs
-    were cut into slots of this size. The largest waste counts.
+    The result is a multiple of the largest slot size. Its waste is the number of arena bytes that remain
+    unused if all slabs are cut into slots of one size, for the slot size for which most bytes remain.
 
     Args:
         capacity_bytes: bytes of the arena.
@@ -194,7 +194,7 @@ def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]
 
     def lost(size: int) -> int:
-        """Return the number of arena bytes wasted with slabs of `size` bytes, for the worst slot size."""
+        """Return the bytes wasted with slabs of `size` bytes, for the slot size that wastes most."""
         return max(capacity_bytes - capacity_bytes // size * (size // stride) * stride for stride in strides)
 
     return min(sizes, key=lambda size: (lost(size), size))

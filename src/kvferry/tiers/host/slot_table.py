@@ -35,7 +35,7 @@ class Slot:
         key: key of the chunk.
         group: index of the KV cache group.
         offset: byte offset of the slot in the arena (host memory that holds the chunks), a multiple of 4096.
-        serial: number of the hold, unique in the table.
+        serial: number that identifies the hold, unique in the table.
     """
 
     key: bytes
@@ -118,13 +118,13 @@ class SlotTable:
         return self._hold(chunk, self._fills)
 
     def commit(self, slot: Slot) -> bool:
-        """Make a filled chunk readable, and release the hold of the fill.
+        """Make a filled chunk readable, and release the hold that `reserve` returned.
 
         The state of the slot changes from FILLING to READY. If `clear` has evicted the chunk meanwhile, the
         slot is freed instead.
 
         Args:
-            slot: hold that `reserve` returned.
+            slot: that hold.
 
         Returns:
             Whether the chunk is READY now.
@@ -139,13 +139,13 @@ class SlotTable:
         return wanted
 
     def abort(self, slot: Slot) -> bool:
-        """Free the slot of a chunk that could not be filled, and release the hold of the fill.
+        """Free the slot of a chunk that could not be filled, and release the hold that `reserve` returned.
 
         Args:
-            slot: hold that `reserve` returned.
+            slot: that hold.
 
         Returns:
-            Whether the slot was FILLING (being filled); False if `clear` has evicted the chunk meanwhile.
+            Whether the slot was FILLING (being filled); False if `clear` has evicted the chunk since.
 
         Raises:
             KeyError: the hold was released before.
@@ -170,7 +170,7 @@ class SlotTable:
         """Release a hold that `open` returned. If the chunk was evicted and has no other hold, free its slot.
 
         Args:
-            slot: hold of a read.
+            slot: that hold.
 
         Returns:
             Whether the chunk is still READY (readable) and has no other hold.
@@ -184,8 +184,8 @@ class SlotTable:
     def evict(self, key: bytes) -> ResidentChunk:
         """Evict a READY (readable) chunk and return it.
 
-        The slot of the chunk becomes FREE. If a read still holds the slot, the slot is EVICTED until the last
-        read ends.
+        If no read holds the slot of the chunk, the slot becomes FREE. Otherwise it is EVICTED until the last
+        read ends, and then FREE.
 
         Raises:
             KeyError: no READY chunk has this key.
@@ -197,8 +197,8 @@ class SlotTable:
     def clear(self) -> int:
         """Evict all chunks, and return the number of chunks that were being filled.
 
-        Each slot becomes FREE. If a read or a fill still holds a slot, the slot is EVICTED until the last
-        hold is released.
+        A slot without holds becomes FREE. A slot that reads or a fill still hold is EVICTED until the last
+        hold is released, and then FREE.
         """
         for key in list(self.ready):
             self.evict(key)
@@ -207,11 +207,12 @@ class SlotTable:
         return unfilled
 
     def keys_to_reclaim(self, group: int) -> list[bytes]:
-        """Return the keys of the chunks to evict so that one slab becomes free for a group.
+        """Return the keys of all chunks in one slab, so that the caller can evict them and empty the slab.
 
-        A *slab* is a part of the arena that is cut into slots of one size. The chosen slab has slots of
-        another size than the group needs, and the free slots of that other size add up to a slab or more. No
-        chunk in the slab has a hold. Return an empty list if there is no such slab.
+        A *slab* is a part of the arena that is cut into slots of one size; an empty slab can be cut into
+        slots of another size. The chosen slab has slots of another size than the group needs, the free slots
+        of that size in all slabs add up to a slab or more, and no chunk in the slab has a hold. Return an
+        empty list if there is no such slab.
 
         Args:
             group: index of the KV cache group that needs a slot.
@@ -254,11 +255,11 @@ class SlotTable:
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
-        """Return a new hold on a chunk, and record the hold.
+        """Create a hold on a chunk, record it in `holds`, and return it.
 
         Args:
             chunk: chunk to hold.
-            holds: held chunk by serial number of the hold: either `_fills` or `_reads`.
+            holds: held chunks by `Slot.serial`: `_fills` for a hold to fill the chunk, `_reads` to read it.
         """
         serial = next(self._serials)
         holds[serial] = chunk
@@ -270,7 +271,7 @@ class SlotTable:
 
         Args:
             slot: hold to release.
-            holds: held chunk by serial number of the hold: either `_fills` or `_reads`.
+            holds: held chunks by `Slot.serial`: `_fills` for a hold to fill the chunk, `_reads` to read it.
 
         Raises:
             KeyError: the hold was released before.

@@ -106,9 +106,9 @@ class HostTier:
         return slot
 
     def commit(self, slot: Slot) -> bool:
-        """Make a chunk readable after its slot (memory of one chunk) was filled. Release the slot.
+        """Make a chunk readable after its slot (memory of one chunk) was filled, and end the reservation.
 
-        If `clear` was called since `reserve`, the chunk is dropped.
+        If `clear` was called since `reserve`, the chunk is dropped instead, and its slot is freed.
 
         Args:
             slot: slot that `reserve` returned.
@@ -176,12 +176,12 @@ class HostTier:
             self._policy.unpin(slot.key)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Rank the chunks of a prompt as the latest used.
+        """Rank the chunks of a prompt as the most recently used chunks of the tier.
 
-        The last chunks of the prompt will be evicted first.
+        Among them, the last chunk of the prompt ranks as the least recently used, so it is evicted first.
 
         Args:
-            keys: keys of the chunks, the first chunk of the prompt first. Unknown keys are skipped.
+            keys: keys of the chunks in the order of the prompt. Keys that the tier does not have are skipped.
         """
         for key in reversed(keys):
             if key in self._slots.ready:
@@ -190,7 +190,8 @@ class HostTier:
     def clear(self) -> None:
         """Remove all chunks from the tier, including those being filled.
 
-        Their content must not be used again.
+        Call this when the stored KV is no longer valid: no chunk can be opened afterwards. The memory of a
+        chunk that is being read or filled is reused only after `close`, `commit` or `abort`.
         """
         self.counters.dropped[HostDropReason.CLEARED] += self._slots.clear()
         self._policy = self._make_policy(self.capacity_bytes)
@@ -219,10 +220,11 @@ class HostTier:
     def _make_room(self, group: int) -> None:
         """Evict chunks until a KV cache group has a free slot for one more chunk.
 
-        Stop earlier if all remaining chunks are held, or if too many bytes were evicted. An evicted chunk can
-        have another size than the group's chunks. Then its slot stays free for chunks of that size. When such
-        slots add up to a slab (a part of the arena with slots of one size), a slab of that size is emptied
-        for this group. So the free slots of one size never take much more than a slab from the other sizes.
+        Stop earlier if all remaining chunks are held, or if too many bytes were evicted in this call.
+
+        The eviction policy may choose a chunk of another size than the group's chunks. Its slot is then free
+        only for chunks of that size. When the free slots of that size add up to a slab (part of the arena
+        with slots of one size), all chunks of one slab are evicted, so that this group can use the slab.
 
         Args:
             group: index of the KV cache group.
@@ -240,7 +242,7 @@ class HostTier:
             evicted += sum(self._evict(key) for key in keys)
 
     def _evict(self, key: bytes) -> int:
-        """Remove a chunk that the eviction policy has chosen, and count the eviction.
+        """Remove a chunk whose key has left the eviction policy, and count the eviction.
 
         Return the bytes of the chunk.
         """
