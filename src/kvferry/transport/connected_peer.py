@@ -66,7 +66,7 @@ class ConnectedPeer:
             cards: descriptions of all ranks of the peer.
             words: registered memory of this rank into which the peer's lease words are read. A lease word is
                 an integer in the peer's memory that changes before leased blocks are freed.
-            landing: staging area into which packed cells (units of transfer) are read.
+            landing: staging area into which packed cells (parts of blocks) are read.
             context: ZeroMQ context for the connections that ask the peer's ranks to pack cells.
             settings: settings of transfers, such as strategy and costs.
 
@@ -97,7 +97,7 @@ class ConnectedPeer:
             self._made = made.pop_all()
 
     def plan(self, order: ReadOrder) -> ReadPlan:
-        """Plan the reads of one order: cells (units of transfer), transfer methods and descriptor indices.
+        """Plan the reads of one order: cells (parts of blocks), transfer methods and descriptor indices.
 
         Raises:
             TransferError: the block tables do not match the KV cache groups, contain an invalid block id, or
@@ -164,7 +164,7 @@ class ConnectedPeer:
 
         Returns:
             (operation that zeroes bytes of a block, ids of the blocks) for each route of these layers. A
-            route is a set of layers that are read with the same copies. Only the lane (reading thread) with
+            route is a set of layers that are copied alike. Only the lane (reading thread) with
             share 0 of the order zeroes blocks, so the list is empty for the other lanes.
         """
         if order.share.number:
@@ -199,7 +199,7 @@ class _Preparing:
         ours: geometry of this rank.
         words: registered memory of this rank into which the peer's lease words are read. A lease word is an
             integer that changes before leased blocks are freed.
-        landing: staging area into which packed cells (units of transfer) are read.
+        landing: staging area into which packed cells (parts of blocks) are read.
         context: ZeroMQ context for the connections that ask the peer's ranks to pack cells.
         settings: settings of transfers.
         made: exit stack with the callbacks that undo the preparation.

@@ -130,8 +130,9 @@ class ControlClient:
 
         Args:
             address: (host, port) of the peer's control channel.
-            incarnation: random number of the run of the peer that the caller expects; None for any run. If
-                the known peer has another number, it may have restarted. Then a new handshake is started.
+            incarnation: random number that identifies the run of the peer that the caller expects; None for
+                any run. If the known peer has another number, it may have restarted. Then a new handshake is
+                started.
         """
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
@@ -167,7 +168,7 @@ class ControlClient:
         producer starts a new handshake.
 
         Args:
-            number: number of the exchange, from `redeem`.
+            number: id of the exchange, from `redeem`.
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
@@ -183,7 +184,7 @@ class ControlClient:
         """Forget the exchange of a ticket (random id) for block tables and a lease. Ignore later replies.
 
         Args:
-            number: number of the exchange, from `redeem`.
+            number: id of the exchange, from `redeem`.
 
         Returns:
             True if the producer may hold the lease for this engine. Then the caller must release the lease.
@@ -214,8 +215,8 @@ class ControlClient:
         """Ask peers whether they keep KV of an earlier turn of the conversation that a prompt continues.
 
         Args:
-            peers: incarnation (random number of the run) of each peer, by the (host, port) of its control
-                channel.
+            peers: incarnation of each peer (random number that identifies its run), by the (host, port) of
+                its control channel.
             content: content of the prompt: chunk keys and token ids.
 
         Returns:
@@ -235,7 +236,7 @@ class ControlClient:
         Return None while peers may still reply.
 
         Args:
-            number: number of the query, from `ask_turn`.
+            number: id of the query, from `ask_turn`.
 
         Returns:
             ((host, port) of the peer that keeps the turn, description of the turn) for each turn found.

@@ -161,8 +161,8 @@ class ControlServer:
         """Consumers that keep the KV of earlier turns of conversations. This engine can ask them for the KV.
 
         Only the latest consumers that did a handshake with this engine are included. Each key is the (host,
-        port) at which the consumer answers queries for turns. The value is the incarnation (random number of
-        the run) that the consumer reported last.
+        port) at which the consumer answers queries for turns. The value is the incarnation that the consumer
+        reported last: a random number that identifies its run.
         """
         return self._keepers.copy()
 

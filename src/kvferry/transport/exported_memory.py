@@ -19,7 +19,8 @@ from kvferry.transport.staging import StagingArea
 class ExportedMemory:
     """The memory of a worker that peers can read, and the server that packs cells in it for peers.
 
-    A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides.
+    A cell is the part of a block that moves as one unit. Its size in tokens is the greatest common divisor of
+    the block sizes of both sides.
 
     Attributes:
         card: description of this worker, which the scheduler sends to peers.
@@ -28,7 +29,7 @@ class ExportedMemory:
     def __init__(
         self, geometry: RankGeometry, words: LeaseWords, settings: TransferSettings, agent: Agent
     ) -> None:
-        """Register the memory with NIXL, and start the server that packs cells (units of transfer) for peers.
+        """Register the memory with NIXL, and start the server that packs cells (parts of blocks) for peers.
 
         Args:
             geometry: addresses and layout of this worker's KV cache.
@@ -79,7 +80,7 @@ class ExportedMemory:
         )
 
     def close(self) -> None:
-        """Stop the server that packs cells (units of transfer) for peers, and close the NIXL agent."""
+        """Stop the server that packs cells (parts of blocks) for peers, and close the NIXL agent."""
         if self._gatherer is not None:
             self._gatherer.close()
             self._gatherer = None

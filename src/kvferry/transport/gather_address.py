@@ -19,7 +19,7 @@ def resolve_gather_address(
 ) -> RankCard:
     """Return a copy of a rank's description with a numeric address of the rank's gather channel.
 
-    Over the gather channel, readers ask the rank to pack cells (units of transfer) into staging memory. If
+    Over the gather channel, readers ask the rank to pack cells (parts of blocks) into staging memory. If
     its address is not allowed or not resolved yet, the copy has no gather channel. Workers connect to the
     address in the description, so workers never resolve a name.
 

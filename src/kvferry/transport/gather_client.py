@@ -38,8 +38,8 @@ _QUEUED = 10_000
 class GatherClient:
     """A connection to one rank of a peer, over which a lane (reading thread) asks the rank to pack cells.
 
-    A cell is the unit of transfer. A *segment* is the run of cells of one request. The routes (sets of layers
-    that are read with the same copies) are announced once; requests name them by index.
+    A cell is the part of a block that moves as one unit. A *segment* is the run of cells of one request. The
+    routes (sets of layers that are copied alike) are announced once; requests name them by index.
 
     Attributes:
         silent_until: end of the pause in which the rank is not asked, because it did not reply in time; in
@@ -59,9 +59,9 @@ class GatherClient:
         Args:
             context: ZeroMQ context.
             host: numeric address of the rank's gather channel, over which readers ask the rank to pack cells
-                (units of transfer).
+                (parts of blocks).
             port: port of the gather channel.
-            routes: routes (sets of layers that are read with the same copies) that `ask` names by index.
+            routes: routes (sets of layers that are copied alike) that `ask` names by index.
             keys: CURVE keys, with which peers authenticate each other.
         """
         self.silent_until = 0.0
@@ -85,7 +85,7 @@ class GatherClient:
 
     @property
     def waiting(self) -> bool:
-        """True while any request to pack cells (units of transfer) is open.
+        """True while any request to pack cells (parts of blocks) is open.
 
         A request is closed when `answer` has returned the reply to it, or when `done` is called.
         """
@@ -103,10 +103,10 @@ class GatherClient:
         return now < self.silent_until
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
-        """Ask the rank to pack cells (units of transfer) into its staging memory.
+        """Ask the rank to pack cells (parts of blocks) into its staging memory.
 
         Args:
-            route: index of the cells' route (set of layers that are read with the same copies) in the
+            route: index of the cells' route (set of layers that are copied alike) in the
                 argument `routes` of the constructor.
             lease: lease word: an integer in the rank's memory that shows whether the lease on the source
                 blocks is valid.
@@ -137,7 +137,7 @@ class GatherClient:
         Return None if no reply has arrived yet.
 
         Args:
-            segment: number of the segment (the cells of the request), from `ask`.
+            segment: id of the segment (the cells of the request), from `ask`.
         """
         self._receive()
         found = self._answers.pop(segment, None)
@@ -151,7 +151,7 @@ class GatherClient:
         This reader no longer needs the segment. Later replies about it are ignored.
 
         Args:
-            segment: number of the segment, from `ask`.
+            segment: id of the segment, from `ask`.
         """
         self._wanted.pop(segment, None)
         self._answers.pop(segment, None)

@@ -46,8 +46,8 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
     """The copies that pack the cells of one route into images. The source prepares them for later requests.
 
-    A route is a set of layers that are read with the same copies. A cell is the unit of transfer. An image is
-    a cell packed into contiguous memory.
+    A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit. An
+    image is a cell packed into contiguous memory.
 
     Attributes:
         src_stride: bytes from one block of the source's KV cache to the next.
@@ -64,14 +64,14 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def cells(self) -> int:
-        """Number of cells (units of transfer) in a block of the source's KV cache."""
+        """Number of cells (parts that move as one unit) in each block of the source's KV cache."""
         return len(self.parts[0].at)
 
 
 class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
     """Message without reply: announces the routes that later `Gather` messages name.
 
-    A route is a set of layers that are read with the same copies. The message replaces the routes that the
+    A route is a set of layers that are copied alike. The message replaces the routes that the
     reader announced before.
 
     Attributes:
@@ -84,11 +84,11 @@ class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Request: asks the source to pack cells (units of transfer) into its staging memory.
+    """Request: asks the source to pack cells (parts of blocks) into its staging memory.
 
     Attributes:
-        segment: number of the segment (the cells of this request), repeated in the reply.
-        route: index of the cells' route (set of layers that are read with the same copies) in
+        segment: id of the segment (the cells of this request), repeated in the reply.
+        route: index of the cells' route (set of layers that are copied alike) in
             `AnnounceRoutes`.
         slot: index of the lease word: an integer in the source's memory that changes before the cells' blocks
             are freed.
@@ -105,7 +105,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     cell: _Count
 
     def ids(self) -> Int64s:
-        """Return the source block id of each cell (unit of transfer), int64 of shape (n,)."""
+        """Return the source block id of each cell (part of a block), int64 of shape (n,)."""
         return np.frombuffer(self.blocks, np.int32).astype(np.int64)
 
 
@@ -113,7 +113,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """Message without reply: frees the staging memory of a segment, which the reader no longer needs.
 
     Attributes:
-        segment: number of the segment (the packed cells of one request).
+        segment: id of the segment (the packed cells of one request).
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -122,10 +122,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
     """Reply: the cells of a request have been packed into images (one contiguous piece of memory per cell).
 
-    A cell is the unit of transfer.
+    A cell is the part of a block that moves as one unit.
 
     Attributes:
-        segment: number of the segment (the cells of one request).
+        segment: id of the segment (the cells of one request).
         position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
         word: index of the word (integer in registered memory) that changes before the images are overwritten.
             The reader reads this word after the images.
@@ -139,10 +139,10 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """Reply: the cells (units of transfer) of a request will not be packed.
+    """Reply: the cells (parts of blocks) of a request will not be packed.
 
     Attributes:
-        segment: number of the segment (the cells of one request).
+        segment: id of the segment (the cells of one request).
         reason: cause, for log messages.
         unknown: True if the server does not know the routes (sets of layers) of the reader. Then the reader
             must announce them again.
@@ -162,12 +162,12 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a request to pack cells (units of transfer), or a reply to such a request, as MessagePack."""
+    """Encode a request to pack cells (parts of blocks), or a reply to such a request, as MessagePack."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a reader's message to the server that packs cells (units of transfer), and check its values.
+    """Decode a reader's message to the server that packs cells (parts of blocks), and check its values.
 
     Raises:
         ProtocolError: the message cannot be decoded, or a value is out of bounds.
@@ -182,7 +182,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a server's reply to a request to pack cells (units of transfer).
+    """Decode a server's reply to a request to pack cells (parts of blocks).
 
     Raises:
         ProtocolError: the reply cannot be decoded.

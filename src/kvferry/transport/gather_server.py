@@ -71,7 +71,7 @@ _SWEEP_SECONDS = 1.0
 class _Reader:
     """A peer's worker that reads from this worker, and has announced its routes.
 
-    A route is a set of layers that are read with the same copies. A cell is the unit of transfer.
+    A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit.
 
     Attributes:
         routes: announced routes, each with its prepared copies.
@@ -87,7 +87,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _HeldAllocation:
-    """Staging memory of a packed segment: the packed cells (units of transfer) of one request.
+    """Staging memory of a packed segment: the packed cells (parts of blocks) of one request.
 
     Attributes:
         allocation: memory in the staging area.
@@ -100,7 +100,7 @@ class _HeldAllocation:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request to pack cells (units of transfer) that waits for free staging memory.
+    """A request to pack cells (parts of blocks) that waits for free staging memory.
 
     Attributes:
         sender: id of the reader.
@@ -114,7 +114,7 @@ class _Waiting:
 
 
 class GatherServer:
-    """A thread that packs cells (units of transfer) into staging memory at the request of readers.
+    """A thread that packs cells (parts of blocks) into staging memory at the request of readers.
 
     Attributes:
         port: port that the server listens on.
@@ -133,7 +133,7 @@ class GatherServer:
         peers: AllowedPeers = ANY_PEER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind a socket to any free port, and start the thread that packs cells (units of transfer).
+        """Bind a socket to any free port, and start the thread that packs cells (parts of blocks).
 
         Args:
             host: address to bind.
@@ -297,11 +297,11 @@ class GatherServer:
     def _copy(
         self, message: Gather, route: GatherRoute, loops: StagingCopies, allocation: Allocation
     ) -> str | None:
-        """Copy the cells (units of transfer) of a request from the KV cache into staging memory.
+        """Copy the cells (parts of blocks) of a request from the KV cache into staging memory.
 
         Args:
             message: request, which names the cells.
-            route: route (set of layers that are read with the same copies) of the cells.
+            route: route (set of layers that are copied alike) of the cells.
             loops: prepared copies of the route.
             allocation: staging memory to write to.
 

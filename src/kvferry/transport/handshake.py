@@ -147,7 +147,8 @@ class Handshakes:
 
         Args:
             address: (host, port) of the peer's control channel.
-            incarnation: random number of the run of the peer that the caller expects; None for any run.
+            incarnation: random number that identifies the run of the peer that the caller expects; None for
+                any run.
         """
         answer = self._answers.get(address)
         if isinstance(answer, Unusable) and self._refusal_is_over(address):

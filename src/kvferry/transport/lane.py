@@ -116,7 +116,7 @@ class _Read:
     """A read that a lane (reading thread) has started and not ended.
 
     A READ is a one-sided read of the peer's memory. A lease word is an integer in that memory that changes
-    before leased blocks are freed. A cell is the unit of transfer.
+    before leased blocks are freed. A cell is the part of a block that moves as one unit.
 
     Attributes:
         order: order that is executed.
@@ -170,7 +170,7 @@ class Lane:
         Args:
             name: name of the NIXL agent, unique among all agents that ever communicate.
             geometry: addresses and layout of this worker's KV cache.
-            landing: staging area into which packed cells (units of transfer) are read; all lanes share it.
+            landing: staging area into which packed cells (parts of blocks) are read; all lanes share it.
             settings: settings of transfers, such as strategy and costs.
             make_agent: function that creates the NIXL agent; the thread calls it.
             validator: object that decides whether a peer's transport metadata may be loaded.
@@ -383,7 +383,7 @@ class Lane:
     def _pause(self, nap: float) -> None:
         """Sleep for `nap` seconds.
 
-        Wake up early if a peer that was asked to pack cells (units of transfer) replies.
+        Wake up early if a peer that was asked to pack cells (parts of blocks) replies.
         """
         clients = [
             rank.source.client.socket

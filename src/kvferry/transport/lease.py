@@ -48,8 +48,8 @@ class LeaseWord:
         """Return the value that the lease's word (integer in registered memory) has while the lease is valid.
 
         Args:
-            worker: incarnation of the worker whose memory holds the word: a random number of the worker's
-                run, which is the high half of the value.
+            worker: incarnation of the worker whose memory holds the word: a random number that identifies the
+                worker's run. It is the high half of the value.
         """
         return worker << 32 | self.generation
 
@@ -66,7 +66,8 @@ class LeaseWords:
     they were valid.
 
     Attributes:
-        incarnation: random number of this run of the worker, which is the high half of every word.
+        incarnation: random number that identifies this run of the worker, which is the high half of every
+            word.
         array: word of every slot, uint64 of shape (slots,).
     """
 
@@ -74,7 +75,8 @@ class LeaseWords:
         """Create the array of lease words: integers that peers read to check whether a lease is still valid.
 
         Args:
-            incarnation: random number of this run of the worker, which is the high half of every word.
+            incarnation: random number that identifies this run of the worker, which is the high half of every
+                word.
             slots: number of words. The low half of each word starts at 0.
         """
         self.incarnation = incarnation
@@ -100,8 +102,8 @@ class LeaseWords:
     def invalidate_all(self) -> None:
         """Set all words (integers that peers can read) to 0, so that no present or future lease is valid.
 
-        The high half of a valid word is the incarnation (random number of the run) of the worker, which is
-        never 0.
+        The high half of a valid word is the incarnation of the worker (random number that identifies its
+        run), which is never 0.
         """
         self.array[:] = 0
 

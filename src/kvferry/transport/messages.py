@@ -147,7 +147,7 @@ class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
 class Outgoing(msgspec.Struct, frozen=True):
     """The gather channel of a worker, and the staging area that belongs to the channel.
 
-    Over the channel, readers ask the worker to pack cells (units of transfer) into the staging area. Then
+    Over the channel, readers ask the worker to pack cells (parts of blocks) into the staging area. Then
     they read the packed cells from there.
 
     Attributes:
@@ -168,14 +168,15 @@ class RankCard(msgspec.Struct, frozen=True):
     """Description of one worker of the producer.
 
     A word is an 8-byte integer in registered memory that changes before the memory that it protects is
-    reused. A cell is the unit of transfer.
+    reused. A cell is the part of a block that moves as one unit.
 
     Attributes:
         geometry: addresses and layout of the worker's KV cache.
         agent: transport metadata of the worker's NIXL agent.
         words_address: memory address of the worker's first word.
         words: number of words; the words of leases come first.
-        incarnation: random number of this run of the worker, which is the high half of each of its words.
+        incarnation: random number that identifies this run of the worker, which is the high half of each of
+            its words.
         outgoing: channel over which readers ask the worker to pack cells; None if the worker packs none.
     """
 
@@ -212,7 +213,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     conversation.
 
     Attributes:
-        consumer: incarnation (random number of the run) of the consumer.
+        consumer: incarnation of the consumer (random number that identifies its run).
         tickets: tickets (random ids) of the leases to extend.
     """
 
@@ -224,7 +225,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     """Message without reply: ends the consumer's claims on leases whose blocks it no longer needs.
 
     Attributes:
-        consumer: incarnation (random number of the run) of the consumer.
+        consumer: incarnation of the consumer (random number that identifies its run).
         tickets: tickets (random ids) of the leases.
     """
 
@@ -239,7 +240,7 @@ class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
     conversation. Prompts are compared in chunks: units of a fixed number of tokens.
 
     Attributes:
-        number: number of the query, repeated in the reply.
+        number: id of the query, repeated in the reply.
         chunk_tokens: number of tokens in a chunk.
         keys: key (digest of the content) of each whole chunk of the prompt, from the first on.
     """
@@ -253,7 +254,8 @@ class KeptTurn(msgspec.Struct, frozen=True):
     """A finished request whose KV blocks its engine keeps for the next turn of the conversation.
 
     Attributes:
-        engine_id, incarnation: id of the engine that keeps the turn, and random number of the engine's run.
+        engine_id, incarnation: id of the engine that keeps the turn, and random number that identifies the
+            engine's run.
         ticket: ticket (random id) that names the turn's lease.
         grant: block tables, and the word (integer in registered memory) that shows whether the lease is
             valid.
@@ -287,7 +289,7 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
     """Reply: the earlier turns (finished requests) of conversations that a query found.
 
     Attributes:
-        number: number of the query.
+        number: id of the query.
         kept: turns that were found. All of them share the same number of chunks with the prompt. They may
             differ in the tokens that follow these chunks.
     """

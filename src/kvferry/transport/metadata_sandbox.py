@@ -60,7 +60,7 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         agent: transport metadata of the worker's NIXL agent.
         words_address: address of the worker's first lease word (integer in registered memory).
-        incarnation: random number of the worker's run, which must be the high half of that word.
+        incarnation: random number that identifies the worker's run, which must be the high half of that word.
     """
 
     agent: bytes

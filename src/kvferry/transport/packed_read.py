@@ -56,8 +56,8 @@ After that, its cells are read without packing.
 class PackedReadResources:
     """Resources that are shared by all reads of packed cells of one lane (reading thread).
 
-    A cell is the unit of transfer. An image is a cell packed into contiguous memory. A word is an integer in
-    the source's memory that shows whether images are valid.
+    A cell is the part of a block that moves as one unit. An image is a cell packed into contiguous memory. A
+    word is an integer in the source's memory that shows whether images are valid.
 
     Attributes:
         agent: NIXL agent of the lane.
@@ -79,7 +79,7 @@ class RankLists:
 
     The rank keeps *words* (64-bit values) in registered memory. A word changes when the memory that it
     belongs to is reused, so the reader can check afterwards whether the bytes that it read were valid. A cell
-    is the unit of transfer, and an image is a cell packed into contiguous memory.
+    is the part of a block that moves as one unit. An image is a cell packed into contiguous memory.
 
     Attributes:
         local: handle of the list of local memory: cells in blocks, and images in the staging area.
@@ -99,7 +99,7 @@ class RankLists:
 
 
 class _SegmentState(Enum):
-    """State of a segment: a run of packed cells (units of transfer) that move together.
+    """State of a segment: a run of packed cells (parts of blocks) that move together.
 
     NEW: nothing has been done. ASKED: the source has been asked to pack the cells. GATHERED: the cells can be
     read. READING: the cells are being read. CHECKING: an integer in the source's memory is being read, which
@@ -115,13 +115,13 @@ class _SegmentState(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A segment: a run of packed cells (units of transfer) that move together.
+    """A segment: a run of packed cells (parts of blocks) that move together.
 
     Attributes:
         cells: cells of the segment.
         state: state of the segment.
         since: time at which the segment was created or gathered, in seconds of the clock.
-        number: number of the request that asks the source to gather (pack) the segment; 0 if there is none.
+        number: id of the request that asks the source to gather (pack) the segment; 0 if there is none.
         gathered: reply of the source; None if the source has not gathered the segment.
         allocation: staging memory of this worker that the segment holds; None if it holds none.
         handle: handle of the segment's latest READ (one-sided read); None before the first.
@@ -142,7 +142,7 @@ class _Segment:
 
 
 def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
-    """Split cells (units of transfer) into segments: runs of cells that move together.
+    """Split cells (parts of blocks) into segments: runs of cells that move together.
 
     The last segment may be shorter than the others.
 
@@ -160,7 +160,7 @@ def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
 class PackedRead:
     """A read of cells that are packed into contiguous staging memory on the way.
 
-    All cells (units of transfer) belong to one route: a set of layers that are read with the same copies.
+    All cells (parts of blocks) belong to one route: a set of layers that are copied alike.
     Only the lane's thread uses this object.
 
     Attributes:
@@ -181,13 +181,13 @@ class PackedRead:
     ) -> None:
         """Split the cells into segments (runs of cells that move together). `advance` starts to read them.
 
-        A cell is the unit of transfer.
+        A cell is the part of a block that moves as one unit.
 
         Args:
             bench: resources that all packed reads of the lane (reading thread) share.
             lists: prepared descriptor lists of the peer's rank.
             client: client for requests that ask the peer's rank to pack cells; None if no method needs it.
-            route: prepared route (set of layers that are read with the same copies) of the cells.
+            route: prepared route (set of layers that are copied alike) of the cells.
             method: method that moves the cells: over-read (the reader fetches gaps too) or staged (the source
                 packs the cells first).
             cells: cells to read.
@@ -206,13 +206,13 @@ class PackedRead:
     def finished(self) -> bool:
         """True if the read has ended: no segment is in progress, and none is left to start.
 
-        A segment is a run of packed cells (units of transfer) that move together.
+        A segment is a run of packed cells (parts of blocks) that move together.
         """
         return not self._chunks and (not self._rest or self.failure is not None)
 
     @property
     def waits_for_source(self) -> bool:
-        """True while the source has been asked to pack cells (units of transfer), and has not replied."""
+        """True while the source has been asked to pack cells (parts of blocks), and has not replied."""
         return any(segment.state is _SegmentState.ASKED for segment in self._chunks)
 
     @property
@@ -223,7 +223,7 @@ class PackedRead:
     def advance(self) -> bool:
         """Advance the read of every segment as far as possible without blocking.
 
-        A segment is a run of packed cells (units of transfer) that move together. Start further segments, up
+        A segment is a run of packed cells (parts of blocks) that move together. Start further segments, up
         to `AHEAD` at a time. Return whether any segment advanced.
         """
         moved = self._ask_ahead()
@@ -235,7 +235,7 @@ class PackedRead:
         return moved
 
     def abandon(self, reason: str) -> None:
-        """Mark the whole read as failed, and start to read no further cells (units of transfer).
+        """Mark the whole read as failed, and start to read no further cells (parts of blocks).
 
         READs (one-sided reads) in flight continue. `finished` becomes True when they have ended.
 
@@ -260,7 +260,7 @@ class PackedRead:
         If the transport raises an exception, the whole packed read fails.
 
         Args:
-            segment: run of packed cells (units of transfer) that move together.
+            segment: run of packed cells (parts of blocks) that move together.
 
         Returns:
             True if a step was taken.
@@ -346,7 +346,7 @@ class PackedRead:
         There is one descriptor per contiguous run. If the cells cannot be read in this way, fail the read.
 
         Args:
-            segment: run of cells (units of transfer) that move together.
+            segment: run of cells (parts of blocks) that move together.
             reason: reason why the cells are not read packed.
         """
         if self._route.direct is None:
@@ -457,7 +457,7 @@ class PackedRead:
         None of the segment's READs (one-sided reads) may be in flight.
 
         Args:
-            segment: run of packed cells (units of transfer) that move together.
+            segment: run of packed cells (parts of blocks) that move together.
         """
         self._chunks.remove(segment)
         self._give_back(segment)
@@ -469,7 +469,7 @@ class PackedRead:
         are valid.
 
         Args:
-            segment: run of packed cells (units of transfer) that move together.
+            segment: run of packed cells (parts of blocks) that move together.
         """
         if segment.number and self._client is not None:
             self._client.done(segment.number)

@@ -69,12 +69,12 @@ class _DescriptorRows:
 
     @property
     def rows(self) -> int:
-        """Number of rows (contiguous runs) per cell (unit of transfer)."""
+        """Number of rows (contiguous runs) per cell (part of a block)."""
         return sum(len(address) for address, _, _ in self.parts)
 
     @property
     def cells(self) -> int:
-        """Number of cells (units of transfer) per block; 1 for images (packed cells)."""
+        """Number of cells (parts that move as one unit) in each block; 1 for images (packed cells)."""
         return len(self.parts[0][2])
 
     @property
@@ -103,7 +103,7 @@ class DescriptorList:
         """Append the descriptors that these rows generate, and return the index of the first descriptor.
 
         Args:
-            rows: rows of one transfer method. A row generates one descriptor for each cell (unit of transfer)
+            rows: rows of one transfer method. A row generates one descriptor for each cell (part of a block)
                 of each block.
 
         Raises:
@@ -134,7 +134,7 @@ class DescriptorList:
 class PreparedMethod:
     """A transfer method of a route, with all that was prepared for it when the peer connected.
 
-    A route is a set of layers that are read with the same copies. A cell is the unit of transfer.
+    A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit.
 
     Attributes:
         method: transfer method.
@@ -160,7 +160,7 @@ class PreparedMethod:
         return self.method.image.stride if self.method.image else 0
 
     def segment_cells(self, cells: int) -> int:
-        """Return the number of cells (units of transfer) that move together in one step: a segment.
+        """Return the number of cells (parts of blocks) that move together in one step: a segment.
 
         The number is so small that four segments fit in each staging area that the method uses.
 
@@ -177,7 +177,7 @@ class PreparedMethod:
         """Return the indices of the descriptors of these cells in the lists of the source and of this worker.
 
         Args:
-            cells: cells (units of transfer) to move.
+            cells: cells (parts of blocks) to move.
             outgoing: index of the first packed cell in the source's staging area; ignored if the source packs
                 nothing.
             landing: index of the first packed cell in this worker's staging area; ignored if this worker
@@ -197,11 +197,11 @@ class PreparedMethod:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRoute:
-    """A route (set of layers that are read with the same copies) with all transfer methods that can move it.
+    """A route (set of layers that are copied alike) with all transfer methods that can move it.
 
     Attributes:
         route: layers and copies.
-        methods: prepared methods. If the cells (units of transfer) can be read without packing, the first
+        methods: prepared methods. If the cells (parts of blocks) can be read without packing, the first
             method does that.
         clearing: operation that zeroes those bytes of a block that the route writes.
     """
@@ -212,11 +212,14 @@ class PreparedRoute:
 
     @property
     def direct(self) -> PreparedMethod | None:
-        """The method that reads cells (units of transfer) straight into blocks; None if there is none."""
+        """The method that reads cells (parts of blocks) straight into this rank's KV blocks, without packing.
+
+        None if the route has no such method.
+        """
         return next((p for p in self.methods if p.method.strategy is Strategy.DIRECT), None)
 
     def direct_indices(self, cells: Cells) -> DescriptorIndices:
-        """Return the indices of the descriptors that read these cells (units of transfer) into blocks.
+        """Return the indices of the descriptors that read these cells (parts of blocks) into blocks.
 
         The indices refer to the descriptor lists of the source and of this worker. There must be a method
         that reads cells without packing (`direct`).
@@ -225,11 +228,11 @@ class PreparedRoute:
         return self.direct.indices(cells, 0, 0)
 
     def src_cell(self, cells: Cells) -> int:
-        """Return the index that the first of these cells (units of transfer) has within its source block."""
+        """Return the index that the first of these cells (parts of blocks) has within its source block."""
         return int(cells.number[0]) % self.route.src_cells
 
     def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
-        """Return the transfer method that is expected to move a number of cells (units of transfer) fastest.
+        """Return the transfer method that is expected to move a number of cells (parts of blocks) fastest.
 
         Args:
             cells: number of cells to move.
@@ -245,7 +248,7 @@ class PreparedRoute:
         """Return the number of bytes and descriptors that a transfer of cells needs.
 
         Args:
-            cells: cells (units of transfer) to move.
+            cells: cells (parts of blocks) to move.
             chosen: method that moves the cells.
         """
         if chosen.method.image is None:
@@ -260,7 +263,7 @@ class PreparedRoute:
 class RoutePreparation:
     """Prepares the transfer of all routes from one rank of a peer to this rank.
 
-    A route is a set of layers that are read with the same copies. A cell is the unit of transfer.
+    A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit.
 
     Attributes:
         src, dst: builders of the descriptor lists of the peer's rank and of this rank.
@@ -289,7 +292,7 @@ class RoutePreparation:
         """Prepare a route: append its descriptors to `src` and `dst`, and the prepared route to `routes`.
 
         Args:
-            route: set of layers that are read with the same copies.
+            route: set of layers that are copied alike.
 
         Raises:
             TransferError: no method can move the route, or the lists would be too long.
@@ -335,7 +338,7 @@ class RoutePreparation:
         """Return the rows that generate the descriptors of a transfer method.
 
         Args:
-            route: set of layers that are read with the same copies.
+            route: set of layers that are copied alike.
             method: transfer method of the route.
 
         Returns:
@@ -403,7 +406,7 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
     """Return an operation that zeroes those bytes of a block that a route writes.
 
     Args:
-        route: set of layers that are read with the same copies.
+        route: set of layers that are copied alike.
         space: memory of this rank's KV cache.
     """
     written = [

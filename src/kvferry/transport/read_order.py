@@ -18,13 +18,13 @@ from kvferry.transport.lease import LeaseWord
 class Share:
     """The share of a read order that one lane (reading thread) reads.
 
-    Every cell (unit of transfer) is in exactly one share. All cells of a route in one destination block are
+    Every cell (part of a block) is in exactly one share. All cells of a route in one destination block are
     in the same share, so the lane that reads into a block also zeroes what the read leaves out.
 
     Attributes:
         number: index of the share, from 0. A lane gets another index with every order.
         lanes: number of lanes, which is the number of shares.
-        least_bytes: minimum bytes of a share of a route (set of layers that are read with the same copies).
+        least_bytes: minimum bytes of a share of a route (set of layers that are copied alike).
             Fewer lanes read a route that is too small for all of them.
     """
 
@@ -33,14 +33,14 @@ class Share:
     least_bytes: int = 1
 
     def select(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
-        """Select the cells (units of transfer) of a route that belong to this share of a read order.
+        """Select the cells (parts of blocks) of a route that belong to this share of a read order.
 
         Each lane (reading thread) reads one share.
 
         Args:
             cells: all cells of the route to read.
             cell_bytes: size of a cell in bytes.
-            route: index of the route (set of layers that are read with the same copies). The first cells of
+            route: index of the route (set of layers that are copied alike). The first cells of
                 each route go to another lane, so that several routes with few large cells use all lanes.
 
         Returns:
@@ -57,7 +57,7 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of the first cell (unit of transfer) of a share, when cells are split into shares.
+    """Return the index of the first cell (part of a block) of a share, when cells are split into shares.
 
     A share always starts with the first cell of a destination block. If no destination block starts in or
     after the share, return the number of cells.

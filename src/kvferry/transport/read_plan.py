@@ -19,10 +19,10 @@ from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
 
 @dataclass(frozen=True, slots=True)
 class PackedCells:
-    """Cells (units of transfer) of one route that are packed into contiguous staging memory on the way.
+    """Cells (parts of blocks) of one route that are packed into contiguous staging memory on the way.
 
     Attributes:
-        route: prepared route (set of layers that are read with the same copies) of the cells.
+        route: prepared route (set of layers that are copied alike) of the cells.
         method: transfer method: over-read (the reader fetches gaps too) or staged (the source packs the
             cells).
         cells: cells to move.
@@ -40,8 +40,8 @@ class RankRead:
     Attributes:
         source: rank of the peer.
         direct: indices of the descriptors that are read straight into blocks; None if there are none.
-        packed: cells (units of transfer) that are packed into contiguous staging memory on the way, one entry
-            per route (set of layers that are read with the same copies).
+        packed: cells (parts of blocks) that are packed into contiguous staging memory on the way, one entry
+            per route (set of layers that are copied alike).
     """
 
     source: SourceRank
@@ -84,10 +84,10 @@ class SourceRank:
 
     Attributes:
         agent: name of the rank's NIXL agent.
-        routes: prepared routes (sets of layers that are read with the same copies) from the rank, with all
+        routes: prepared routes (sets of layers that are copied alike) from the rank, with all
             their transfer methods.
         lists: prepared descriptor lists.
-        client: client for requests that ask the rank to pack cells (units of transfer); None if no method
+        client: client for requests that ask the rank to pack cells (parts of blocks); None if no method
             needs it.
         leases: number of the rank's lease words (integers in registered memory).
     """

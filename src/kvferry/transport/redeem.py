@@ -144,7 +144,8 @@ class Grant(msgspec.Struct, frozen=True):
         The consumer checks the word after it has read the blocks.
 
         Args:
-            incarnation: random number of the producer's run, from the reply that contains this grant.
+            incarnation: random number that identifies the producer's run, from the reply that contains this
+                grant.
         """
         return LeaseWord(self.slot, self.generation, incarnation)
 
@@ -153,8 +154,8 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
     """Request: exchanges a ticket (random id that names a lease) for block tables and the claim on the lease.
 
     Attributes:
-        number: number of the request, repeated in the reply.
-        consumer: incarnation (random number of the run) of the consumer.
+        number: id of the request, repeated in the reply.
+        consumer: incarnation of the consumer (random number that identifies its run).
         ticket: random id that names the lease.
         tokens: number of tokens whose KV the producer has offered.
         content: digests of the first `tokens` tokens of the consumer's own prompt.
@@ -173,8 +174,8 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
     The consumer may read while the lease is valid.
 
     Attributes:
-        number: number of the request.
-        incarnation: random number of the producer's run.
+        number: id of the request.
+        incarnation: random number that identifies the producer's run.
         grant: block tables, and the word (integer in registered memory) that shows whether the lease is
             valid.
     """
@@ -188,8 +189,8 @@ class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
     """Reply: the consumer's ticket (random id) is not accepted. The producer's state is unchanged.
 
     Attributes:
-        number: number of the request.
-        incarnation: random number of the producer's run.
+        number: id of the request.
+        incarnation: random number that identifies the producer's run.
         reason: cause, as a sentence.
     """
 

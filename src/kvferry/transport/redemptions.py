@@ -49,7 +49,8 @@ class Redemptions:
         """Create an empty collection of redemptions (exchanges of a ticket for block tables and a lease).
 
         Args:
-            consumer: incarnation (random number of the run) of this engine, sent in every request.
+            consumer: incarnation of this engine (random number that identifies its run), sent in every
+                request.
             patience_seconds: maximum time in seconds to wait for a producer's reply.
             clock: function that returns the current time in seconds.
         """
@@ -81,7 +82,7 @@ class Redemptions:
         """Return the producer's reply to the exchange of a ticket (random id) for block tables and a lease.
 
         Args:
-            number: number of the request, from `begin`.
+            number: id of the request, from `begin`.
             wait_seconds: maximum time in seconds to wait for the reply.
 
         Returns:
@@ -104,7 +105,7 @@ class Redemptions:
         """Return the address of the producer if the producer has not replied to a request for a lease yet.
 
         Args:
-            number: number of the request, from `begin`.
+            number: id of the request, from `begin`.
 
         Returns:
             (host, port) of the producer's control channel; None if the producer has replied.
@@ -116,7 +117,7 @@ class Redemptions:
         """Forget the exchange of a ticket (random id) for block tables and a lease. Ignore later replies.
 
         Args:
-            number: number of the request, from `begin`.
+            number: id of the request, from `begin`.
 
         Returns:
             True if the producer may hold the lease for this engine; False if it has refused.

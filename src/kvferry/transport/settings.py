@@ -13,7 +13,7 @@ from kvferry.transport.security import Keys, random_keys
 class TransferSettings:
     """Settings of a worker's KV transfers, the same for all peers.
 
-    Over the gather channel, readers ask this worker to pack cells (units of transfer) into staging memory.
+    Over the gather channel, readers ask this worker to pack cells (parts of blocks) into staging memory.
 
     Attributes:
         strategy: only transfer strategy to use; None to choose the cheapest for each read.

@@ -40,7 +40,7 @@ class Allocation:
 
 
 class StagingArea:
-    """Memory that holds packed cells (units of transfer) during a transfer. Thread-safe.
+    """Memory that holds packed cells (parts of blocks) during a transfer. Thread-safe.
 
     A worker has one area from which others read, and one into which it reads.
 

@@ -151,7 +151,7 @@ class TicketBook:
         """Return the leases that a consumer has claimed, among those that some tickets name.
 
         Args:
-            consumer: incarnation (random number of the run) of the consumer.
+            consumer: incarnation of the consumer (random number that identifies its run).
             tickets: tickets (random ids) of leases. Tickets that the consumer has not redeemed are ignored.
 
         Returns:
@@ -167,7 +167,7 @@ class TicketBook:
         The caller must end these leases.
 
         Args:
-            consumer: incarnation (random number of the run) of the consumer.
+            consumer: incarnation of the consumer (random number that identifies its run).
             tickets: tickets (random ids) of leases. Tickets that the consumer has not redeemed are ignored.
 
         Returns:

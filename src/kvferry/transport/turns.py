@@ -172,7 +172,8 @@ class _TurnQuery:
     """A query that asks several peers for earlier turns of a conversation.
 
     Attributes:
-        waiting: incarnation (random number of the run) of each peer that has not replied yet, by address.
+        waiting: incarnation (random number that identifies a run) of each peer that has not replied yet, by
+            address.
         began: time at which the query began, in seconds of the clock.
         answers: (address of the peer, turn) for all turns in the replies so far.
     """
@@ -187,7 +188,7 @@ class _Silence:
     """A pause in which a peer is not asked, because it did not reply to a query in time.
 
     Attributes:
-        run: incarnation (random number of the run) of the peer.
+        run: incarnation of the peer (random number that identifies its run).
         until: end of the pause, in seconds of the clock.
         seconds: length of the pause.
     """
@@ -204,7 +205,8 @@ class TurnQueries:
 
     A peer that does not reply would delay every prompt by `ASK_SECONDS`. So after a timeout the peer is not
     asked during a pause, which gets longer with each further timeout. The pause ends early if the peer has a
-    new incarnation (random number of its run), or if one of its tickets (random ids of leases) arrives.
+    new incarnation (random number that identifies its run), or if one of its tickets (random ids of leases)
+    arrives.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -222,7 +224,8 @@ class TurnQueries:
         """Begin a query for earlier turns of a conversation. The caller must send it to the returned peers.
 
         Args:
-            peers: incarnation (random number of the run) of each peer that may be asked, by address.
+            peers: incarnation (random number that identifies a run) of each peer that may be asked, by
+                address.
 
         Returns:
             Number of the query, and addresses of the peers to ask. Peers that did not reply in time lately
@@ -264,7 +267,7 @@ class TurnQueries:
         not asked for a while.
 
         Args:
-            number: number of the query, from `begin`.
+            number: id of the query, from `begin`.
 
         Returns:
             (address of the peer, description of the turn) for each turn found.
@@ -293,7 +296,7 @@ class TurnQueries:
 
         Args:
             address: address of the peer.
-            run: incarnation (random number of the run) of the peer.
+            run: incarnation of the peer (random number that identifies its run).
             asked: time of the query, in seconds of the clock.
             now: current time, in seconds of the clock.
         """
