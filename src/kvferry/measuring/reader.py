@@ -40,7 +40,7 @@ class Reader:
     Attributes:
         engine: engine of this rank, with the block tables to read into.
         producer: process to read from.
-        bytes: number of useful bytes of the engine's request on this rank.
+        bytes: number of bytes of the request's KV on this rank, without padding.
         cache: KV cache of this rank, which loads overwrite.
         cards: descriptions of the ranks of each engine to read from, as received in the handshake. Keys:
             index of the engine in the producer process.

@@ -54,9 +54,10 @@ class StepOutcome:
     """The loads whose end a worker noticed in one engine step.
 
     Attributes:
-        failures: loads that the worker reports to the scheduler, by the load's key. The value is the reason
-            of the failure, or None if the load succeeded.
-        results: results of the loads that the reading threads have ended, by the load's key.
+        failures: outcome of each load that the worker reports to the scheduler, by load key: the reason for
+            the failure, or None if the load succeeded.
+        results: result of each load on which the reading threads have finished their work, by load key. A
+            load past its deadline is reported before its result.
     """
 
     failures: dict[str, str | None] = field(default_factory=dict)

@@ -134,14 +134,14 @@ class AddressSpace:
         return self._words[at, word]
 
     def base(self, address: int) -> int:
-        """Return the first address of the region that contains `address`."""
+        """Return the start address of the region that contains `address`, which must lie in a region."""
         return self._starts[max(bisect.bisect_right(self._starts, address) - 1, 0)]
 
 
 def largest_word(copy: StridedCopy, *offsets: Any) -> int:
-    """Return the largest number of bytes (8, 4, 2 or 1) that a strided copy can copy at a time.
+    """Return the largest element size (8, 4, 2 or 1 bytes) with which tensors can run a strided copy.
 
-    The number divides the length of the copy's runs, the copy's strides, and all `offsets`.
+    The size divides the length of the copy's runs, the copy's strides, and all `offsets`.
 
     Args:
         copy: strided copy (nested loops over contiguous runs of bytes).

@@ -157,7 +157,8 @@ def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[
     Args:
         chunk_cells: byte offset of every cell of a chunk, from the start of the chunk.
         chunks: byte offset in the arena of each cell's chunk, or of the one chunk that holds all cells.
-        number: index of each cell in the sequence of tokens, int64 of shape (n,).
+        number: index of each cell, counted in cells from the start of the prompt, int64 of shape (n,). It
+            determines the cell's position in its chunk.
     """
     found: list[int] = (chunks + chunk_cells[number % len(chunk_cells)]).tolist()
     return found

@@ -88,7 +88,7 @@ class HugePageCollapser:
     """A thread that moves memory in use to huge pages, which takes seconds per GiB."""
 
     def __init__(self, region: Region) -> None:
-        """Start the thread.
+        """Start the thread that moves the memory to huge pages.
 
         Args:
             region: memory to move; it must stay mapped until `stop` returns. Pages not yet in use are

@@ -81,7 +81,8 @@ class CellViews:
 
         Args:
             blocks: block id of each cell, int64.
-            numbers: index of each cell in its sequence, int64. Its shape is broadcast with that of `blocks`.
+            numbers: index of each cell, counted in cells from the start of the prompt, int64. It determines
+                the cell's position in its block. Its shape is broadcast with that of `blocks`.
 
         Returns:
             Indices, int64 of the broadcast shape.
@@ -116,8 +117,9 @@ class PoolCells:
             side: side of the copies that is the pool, "src" or "dst".
             stride: bytes from one block to the next.
             blocks: number of blocks.
-            alignments: number of bytes, for each part, that divides all distances between cells on the other
-                side. If empty, the other side does not limit the size of the elements that are copied.
+            alignments: for each part, number of bytes that divides every distance between two cells on the
+                side that is not the pool. The elements that are copied are at most this large. Empty if that
+                side does not limit them.
 
         Raises:
             TransferError: the copies exceed the pool's memory.
@@ -126,7 +128,9 @@ class PoolCells:
         self.parts = tuple(map(self._part, parts, alignments or [0] * len(parts)))
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes in these blocks that the strided copies cover, and wait until this is done.
+        """Zero the bytes of these blocks that belong to the pool's cells, and wait until this is done.
+
+        Other bytes of the blocks, which no strided copy of a cell reads or writes, stay as they are.
 
         Args:
             blocks: block ids, int64 of shape (n,).

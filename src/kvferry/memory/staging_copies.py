@@ -67,7 +67,8 @@ class StagingCopies:
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
-            cells: index of each cell in its sequence, int64 of shape (n,).
+            cells: index of each cell, counted in cells from the start of the prompt, int64 of shape (n,). It
+                determines the cell's position in its block.
             staged: images in staging memory.
             first: index of the image of the first cell; the other images follow it.
 
@@ -92,7 +93,8 @@ class StagingCopies:
 
         Args:
             blocks: block id of each cell, int64 of shape (n,).
-            cells: index of each cell in its sequence, int64 of shape (n,).
+            cells: index of each cell, counted in cells from the start of the prompt, int64 of shape (n,). It
+                determines the cell's position in its block.
             staged: images in staging memory.
             first: index of the image of the first cell; the other images follow it.
 
@@ -110,7 +112,7 @@ class StagingCopies:
         self._pool.wait()
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes in these KV blocks that the strided copies read or write.
+        """Zero the bytes of these KV blocks that belong to cells, and leave their other bytes as they are.
 
         Args:
             blocks: block ids, int64 of shape (n,).
