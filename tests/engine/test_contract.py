@@ -135,14 +135,14 @@ def test_queues_between_an_engines_processes_wait_as_is_replaced_on_a_cpu(monkey
 
     from vllm.distributed.device_communicators import shm_broadcast
 
-    from kvferry.engines.vllm.compat.process import leave_cores_to_others
+    from kvferry.engines.vllm.compat.process import sleep_between_polls
 
     monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)
     assert "sched_yield()" in inspect.getsource(shm_broadcast.SpinCondition.wait)
     before = shm_broadcast.sched_yield
-    leave_cores_to_others(SimpleNamespace(device_config=SimpleNamespace(device_type="cuda")))
+    sleep_between_polls(SimpleNamespace(device_config=SimpleNamespace(device_type="cuda")))
     assert shm_broadcast.sched_yield is before
-    leave_cores_to_others(SimpleNamespace(device_config=SimpleNamespace(device_type="cpu")))
+    sleep_between_polls(SimpleNamespace(device_config=SimpleNamespace(device_type="cpu")))
     assert shm_broadcast.sched_yield is not before
 
 

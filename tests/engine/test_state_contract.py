@@ -18,7 +18,7 @@ from kvferry.engines.vllm.state_format import (
     mamba2,
     short_conv,
 )
-from kvferry.engines.vllm.state_proof import disproof
+from kvferry.engines.vllm.state_proof import find_mismatch
 
 pytestmark = pytest.mark.engine
 
@@ -101,13 +101,13 @@ def test_the_loaders_of_delta_nets_confirm_their_fields(size: int) -> None:
 
 def confirmed(state: StateFormat, loader: Any, rank: int, size: int) -> bool:
     """Whether a convolution's weight with this loader confirms the fields of that rank."""
-    held = sum(segment.held(size) for segment in state.segments)
+    held = sum(segment.channels_per_rank(size) for segment in state.segments)
     weight = torch.nn.Parameter(torch.zeros(held, 1, state.window + 1), requires_grad=False)
     weight.weight_loader = loader
     heads = state.recurrent[0][1]
     slopes = torch.arange(heads)
     share = slice(rank * heads // size, (rank + 1) * heads // size)
     layer = SimpleNamespace(conv1d=SimpleNamespace(weight=weight), slope_rate=slopes, tp_slope=slopes[share])
-    return not disproof(
+    return not find_mismatch(
         layer, state, fields_of(state, state.window, [4, 4], Rank(rank, size, channels_first=False))
     )

@@ -23,7 +23,7 @@ def made_up(**facts: Any) -> EngineFacts:
             "step_tokens": 256,
             "draft_lookahead": 0,
             "speculates": False,
-            "names_prompts_only": False,
+            "reuses_prompts_only": False,
             "has_rings": False,
             "port_offset": 0,
             "parent_of": lambda _: None,

@@ -167,7 +167,7 @@ class Request(Protocol):
         needs_blocks: True if the request waits and has no blocks.
         was_rejected: True if the request was refused before it reached the scheduler, so that its prompt is
             unknown.
-        why_no_cache: reason, as text, why the request must not use cached KV; None if it may.
+        cache_refusal: reason, as text, why the request must not use cached KV; None if it may.
     """
 
     @property
@@ -205,7 +205,7 @@ class Request(Protocol):
     @property
     def was_rejected(self) -> bool: ...
     @property
-    def why_no_cache(self) -> str | None: ...
+    def cache_refusal(self) -> str | None: ...
 
     def trim_prompt(self) -> bool:
         """Drop the last prompt token, and limit the answer to one token. Mutates the engine's request.
@@ -305,7 +305,7 @@ class EngineFacts:
         step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
         draft_lookahead: number of tokens after a position that a draft model reads to compute that position.
         speculates: True if the engine uses speculative decoding.
-        names_prompts_only: True if only the KV of prompts may be stored and offered, because the KV of
+        reuses_prompts_only: True if only the KV of prompts may be stored and offered, because the KV of
             generated tokens differs from that of the same tokens in a prompt.
         has_rings: True if some layers keep a ring buffer per request, which is valid at one position only.
         port_offset: number to add to the configured port of the control channel, if several engines share
@@ -323,7 +323,7 @@ class EngineFacts:
     step_tokens: int
     draft_lookahead: int = 0
     speculates: bool = False
-    names_prompts_only: bool = False
+    reuses_prompts_only: bool = False
     has_rings: bool = False
     port_offset: int = 0
     parent_of: Callable[[str], str | None] = _no_sample

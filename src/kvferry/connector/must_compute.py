@@ -17,7 +17,7 @@ def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] 
     Returns:
         The reason, and the same reason as text for people; or None.
     """
-    if (why := request.why_no_cache) is not None:
+    if (why := request.cache_refusal) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
     if saves_computation(request.num_tokens - local_tokens):
         return None

@@ -33,7 +33,7 @@ class PlainRequest:
     is_complete: bool = False
     needs_blocks: bool = False
     was_rejected: bool = False
-    why_no_cache: str | None = None
+    cache_refusal: str | None = None
 
     @property
     def all_token_ids(self) -> Sequence[int]:

@@ -72,7 +72,7 @@ class SchedulerHalf:
         self._keys = scheduler_keys(config)
         self.incarnation = new_incarnation()
         self.events, self.adapters = events, adapters
-        self._turn_names = TurnNames(adapters, prompts_only=engine.names_prompts_only)
+        self._turn_names = TurnNames(adapters, prompts_only=engine.reuses_prompts_only)
         self._producer = Producer(
             engine,
             config,

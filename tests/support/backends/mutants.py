@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from kvferry.engines.vllm.content.adapters import Written
+from kvferry.engines.vllm.content.adapters import WrittenField
 from kvferry.geometry import Axis, Field
 
-Page = tuple[Written, ...]
+Page = tuple[WrittenField, ...]
 
 
 def mutants(page: Page) -> Iterator[tuple[str, Page]]:
@@ -27,20 +27,20 @@ def mutants(page: Page) -> Iterator[tuple[str, Page]]:
         )
 
 
-def _wrong(one: Written) -> Iterator[tuple[str, Written]]:
-    field = one.field
-    yield "an element farther", replace(one, field=replace(field, offset=field.offset + field.item_bytes))
+def _wrong(written: WrittenField) -> Iterator[tuple[str, WrittenField]]:
+    field = written.field
+    yield "an element farther", replace(written, field=replace(field, offset=field.offset + field.item_bytes))
     for a, b in pairwise(field.axes):
         if swapped := _exchanged(field, a, b):
-            yield f"{a.name} and {b.name} exchanged", replace(one, field=swapped)
+            yield f"{a.name} and {b.name} exchanged", replace(written, field=swapped)
     for axis in field.axes:
         if axis.count > 1:
-            yield f"{axis.name} backwards", replace(one, field=_backwards(field, axis))
-            yield f"{axis.name} at another distance", replace(one, field=_stretched(field, axis))
-    if one.scale is not None:
-        moved = replace(one.scale, offset=one.scale.offset + one.scale.item_bytes)
-        yield "its scale farther", replace(one, scale=moved)
-        yield "no scale", replace(one, scale=None)
+            yield f"{axis.name} backwards", replace(written, field=_backwards(field, axis))
+            yield f"{axis.name} at another distance", replace(written, field=_stretched(field, axis))
+    if written.scale is not None:
+        moved = replace(written.scale, offset=written.scale.offset + written.scale.item_bytes)
+        yield "its scale farther", replace(written, scale=moved)
+        yield "no scale", replace(written, scale=None)
 
 
 def _with(field: Field, axis: Axis, loops: tuple[tuple[int, int], ...], offset: int = 0) -> Field:

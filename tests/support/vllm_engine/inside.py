@@ -767,7 +767,7 @@ def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
         s = strides_of(tensor, spec, cache.num_blocks)
         written = getattr(adapters, adapter)(s, Shard(0, 1, 0, s.heads))
         layer = attention_layer(config, name)
-        found.append(probe.disproof(layer, tensor, s, written, tensor.dtype))
+        found.append(probe.find_mismatch(layer, tensor, s, written, tensor.dtype))
     return found
 
 

@@ -41,8 +41,8 @@ def engine(monkeypatch):
     return facts
 
 
-def wish(engine, setting):
-    return layout.wish(engine.vllm_config, ConnectorConfig(layout=setting))
+def requested_layout(engine, setting):
+    return layout.requested_layout(engine.vllm_config, ConnectorConfig(layout=setting))
 
 
 def cache(name, extents=AXES, groups=1):
@@ -60,36 +60,36 @@ def cache(name, extents=AXES, groups=1):
 
 
 def test_layers_that_are_alike_lie_best_with_heads_outside_layers(engine):
-    assert wish(engine, "auto") == "BHLNC"
+    assert requested_layout(engine, "auto") == "BHLNC"
     engine.alike = False
-    assert wish(engine, "auto") == "BLHNC"
+    assert requested_layout(engine, "auto") == "BLHNC"
 
 
 def test_pages_whose_content_is_not_known_are_not_scattered(engine):
     engine.backends = ["FLASH_ATTN", "HPC_ATTN"]
-    assert wish(engine, "auto") == "BLHNC"
+    assert requested_layout(engine, "auto") == "BLHNC"
 
 
 def test_what_the_backend_does_not_declare_is_not_asked_for(engine):
     engine.declared = ["LBHNC", "BLHNC"]
-    assert wish(engine, "auto") is None
+    assert requested_layout(engine, "auto") is None
     engine.alike = False
-    assert wish(engine, "auto") == "BLHNC"
+    assert requested_layout(engine, "auto") == "BLHNC"
 
 
 def test_blocks_that_kernels_would_split_are_left_where_they_are(engine):
     engine.whole = False
-    assert wish(engine, "auto") is None
+    assert requested_layout(engine, "auto") is None
 
 
 def test_engine_means_that_nothing_is_asked_for(engine):
-    assert wish(engine, "engine") is None
+    assert requested_layout(engine, "engine") is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_forced_layout_is_asked_for_whatever_the_backend_declares(engine, name):
     engine.declared = []
-    assert wish(engine, name) == name
+    assert requested_layout(engine, name) == name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

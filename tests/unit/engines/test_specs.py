@@ -174,7 +174,7 @@ def test_where_a_snapshot_stands() -> None:
 def test_generated_tokens_have_names_unless_they_see_less_than_a_prompts() -> None:
     for spec in MOVED:
         config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-        assert specs.names_prompts_only(config) == (type(spec) is RSWASpec)
+        assert specs.reuses_prompts_only(config) == (type(spec) is RSWASpec)
 
 
 # -- what vLLM's own managers keep ------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Tiering:
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        self._prompts = Prompts(canonical, composition.adapters, prompts_only=engine.names_prompts_only)
+        self._prompts = Prompts(canonical, composition.adapters, prompts_only=engine.reuses_prompts_only)
         groups = ranks[0].groups
         self.source = composition.tier_source(self._cache, self._prompts, canonical)
         self._stores = StoreOrders(self._cache, composition.pool, canonical.labels, events)

@@ -84,7 +84,7 @@ def built_of(vllm_config: Any) -> Built:
     model = built_models(vllm_config).target
     settings = settings_of(vllm_config.model_config.hf_config.to_dict())
     modules: dict[str, set[str]] = {"class": {type(model).__name__}}
-    for name, text in _kept(model):
+    for name, text in _content_facts(model):
         modules.setdefault(name, set()).add(text)
     return Built(
         {key: frozenset((text,)) for key, text in settings.items()},
@@ -92,7 +92,7 @@ def built_of(vllm_config: Any) -> Built:
     )
 
 
-def _kept(model: Any) -> Iterator[tuple[str, str]]:
+def _content_facts(model: Any) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of every attribute and buffer of a model's modules that decides KV content."""
     seen = set[int]()
     for module in model.modules():

@@ -10,7 +10,7 @@ from kvferry.cache.weights import weights_of
 
 logger = logging.getLogger(__name__)
 
-_UNVERIFIED, _DUMMY = _UNCERTAIN = ("unverified", "dummy")
+_UNVERIFIED, _DUMMY = _DESCRIPTIONS = ("unverified", "dummy")
 """First words of a description of weights without a digest."""
 
 
@@ -42,12 +42,12 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
     return digest
 
 
-def uncertain(found: str) -> bool:
+def is_unverified(found: str) -> bool:
     """Return True if a text that `weights` has returned is a description, not a digest of a checkpoint.
 
     Engines with equal descriptions may have different weights.
     """
-    return found.startswith(_UNCERTAIN)
+    return found.startswith(_DESCRIPTIONS)
 
 
 def _checkpoint(name: str, revision: str | None) -> Path | None:

@@ -22,7 +22,7 @@ from kvferry.engines.vllm.compat.contract import (
     hit_source,
 )
 from kvferry.engines.vllm.compat.frees import defer_frees
-from kvferry.engines.vllm.compat.process import leave_cores_to_others, share_logging
+from kvferry.engines.vllm.compat.process import share_logging, sleep_between_polls
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.fixed_memory import check_fixed_memory
 from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
@@ -68,7 +68,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         share_logging()
-        leave_cores_to_others(vllm_config)
+        sleep_between_polls(vllm_config)
         check_umask()
         config = read_settings(vllm_config)
         check_fixed_memory(vllm_config, transfers=config.transfers)
@@ -93,7 +93,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return layout.wish(vllm_config, read_settings(vllm_config))
+        return layout.requested_layout(vllm_config, read_settings(vllm_config))
 
     # -- scheduler half -----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvferry.connector.agreement import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
 from kvferry.engines.vllm.built import Built
-from kvferry.engines.vllm.checkpoints import uncertain, weights
+from kvferry.engines.vllm.checkpoints import is_unverified, weights
 from kvferry.engines.vllm.compat.dtypes import cache_dtype, state_dtypes
 from kvferry.engines.vllm.compat.multimodal import processor_settings
 from kvferry.engines.vllm.drafts import draft_weights
@@ -152,7 +152,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
     model = vllm_config.model_config
     whose = str(must_agree[WEIGHTS])
     for name, found in (("weights", whose), ("weights of the draft model", draft_weights(vllm_config))):
-        if uncertain(found):
+        if is_unverified(found):
             raise ConfigError(
                 f"tiers: the {name} are {found}, so their chunks could be taken for others'; use a "
                 "checkpoint that is on this machine's disk"

@@ -10,7 +10,7 @@ from kvferry.engines.vllm.compat.request_ids import parent_of
 from kvferry.engines.vllm.compat.specs import (
     attention_span_of,
     has_rings,
-    names_prompts_only,
+    reuses_prompts_only,
     snapshot_tokens,
     state_block_tokens,
 )
@@ -36,7 +36,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         step_tokens=step_tokens(vllm_config),
         draft_lookahead=reads_ahead(vllm_config),
         speculates=vllm_config.speculative_config is not None,
-        names_prompts_only=names_prompts_only(kv_cache_config),
+        reuses_prompts_only=reuses_prompts_only(kv_cache_config),
         has_rings=has_rings(kv_cache_config),
         port_offset=int(vllm_config.parallel_config.data_parallel_index),
         parent_of=parent_of,

@@ -35,7 +35,7 @@ content, which moves whole, would take many small copies.
 """
 
 
-def wish(vllm_config: Any, config: ConnectorConfig) -> str | None:
+def requested_layout(vllm_config: Any, config: ConnectorConfig) -> str | None:
     """Return the KV cache layout that the connector requests from vLLM; None to accept vLLM's own choice.
 
     vLLM does not call this if the operator has set ``VLLM_KV_CACHE_LAYOUT``.

@@ -11,9 +11,9 @@ from kvferry.engines.vllm import items
 from kvferry.engines.vllm.compat.drafts import reads_ahead
 from kvferry.engines.vllm.compat.models import vocabulary_size
 from kvferry.engines.vllm.compat.requests import (
-    finished_whole,
+    cache_refusal,
+    ended_normally,
     own_hit,
-    reads_no_cache,
     trim_prompt,
     waits_for_blocks,
     was_rejected,
@@ -156,7 +156,7 @@ class VLLMRequest:
 
         All its tokens are then computed.
         """
-        return finished_whole(self.raw)
+        return ended_normally(self.raw)
 
     @property
     def needs_blocks(self) -> bool:
@@ -169,9 +169,9 @@ class VLLMRequest:
         return was_rejected(self.raw)
 
     @property
-    def why_no_cache(self) -> str | None:
+    def cache_refusal(self) -> str | None:
         """Reason why the request must not use cached KV; None if it may."""
-        return reads_no_cache(self.raw)
+        return cache_refusal(self.raw)
 
     def trim_prompt(self) -> bool:
         """Drop the last prompt token, because another engine continues the request and computes this token.

@@ -26,7 +26,7 @@ from math import prod
 from typing import Any
 
 from kvferry.engines.vllm.state_format import FORMATS, StateFormat
-from kvferry.engines.vllm.state_proof import disproof
+from kvferry.engines.vllm.state_proof import find_mismatch
 from kvferry.geometry import Axis, Field, PageFormat, opaque_page
 
 logger = logging.getLogger(__name__)
@@ -94,14 +94,14 @@ def _fields(layer: Any, kind: str, spec: Any, rank: Rank) -> tuple[tuple[Field, 
         state = FORMATS[kind](layer)
     except AttributeError as error:
         return (), f"its dimensions are not where they were expected: {error}"
-    if uneven := state.uneven(rank.ranks):
-        return (), f"{', '.join(uneven)} cannot be shared out evenly over {rank.ranks} ranks"
+    if indivisible := state.indivisible_fields(rank.ranks):
+        return (), f"{', '.join(indivisible)} cannot be shared out evenly over {rank.ranks} ranks"
     columns = _columns(state, spec, rank)
     if columns is None:
         expected = state.shapes(rank.ranks, state.window, rank.channels_first)
         return (), f"its dimensions make shapes {expected}, the engine declares {tuple(spec.shapes)}"
     fields = fields_of(state, columns, [dtype.itemsize for dtype in spec.dtypes], rank)
-    return fields, disproof(layer, state, fields)
+    return fields, find_mismatch(layer, state, fields)
 
 
 def _columns(state: StateFormat, spec: Any, rank: Rank) -> int | None:
@@ -137,7 +137,7 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
     convolution = _convolution(state, columns, item_bytes[0], rank) if state.segments else ()
     if not state.recurrent:
         return convolution
-    channels = sum(segment.held(rank.ranks) for segment in state.segments)
+    channels = sum(segment.channels_per_rank(rank.ranks) for segment in state.segments)
     return *convolution, _recurrent(state.recurrent, channels * columns * item_bytes[0], item_bytes[-1], rank)
 
 
@@ -152,12 +152,12 @@ def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tup
         item: bytes per element.
         rank: rank that holds the state.
     """
-    channels = sum(segment.held(rank.ranks) for segment in state.segments)
+    channels = sum(segment.channels_per_rank(rank.ranks) for segment in state.segments)
     channel, column = (columns * item, item) if rank.channels_first else (item, channels * item)
     fields = []
     offset = 0
     for segment in state.segments:
-        held = segment.held(rank.ranks)
+        held = segment.channels_per_rank(rank.ranks)
         start = 0 if segment.copied else rank.rank * held
         axes = (
             Axis("channel", ((held, channel),), start, segment.channels),

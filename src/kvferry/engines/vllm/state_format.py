@@ -18,8 +18,8 @@ from typing import Any
 class Segment:
     """Channels of a convolution that come from the same projection.
 
-    >>> Segment("conv.b", units=1, width=32).held(4), Segment("conv.b", units=8, width=32).held(4)
-    (32, 64)
+    >>> [Segment("conv.b", units=units, width=32).channels_per_rank(4) for units in (1, 8)]
+    [32, 64]
 
     Attributes:
         name: name of the field that describes these channels.
@@ -42,7 +42,7 @@ class Segment:
         """True if every rank has all channels of the segment: it has a single unit."""
         return self.units == 1
 
-    def held(self, ranks: int) -> int:
+    def channels_per_rank(self, ranks: int) -> int:
         """Return the number of the segment's channels on each rank, if there are `ranks` ranks."""
         return self.channels if self.copied else self.units // ranks * self.width
 
@@ -78,14 +78,14 @@ class StateFormat:
         """
         shapes: list[tuple[int, ...]] = []
         if self.segments:
-            channels = sum(segment.held(ranks) for segment in self.segments)
+            channels = sum(segment.channels_per_rank(ranks) for segment in self.segments)
             shapes.append((channels, columns) if channels_first else (columns, channels))
         if self.recurrent:
             first, *rest = (count for _, count in self.recurrent)
             shapes.append((first // ranks, *rest))
         return tuple(shapes)
 
-    def uneven(self, ranks: int) -> list[str]:
+    def indivisible_fields(self, ranks: int) -> list[str]:
         """Return the names of the fields that cannot be divided evenly among `ranks` ranks."""
         shared = [(s.name, s.units) for s in self.segments if not s.copied]
         shared += [("ssm", count) for _, count in self.recurrent[:1]]

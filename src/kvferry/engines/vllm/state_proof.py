@@ -19,7 +19,7 @@ from kvferry.engines.vllm.state_format import StateFormat
 from kvferry.geometry import Field
 
 
-def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
+def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
     """Return the reason why the fields of a rank's recurrent state are wrong; empty if they are right.
 
     The layer's weight loaders show which channels and heads the rank has.
@@ -30,16 +30,16 @@ def disproof(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
         fields: fields of this rank's page.
     """
     try:
-        if state.segments and (why := _channels_disproved(layer, state, fields)):
+        if state.segments and (why := _channel_mismatch(layer, state, fields)):
             return why
         if state.recurrent:
-            return _heads_disproved(layer, next(field for field in fields if field.name == "ssm"))
+            return _head_mismatch(layer, next(field for field in fields if field.name == "ssm"))
     except Exception as error:  # noqa: BLE001 - a layer whose weight loaders fail is not proved
         return f"its weight loaders could not be asked: {type(error).__name__}: {error}"
     return ""
 
 
-def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
+def _channel_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
     """Check that this rank has the convolution channels that the fields describe.
 
     The convolution's weight loader gets a weight in which every element is the index of its channel. The
@@ -76,7 +76,7 @@ def _channels_disproved(layer: Any, state: StateFormat, fields: Sequence[Field])
     return ""
 
 
-def _heads_disproved(layer: Any, field: Field) -> str:
+def _head_mismatch(layer: Any, field: Field) -> str:
     """Check that this rank has the heads that the field of the recurrent state describes.
 
     A weight loader of the layer gets a weight in which every element is the index of its row. The weight has

@@ -82,7 +82,9 @@ class FerryMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         unregister({f"{PREFIX}{name}" for name in METRICS})
-        self._metrics = {name: made(metric, metric_types, labelnames) for name, metric in METRICS.items()}
+        self._metrics = {
+            name: create_metric(metric, metric_types, labelnames) for name, metric in METRICS.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an engine's counts to the Prometheus metrics.
@@ -102,7 +104,7 @@ class FerryMetrics(KVConnectorPromMetrics):
                 of.observe(each)
 
 
-def made(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
+def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
     """Create a Prometheus metric from its definition.
 
     Args:

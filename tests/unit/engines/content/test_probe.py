@@ -164,10 +164,10 @@ def test_no_adapter_is_believed_that_is_wrong_in_one_thing(name, emulated):
     s = strides_of(cache, spec, BLOCKS)
     right = adapter(s, Shard(0, 1, 0, s.heads))
     (element, *_) = element_types(getattr(layer, "kv_cache_dtype", "auto"), cache.dtype)
-    assert probe.disproof(layer, cache, s, right, element) == ""
+    assert probe.find_mismatch(layer, cache, s, right, element) == ""
     wrong = list(mutants(right))
     assert len(wrong) > 4
-    believed = [what for what, page in wrong if not probe.disproof(layer, cache, s, page, element)]
+    believed = [what for what, page in wrong if not probe.find_mismatch(layer, cache, s, page, element)]
     assert not believed
 
 
@@ -175,16 +175,18 @@ def test_scales_of_nvfp4_that_are_not_where_they_are_are_not_believed():
     layer, spec, cache = nvfp4()
     s = strides_of(cache, spec, BLOCKS)
     for swizzled in ((True, True), (False, False), (True, False)):
-        assert probe.disproof(layer, cache, s, adapters.nvfp4(*swizzled)(s, Shard(0, 1, 0, 2)), torch.uint8)
+        assert probe.find_mismatch(
+            layer, cache, s, adapters.nvfp4(*swizzled)(s, Shard(0, 1, 0, 2)), torch.uint8
+        )
 
 
 def test_bytes_that_are_written_and_that_no_field_has_are_a_disproof():
     layer, spec, cache = per_token_head()
     s = strides_of(cache, spec, BLOCKS)
     k, v = adapters.packed_kv_with_scales(s, Shard(0, 1, 0, 2))
-    said = probe.disproof(layer, cache, s, (k,), torch.int8)
+    said = probe.find_mismatch(layer, cache, s, (k,), torch.int8)
     assert said == f"{16 * 2 * (32 + 4)} of the bytes that are written belong to no field"
-    assert probe.disproof(layer, cache, s, (k, v), torch.int8) == ""
+    assert probe.find_mismatch(layer, cache, s, (k, v), torch.int8) == ""
 
 
 def test_a_probe_leaves_nothing_in_the_layers_implementation():

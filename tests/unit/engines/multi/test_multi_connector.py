@@ -138,7 +138,7 @@ def test_kvferrys_own_takes_the_layout_of_others_unless_it_was_told_which(monkey
     from kvferry.engines.vllm import layout as own
 
     monkeypatch.setattr(
-        own, "wish", lambda _, settings: {"auto": "BHLNC"}.get(settings.layout, settings.layout)
+        own, "requested_layout", lambda _, settings: {"auto": "BHLNC"}.get(settings.layout, settings.layout)
     )
     assert layout(TIERS) == "BHLNC"
     assert layout(TIERS, entry(layout="LBHNC")) == "LBHNC"

@@ -12,7 +12,7 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.network_utils import get_ip
 
-_LOOK_SECONDS = 500e-6
+_SLEEP_SECONDS = 500e-6
 
 
 def share_logging() -> None:
@@ -24,7 +24,7 @@ def share_logging() -> None:
         ours.propagate = False
 
 
-def leave_cores_to_others(vllm_config: VllmConfig) -> None:
+def sleep_between_polls(vllm_config: VllmConfig) -> None:
     """Make an engine on CPUs sleep 0.5 ms between two checks of its message queues.
 
     Without this call, vLLM runs ``sched_yield`` in a loop, which keeps a core busy as long as the engine runs
@@ -33,7 +33,7 @@ def leave_cores_to_others(vllm_config: VllmConfig) -> None:
     us still delayed messages in 4 of 10 runs with three ranks on two cores.
     """
     if vllm_config.device_config.device_type == "cpu":
-        shm_broadcast.sched_yield = lambda: time.sleep(_LOOK_SECONDS)
+        shm_broadcast.sched_yield = lambda: time.sleep(_SLEEP_SECONDS)
 
 
 def after_forward() -> Callable[[], None]:

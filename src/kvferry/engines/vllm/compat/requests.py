@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 
-def finished_whole(request: Any) -> bool:
+def ended_normally(request: Any) -> bool:
     """Return True if a request has stopped or reached its maximum length, and was not aborted."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -35,7 +35,7 @@ def own_hit(request: Any) -> int | None:
     return None if stats is None else int(stats.num_local_cached_tokens)
 
 
-def reads_no_cache(request: Any) -> str | None:
+def cache_refusal(request: Any) -> str | None:
     """Return the reason why a request must not use cached KV; None if it may.
 
     Cached KV is that of vLLM's own prefix cache and that of connectors.
@@ -69,7 +69,7 @@ def trim_prompt(request: Any, hash_block_tokens: int | None, sampled_below: int 
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None:
         return False
-    if _scores_prompt(request.sampling_params) or reads_no_cache(request) is not None:
+    if _scores_prompt(request.sampling_params) or cache_refusal(request) is not None:
         return False
     dropped = request.prompt_token_ids[-1]
     # If there is a grammar, it decides which token is sampled.

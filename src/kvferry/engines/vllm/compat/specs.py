@@ -8,7 +8,7 @@ vLLM.
   state stands for several tokens. A block of `block_size` tokens then holds that many times fewer states, and
   the block table still counts tokens.
 - `RSWASpec`: every token of a prompt. Generated tokens attend to fewer tokens than they would as part of a
-  prompt, so no later prompt may reuse their KV (`names_prompts_only`).
+  prompt, so no later prompt may reuse their KV (`reuses_prompts_only`).
 - `SlidingWindowSpec`, `SlidingWindowMLASpec`: the last window. DeepSeek V4's compressor uses the latter for
   tokens that it has not compressed yet.
 - `ChunkedLocalAttentionSpec`: the current chunk of the attention mask.
@@ -215,7 +215,7 @@ def has_rings(kv_cache_config: Any) -> bool:
     return _any_layer(kv_cache_config, CircularBufferSpec)
 
 
-def names_prompts_only(kv_cache_config: Any) -> bool:
+def reuses_prompts_only(kv_cache_config: Any) -> bool:
     """Return True if kvferry may store and offer the KV of prompts only, not of generated tokens.
 
     This is the case if a generated token attends to fewer tokens than the same token in a prompt, so its KV

@@ -26,7 +26,7 @@ class Code(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenField:
     """Field of a KV cache page, and the input values that the cache-write operation writes to the field.
 
     Attributes:
@@ -52,10 +52,10 @@ INDEX_GROUP = 128
 """Number of consecutive elements in a key of the sparse indexer that share one scale."""
 
 Loops = tuple[tuple[int, int], ...]
-Adapter = Callable[[Strides, Shard], tuple[Written, ...]]
+Adapter = Callable[[Strides, Shard], tuple[WrittenField, ...]]
 
 
-def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
+def fields_of(written: tuple[WrittenField, ...]) -> tuple[Field, ...]:
     """Return all fields of a page in one tuple, each followed by the field with its scale factors, if any."""
     return tuple(field for one in written for field in (one.field, one.scale) if field is not None)
 
@@ -63,7 +63,7 @@ def fields_of(written: tuple[Written, ...]) -> tuple[Field, ...]:
 # -- one stretch of bytes per head and token ---------------------------------------------------------------
 
 
-def packed_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
+def packed_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages that hold, for each head and token, the elements of K and then the elements of V.
 
     Most GPU backends use such pages, DIFFKV included. K and V may have different numbers of elements.
@@ -76,7 +76,7 @@ def packed_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
     return _in_cell(s, shard, [("k", 0, s.item, s.k), ("v", s.k * s.item, s.item, s.v)])
 
 
-def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
+def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages that hold, for each head and token, K, its float32 scale, V and its float32 scale.
 
     Backends use such pages for caches that are quantised per token and head.
@@ -101,12 +101,12 @@ def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
         )
     )
     return (
-        Written(k_codes, "k", scale=k_scale, scaled=False),
-        Written(v_codes, "v", scale=v_scale, scaled=False),
+        WrittenField(k_codes, "k", scale=k_scale, scaled=False),
+        WrittenField(v_codes, "v", scale=v_scale, scaled=False),
     )
 
 
-def latent(s: Strides, shard: Shard) -> tuple[Written, ...]:
+def latent(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of MLA, which hold one latent vector per token. All ranks hold the same vectors.
 
     Returns:
@@ -115,10 +115,10 @@ def latent(s: Strides, shard: Shard) -> tuple[Written, ...]:
     del shard
     if s.content != s.k or s.v:
         return ()
-    return (Written(_of_token(s, "latent", 0, s.item, s.content), "k"),)
+    return (WrittenField(_of_token(s, "latent", 0, s.item, s.content), "k"),)
 
 
-def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
+def latent_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of the KV cache dtype ``fp8_ds_mla``, which hold 656 bytes per token.
 
     The bytes are 512 fp8 codes of the latent, 4 float32 scales of these codes, and 64 bfloat16 rope values.
@@ -131,12 +131,12 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[Written, ...]:
         return ()
     scale = _of_token(s, "latent.scale", 512, 4, 4)
     return (
-        Written(_of_token(s, "latent", 0, 1, 512), "k", scale=scale, scaled=False),
-        Written(_of_token(s, "rope", 528, 2, 64), "k", 512, Code.BFLOAT16, scaled=False),
+        WrittenField(_of_token(s, "latent", 0, 1, 512), "k", scale=scale, scaled=False),
+        WrittenField(_of_token(s, "rope", 528, 2, 64), "k", 512, Code.BFLOAT16, scaled=False),
     )
 
 
-def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
+def indexer(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of DeepSeek V3.2's sparse indexer, which hold one fp8 key per token and its scales.
 
     A kernel block (the block of tokens that the attention kernel uses) holds first the keys of all its
@@ -158,13 +158,13 @@ def indexer(s: Strides, shard: Shard) -> tuple[Written, ...]:
 
     scale = field("indexer.scale", 4, s.tokens * keys, groups)
     codes = field("indexer", 1, 0, keys)
-    return (Written(codes, "k", code=Code.E4M3, scale=scale, scaled=False),)
+    return (WrittenField(codes, "k", code=Code.E4M3, scale=scale, scaled=False),)
 
 
 # -- K and V apart -----------------------------------------------------------------------------------------
 
 
-def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
+def cpu_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of the vector code of CPU_ATTN, which hold a K array and then a V array for each head.
 
     The K array has the shape ``[D][tokens]``. The V array has the shape ``[tokens][D]``. ``D`` is the head
@@ -181,12 +181,12 @@ def cpu_kv(s: Strides, shard: Shard) -> tuple[Written, ...]:
     k_content = Axis("content", ((s.k, s.tokens * s.item),))
     v_content = Axis("content", ((s.v, s.item),))
     return (
-        Written(Field("k", s.item, 0, (heads, k_tokens, k_content)), "k"),
-        Written(Field("v", s.item, s.tokens * s.k * s.item, (heads, v_tokens, v_content)), "v"),
+        WrittenField(Field("k", s.item, 0, (heads, k_tokens, k_content)), "k"),
+        WrittenField(Field("v", s.item, s.tokens * s.k * s.item, (heads, v_tokens, v_content)), "v"),
     )
 
 
-def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
+def planes(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of the backend B12X, which hold one array for K and then one array for V.
 
     Each array holds the elements of all heads for each token. The cache tensor shows the two arrays as the
@@ -199,7 +199,10 @@ def planes(s: Strides, shard: Shard) -> tuple[Written, ...]:
         return ()
     heads = Axis("head", ((s.heads, s.k * s.item),), shard.start, shard.total)
     axes = (heads, _tokens(s), Axis("content", ((s.k, s.item),)))
-    return (Written(Field("k", s.item, 0, axes), "k"), Written(Field("v", s.item, s.slot, axes), "v"))
+    return (
+        WrittenField(Field("k", s.item, 0, axes), "k"),
+        WrittenField(Field("v", s.item, s.slot, axes), "v"),
+    )
 
 
 def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
@@ -216,7 +219,7 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
         v_swizzled: True if the scales of V are swizzled.
     """
 
-    def adapter(s: Strides, shard: Shard) -> tuple[Written, ...]:
+    def adapter(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
         data, groups = s.k // 2, s.k // 16
         if s.slots != 2 * s.heads or s.item != 1 or s.k % 64 or s.k != s.v or s.content != data + groups:
             return ()
@@ -237,7 +240,7 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
                 columns = ((4, rows[1] * groups), (groups // 4, 4))
                 tokens = ((s.tokens // 4, 4 * rows[1] * groups), (4, 1))
             found.append(
-                Written(
+                WrittenField(
                     _field(
                         s,
                         shard=shard,
@@ -285,7 +288,7 @@ def _of_token(s: Strides, name: str, offset: int, item: int, count: int) -> Fiel
     return Field(name, item, offset, (_tokens(s), Axis("content", ((count, item),))))
 
 
-def _in_cell(s: Strides, shard: Shard, parts: list[tuple[str, int, int, int]]) -> tuple[Written, ...]:
+def _in_cell(s: Strides, shard: Shard, parts: list[tuple[str, int, int, int]]) -> tuple[WrittenField, ...]:
     """Describe the fields of a page that holds one contiguous range of bytes for each head and token.
 
     Args:
@@ -295,7 +298,7 @@ def _in_cell(s: Strides, shard: Shard, parts: list[tuple[str, int, int, int]]) -
     """
     heads = Axis("head", ((s.heads, s.slot),), shard.start, shard.total)
     return tuple(
-        Written(Field(name, item, offset, (heads, _tokens(s), Axis("content", ((count, item),)))), name)
+        WrittenField(Field(name, item, offset, (heads, _tokens(s), Axis("content", ((count, item),)))), name)
         for name, offset, item, count in parts
     )
 

@@ -42,7 +42,7 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
     return Field(name, 1, 0, tuple(axes))
 
 
-def disproof(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
+def find_mismatch(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
     """Return the reason why a layer's pages do not consist of cells (contiguous bytes of one head and token).
 
     The reason is empty if all of these checks pass:

@@ -133,21 +133,21 @@ def _proved(
             continue
         types = element_types(kv_dtype, tensor.dtype)
         for element in types:
-            why = probe.disproof(layer, tensor, s, written, element)
+            why = probe.find_mismatch(layer, tensor, s, written, element)
             if not why:
                 fields = fields_of(written)
-                return fields if element is types[0] else _of(element, fields), ""
+                return fields if element is types[0] else _with_element_name(element, fields), ""
             reasons[why] = None
     field = cells.cell_field(s, shard, f"{kv_dtype} of {backend}")
     if field is not None:
-        why = cells.disproof(layer, tensor, s, field)
+        why = cells.find_mismatch(layer, tensor, s, field)
         if not why:
             return (field,), ""
         reasons[why] = None
     return (), next(iter(reasons), "no content adapter fits them")
 
 
-def _of(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
+def _with_element_name(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
     """Return copies of fields whose names include their element type.
 
     Used if the cache's element type is not the type that the KV cache dtype names.

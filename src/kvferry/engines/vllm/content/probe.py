@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvferry.engines.vllm.content import scratch
-from kvferry.engines.vllm.content.adapters import Written, fields_of
+from kvferry.engines.vllm.content.adapters import WrittenField, fields_of
 from kvferry.engines.vllm.content.scales import scale_of
 from kvferry.engines.vllm.content.strides import Strides
 from kvferry.engines.vllm.content.values import (
@@ -28,8 +28,8 @@ from kvferry.engines.vllm.content.values import (
 )
 
 
-def disproof(
-    layer: Any, tensor: torch.Tensor, s: Strides, written: tuple[Written, ...], element: torch.dtype
+def find_mismatch(
+    layer: Any, tensor: torch.Tensor, s: Strides, written: tuple[WrittenField, ...], element: torch.dtype
 ) -> str:
     """Return the reason why a description of a layer's pages is wrong; empty if the description is right.
 
@@ -45,7 +45,7 @@ def disproof(
     """
     try:
         dynamic = any(one.scale is not None for one in written)
-        for axis, digit, anchored in _rounds(s, dynamic=dynamic):
+        for axis, digit, anchored in _probe_writes(s, dynamic=dynamic):
             inputs = {
                 name: letters((s.block_tokens, s.heads, width), axis, digit, shift)
                 for name, width, shift in (("k", s.k, 0), ("v", s.v, 2))
@@ -99,7 +99,7 @@ def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.
     }
 
 
-def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
+def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
     """Yield the writes that are needed to check where a cache-write operation puts each value.
 
     Each write encodes one digit of each element's index along one axis. If the operation computes scales from
@@ -121,7 +121,7 @@ def _rounds(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:
                 yield axis, digit, True
 
 
-def _factor(layer: Any, one: Written) -> torch.Tensor:
+def _factor(layer: Any, written: WrittenField) -> torch.Tensor:
     """Return the factor that turns a field's decoded elements into the values that the check has chosen.
 
     The check multiplies its values by the layer's own scale before it writes them. If the layer's cache-write
@@ -130,27 +130,27 @@ def _factor(layer: Any, one: Written) -> torch.Tensor:
 
     Args:
         layer: the engine's attention layer.
-        one: description of the field.
+        written: description of the field.
 
     Returns:
         float32 of shape (1,) or (1, heads, 1), which broadcasts over (tokens, heads, content).
     """
-    return torch.ones(1) if one.scaled else 1 / scale_of(layer, one.source)
+    return torch.ones(1) if written.scaled else 1 / scale_of(layer, written.source)
 
 
 def _found(
     memory: torch.Tensor,
-    one: Written,
+    written: WrittenField,
     s: Strides,
     expected: torch.Tensor,
     element: torch.dtype,
     factor: torch.Tensor,
 ) -> bool:
-    value = decode(scratch.read(memory, one.field, s), one.code, element)
-    if one.scale is not None:
-        scales = decode_scale(scratch.read(memory, one.scale, s))
+    value = decode(scratch.read(memory, written.field, s), written.code, element)
+    if written.scale is not None:
+        scales = decode_scale(scratch.read(memory, written.scale, s))
         value = value * scales.repeat_interleave(value.shape[-1] // scales.shape[-1], dim=-1)
-    expected = expected[..., one.first : one.first + value.shape[-1]].to(value.device)
+    expected = expected[..., written.first : written.first + value.shape[-1]].to(value.device)
     if value.shape[-1] != expected.shape[-1]:
         return False
     return bool(((value * factor.to(value.device) - expected).abs() < CLOSE).all())

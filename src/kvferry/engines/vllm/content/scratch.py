@@ -41,7 +41,7 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
         keys = values["k"][:, 0, : s.content * INDEX_GROUP // (INDEX_GROUP + 4)]
         write_index_keys(layer, keys.contiguous(), cache.squeeze(1), slots, INDEX_GROUP)
         return memory
-    impl = _fresh(layer.impl)
+    impl = _without_cached_views(layer.impl)
     if "v" in values:
         impl.do_kv_cache_update(layer, values["k"], values["v"], cache, slots)
         return memory
@@ -106,7 +106,7 @@ def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch
     return block * s.kernel_blocks * s.kernel + offsets(field, memory.device)[..., None] + inside
 
 
-def _fresh(impl: Any) -> Any:
+def _without_cached_views(impl: Any) -> Any:
     """Return a copy of an attention implementation that has not yet created any views of a cache.
 
     TRITON_ATTN creates views of the scales in the first cache that it gets, and uses these views from then

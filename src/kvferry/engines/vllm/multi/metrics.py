@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from kvferry.engines.vllm.compat.contract import KVConnectorPromMetrics
 from kvferry.engines.vllm.multi.children import Child
-from kvferry.engines.vllm.stats import made, unregister
+from kvferry.engines.vllm.stats import create_metric, unregister
 from kvferry.observe.exposed_names import CONNECTOR
 from kvferry.observe.metrics import MULTI, PREFIX
 
@@ -29,7 +29,9 @@ class MultiMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         unregister({f"{PREFIX}{name}" for name in MULTI})
-        self._metrics = {name: made(metric, metric_types, labelnames) for name, metric in MULTI.items()}
+        self._metrics = {
+            name: create_metric(metric, metric_types, labelnames) for name, metric in MULTI.items()
+        }
         names = [*labelnames, CONNECTOR]
         shared = _Shared()
         types = {kind: partial(shared.metric, make) for kind, make in metric_types.items()}
@@ -77,7 +79,7 @@ class _Shared:
         name = str(kwargs["name"] if "name" in kwargs else args[0])
         if name not in self._made:
             self._made[name] = make(*args, **kwargs)
-        made = self._made[name]
-        if isinstance(made, MetricWrapperBase) and made not in REGISTRY._collector_to_names:
-            REGISTRY.register(made)  # a second child of the same class has unregistered it
-        return made
+        metric = self._made[name]
+        if isinstance(metric, MetricWrapperBase) and metric not in REGISTRY._collector_to_names:
+            REGISTRY.register(metric)  # a second child of the same class has unregistered it
+        return metric
