@@ -17,7 +17,7 @@ def test_nixl_starts_ucx_and_the_process_ends_well():
 
 
 def test_reads_are_timed_and_their_way_is_named():
-    found = reads.time_reads(reads.start_reads("tcp,self"))
+    found = reads.parse_timings(reads.start_reads("tcp,self"))
     assert isinstance(found, reads.ReadTimings)
     assert found.transports
     assert all(transports.startswith("tcp/") for transports in found.transports)
@@ -26,6 +26,6 @@ def test_reads_are_timed_and_their_way_is_named():
 
 
 def test_reads_that_ucx_cannot_do_are_said():
-    why = reads.time_reads(reads.start_reads("shm"))
+    why = reads.parse_timings(reads.start_reads("shm"))
     assert isinstance(why, str)
     assert "producer process" in why

@@ -37,25 +37,25 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
     if written is None:
         return note(
             subject,
-            f"the planner uses built-in costs, measured on another machine{_compared(used, found)}",
+            f"the planner uses built-in costs, measured on another machine{_ratio_text(used, found)}",
             _CALIBRATE,
         )
     whose = written.machine.get("cpu")
     here = found.machine.get("cpu") if found else None
     if here and whose and whose != here:
         return note(subject, f"{file} was measured on another machine ({whose}; this is {here})", _CALIBRATE)
-    if found and (off := _off(used, found)) and not 1 / _FAR_OFF < off < _FAR_OFF:
+    if found and (ratio := _read_ratio(used, found)) and not 1 / _FAR_OFF < ratio < _FAR_OFF:
         return note(
             subject,
-            f"{file} of {written.made[:10]} is far off: a READ takes {off:.1f} times what it says",
+            f"{file} of {written.made[:10]} is far off: a READ takes {ratio:.1f} times what it says",
             _CALIBRATE,
         )
     if (days := _age_days(written.made, now)) is not None and days > _STALE_DAYS:
-        return note(subject, f"{file} was measured {days:.0f} days ago{_compared(used, found)}", _CALIBRATE)
-    return ok(subject, f"measured {written.made[:10]}, in {file}{_compared(used, found)}")
+        return note(subject, f"{file} was measured {days:.0f} days ago{_ratio_text(used, found)}", _CALIBRATE)
+    return ok(subject, f"measured {written.made[:10]}, in {file}{_ratio_text(used, found)}")
 
 
-def _off(used: Costs, found: ReadTimings) -> float:
+def _read_ratio(used: Costs, found: ReadTimings) -> float:
     """Return the measured time of a READ divided by the expected time.
 
     If READs of several sizes were timed, this is the ratio that is farthest from 1, in either direction.
@@ -71,8 +71,8 @@ def _off(used: Costs, found: ReadTimings) -> float:
     return max(times, key=lambda each: max(each, 1 / each))
 
 
-def _compared(used: Costs, found: ReadTimings | None) -> str:
-    return f"; a READ takes {_off(used, found):.1f} times what they say" if found else ""
+def _ratio_text(used: Costs, found: ReadTimings | None) -> str:
+    return f"; a READ takes {_read_ratio(used, found):.1f} times what they say" if found else ""
 
 
 def _age_days(made: str, now: datetime | None) -> float | None:

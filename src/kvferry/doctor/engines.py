@@ -113,7 +113,7 @@ def examine_engines(
     known: set[tuple[str, str]] = set()
     waiting = list(targets)
     while waiting:
-        answers = run_all_within(_ENGINE_SECONDS, [partial(_look, one, keys) for one in waiting])
+        answers = run_all_within(_ENGINE_SECONDS, [partial(_examine_target, one, keys) for one in waiting])
         further: list[Target] = []
         for one, answer in zip(waiting, answers, strict=True):
             if isinstance(answer, BaseException):
@@ -152,7 +152,7 @@ def _section(one: Target, findings: Sequence[Finding]) -> ReportSection:
     return ReportSection(f"{role} {one.name}", tuple(findings))
 
 
-def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[str, Role], ...]]:
+def _examine_target(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[str, Role], ...]]:
     """Examine one engine or router.
 
     Args:
@@ -172,19 +172,19 @@ def _look(one: Target, keys: Keys | None) -> tuple[ExaminedEngine, tuple[tuple[s
             return seen, at.backends
         offered, other_ranks = at.offered, at.other_ranks
         control = offered.address
-        seen.findings += _told(one.url, control)
+        seen.findings += _check_advertised(one.url, control)
     assert control is not None  # noqa: S101 - a target has either a URL or this
     try:
-        seen.identity = _meet(control, keys, offered)
-        seen.findings += [*_who(seen.identity), *_ports(seen.identity)]
+        seen.identity = _identify_and_release(control, keys, offered)
+        seen.findings += [*_describe(seen.identity), *_check_ports(seen.identity)]
     except IdentifyError as error:
-        seen.findings.append(bad("control channel", f"{_shown(control)}: {error}", error.advice))
+        seen.findings.append(bad("control channel", f"{_format_address(control)}: {error}", error.advice))
     if offered is not None and other_ranks:
-        seen.findings += _ranks(offered, other_ranks, seen.identity, keys)
+        seen.findings += _check_ranks(offered, other_ranks, seen.identity, keys)
     return seen, ()
 
 
-def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
+def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
     """Ask an engine over its control channel to describe itself, and free the blocks of a test prompt.
 
     Args:
@@ -208,7 +208,7 @@ def _meet(control: Address, keys: Keys | None, offered: OfferedKv | None) -> Eng
     return identity
 
 
-def _ranks(
+def _check_ranks(
     first: OfferedKv,
     other_ranks: Sequence[OfferedKv | None],
     identity: EngineIdentity | None,
@@ -237,11 +237,11 @@ def _ranks(
             continue
         known.add(offered.engine_id)
         try:
-            other = _meet(offered.address, keys, offered)
+            other = _identify_and_release(offered.address, keys, offered)
         except IdentifyError as error:
-            found.append(bad(rank, f"{_shown(offered.address)}: {error}", error.advice))
+            found.append(bad(rank, f"{_format_address(offered.address)}: {error}", error.advice))
             continue
-        if identity is not None and (different := _different(identity, other)):
+        if identity is not None and (different := _rank_differences(identity, other)):
             found.append(
                 bad(rank, f"it differs from rank 0: {different}", "start all ranks with the same settings")
             )
@@ -250,7 +250,7 @@ def _ranks(
     return found
 
 
-def _different(one: EngineIdentity, other: EngineIdentity) -> str:
+def _rank_differences(one: EngineIdentity, other: EngineIdentity) -> str:
     """Return the differences between two data-parallel ranks as text; empty if they are alike."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     shapes = [
@@ -264,7 +264,7 @@ def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
     return [(group.label, group.block_tokens) for group in geometry.groups]
 
 
-def _told(url: str, control: Address) -> list[Finding]:
+def _check_advertised(url: str, control: Address) -> list[Finding]:
     """Return a note if an engine tells peers a control address that only the engine's own machine can reach.
 
     Args:
@@ -283,7 +283,7 @@ def _told(url: str, control: Address) -> list[Finding]:
     ]
 
 
-def _who(identity: EngineIdentity) -> list[Finding]:
+def _describe(identity: EngineIdentity) -> list[Finding]:
     """Return findings that describe an engine: its control channel, software, ranks and model."""
     first = identity.ranks[0].geometry
     alike = Counter(f"{group.label} in blocks of {group.block_tokens}" for group in first.groups)
@@ -293,7 +293,7 @@ def _who(identity: EngineIdentity) -> list[Finding]:
     return [
         ok(
             "control channel",
-            f"{_shown(identity.address)}, encrypted, "
+            f"{_format_address(identity.address)}, encrypted, "
             f"answers in {format_seconds(identity.round_trip_seconds)}",
         ),
         ok("who", f"{identity.facts.engine_id}, {identity.facts.software}"),
@@ -302,7 +302,7 @@ def _who(identity: EngineIdentity) -> list[Finding]:
     ]
 
 
-def _ports(identity: EngineIdentity) -> list[Finding]:
+def _check_ports(identity: EngineIdentity) -> list[Finding]:
     """Check who can reach the listening ports of an engine.
 
     Only engines of this machine and user are checked.
@@ -314,6 +314,6 @@ def _ports(identity: EngineIdentity) -> list[Finding]:
     return ports.findings(ports.engine_of(port), {port: "control channel", **gather})
 
 
-def _shown(address: Address) -> str:
+def _format_address(address: Address) -> str:
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -62,21 +62,21 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
     sections: list[ReportSection] = []
     timed: ReadTimings | None = None
     if job.machine:
-        found, timed = _this_machine(given.configs, progress)
+        found, timed = _check_machine(given.configs, progress)
         sections.append(ReportSection("this machine", tuple(found)))
     if job.config:
         progress("looking at what the configuration names")
-        named = (*given.findings, *_named(given.configs, timed))
+        named = (*given.findings, *_check_config(given.configs, timed))
         sections.append(ReportSection(f"configuration {job.config}", named))
     if job.targets:
         progress("connecting to engines")
-        engines, seen = examine_engines(job.targets, keys or _keys_of(given.configs))
-        local = timed.words if timed else ""
-        sections += [*engines, *pairs.check(seen, _costs(given.configs), local)]
+        engines, seen = examine_engines(job.targets, keys or _find_keys(given.configs))
+        local = timed.summary if timed else ""
+        sections += [*engines, *pairs.check(seen, _load_costs(given.configs), local)]
     return sections
 
 
-def _this_machine(
+def _check_machine(
     configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None]
 ) -> tuple[list[Finding], ReadTimings | None]:
     """Check this machine, and time READs between two of its processes.
@@ -99,14 +99,14 @@ def _this_machine(
     timed: list[ReadTimings] = []
     if version is not None:
         progress("reading between two processes")
-        found += run_check("READ", _LONG_SECONDS, lambda: _timed(timed))
+        found += run_check("READ", _LONG_SECONDS, lambda: _time_reads(timed))
     one = timed[0] if timed else None
     if not any(config.costs for config in configs):
         found.append(costs.check(None, one))
     return found, one
 
 
-def _timed(timed: list[ReadTimings]) -> list[Finding]:
+def _time_reads(timed: list[ReadTimings]) -> list[Finding]:
     """Time READs between two processes, and return the findings.
 
     Args:
@@ -121,7 +121,7 @@ def _timed(timed: list[ReadTimings]) -> list[Finding]:
     return findings
 
 
-def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> list[Finding]:
+def _check_config(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> list[Finding]:
     """Check on this machine what configurations refer to: listening addresses, costs files and tiers.
 
     Args:
@@ -138,7 +138,7 @@ def _named(configs: tuple[ConnectorConfig, ...], timed: ReadTimings | None) -> l
     return found
 
 
-def _keys_of(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
+def _find_keys(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
     """Return the first existing key of the configurations, else this machine's key; None without any key.
 
     A key that cannot be read is skipped, because another check reports the error.
@@ -150,7 +150,7 @@ def _keys_of(configs: tuple[ConnectorConfig, ...]) -> Keys | None:
     return None
 
 
-def _costs(configs: tuple[ConnectorConfig, ...]) -> Costs:
+def _load_costs(configs: tuple[ConnectorConfig, ...]) -> Costs:
     try:
         return load_costs(next((config.costs for config in configs if config.costs), None))
     except ConfigError:

@@ -92,8 +92,8 @@ def from_error(subject: str, error: Exception, advice: str = "correct it") -> Fi
         error: error whose message describes the problem.
         advice: advice to the user if the message has no semicolon.
     """
-    found, semicolon, said = str(error).rpartition("; ")
-    return bad(subject, found, said) if semicolon else bad(subject, said, advice)
+    found, semicolon, last_part = str(error).rpartition("; ")
+    return bad(subject, found, last_part) if semicolon else bad(subject, last_part, advice)
 
 
 def is_well(sections: Iterable[ReportSection]) -> bool:

@@ -93,10 +93,10 @@ def examine_url(url: str, seconds: float, environment: Mapping[str, str] = os.en
         environment: environment variables. The value of ``VLLM_API_KEY`` is sent as the API key if it is set.
     """
     key = environment.get("VLLM_API_KEY")
-    return anyio.run(_look, url, seconds, {"Authorization": f"Bearer {key}"} if key else {})
+    return anyio.run(_examine, url, seconds, {"Authorization": f"Bearer {key}"} if key else {})
 
 
-async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFindings:
+async def _examine(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFindings:
     """Examine the server at a URL, and return the result.
 
     Args:
@@ -113,11 +113,11 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFind
             return await fetch(http, f"{url}{path}", seconds, post, chosen)
 
         try:
-            if router := _router(await ask("/health")):
-                return _behind(router)
+            if router := _parse_router_health(await ask("/health")):
+                return _list_backends(router)
             if _is_engine(await ask("/version"), seen):
-                engines = _connector(await ask("/metrics"), seen)
-                await _ask_for_kv(ask, seen, engines)
+                engines = _check_metrics(await ask("/metrics"), seen)
+                await _request_kv(ask, seen, engines)
         except ProtocolError as error:
             seen.findings.append(
                 bad(
@@ -129,25 +129,25 @@ async def _look(url: str, seconds: float, headers: Mapping[str, str]) -> UrlFind
     return seen
 
 
-def _router(health: HttpReply) -> dict[str, Any] | None:
+def _parse_router_health(health: HttpReply) -> dict[str, Any] | None:
     """Return the JSON object of a router's ``/health``; None if the server is not a router.
 
     Args:
         health: answer of the server to ``/health``.
     """
-    said = health.json
-    return said if isinstance(said, dict) and {"prefill", "decode"} <= said.keys() else None
+    body = health.json
+    return body if isinstance(body, dict) and {"prefill", "decode"} <= body.keys() else None
 
 
-def _behind(said: dict[str, Any]) -> UrlFindings:
+def _list_backends(body: dict[str, Any]) -> UrlFindings:
     """Return the engines of a router, and findings on those that are down.
 
     Args:
-        said: JSON object of the router's ``/health``.
+        body: JSON object of the router's ``/health``.
     """
     seen = UrlFindings()
     try:
-        health = msgspec.convert(said, Health)
+        health = msgspec.convert(body, Health)
     except msgspec.ValidationError as error:
         seen.findings.append(
             bad(
@@ -177,8 +177,8 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
         answer: answer of the server to ``/version``.
         seen: result of the examination. Mutated.
     """
-    said = answer.json
-    version = said.get("version") if isinstance(said, dict) else None
+    body = answer.json
+    version = body.get("version") if isinstance(body, dict) else None
     if not isinstance(version, str):
         seen.findings.append(
             bad(
@@ -194,7 +194,7 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
     return isinstance(version, str)
 
 
-def _connector(answer: HttpReply, seen: UrlFindings) -> int:
+def _check_metrics(answer: HttpReply, seen: UrlFindings) -> int:
     """Check that an engine exports kvferry's metrics, and add the finding to `seen`.
 
     If they are missing, the finding is only a note. An engine with several API servers does not export a
@@ -220,7 +220,7 @@ def _connector(answer: HttpReply, seen: UrlFindings) -> int:
     return max(1, len(set(_ENGINE.findall(answer.text)))) if answer.fine else 1
 
 
-async def _ask_for_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
+async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
     """Have every data-parallel rank compute a test prompt, and add the KV that the ranks offer to `seen`.
 
     Args:
@@ -252,10 +252,10 @@ async def _ask_for_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
         )
         return
     seen.findings.append(ok("model", str(model)))
-    seen.offered = _offered(handed_over(answer.body))
+    seen.offered = _parse_offer(handed_over(answer.body))
     if seen.offered is not None:
         others = [await compute(rank) for rank in range(1, engines)]
-        seen.other_ranks = tuple(_offered(handed_over(one.body)) if one.fine else None for one in others)
+        seen.other_ranks = tuple(_parse_offer(handed_over(one.body)) if one.fine else None for one in others)
     else:
         other = handed_over(answer.body) or {}
         what = (
@@ -272,7 +272,7 @@ async def _ask_for_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
         )
 
 
-def _offered(params: dict[str, Any] | None) -> OfferedKv | None:
+def _parse_offer(params: dict[str, Any] | None) -> OfferedKv | None:
     if not params or "remote_block_ids" in params:
         return None
     host, port = params.get("remote_host"), params.get("remote_port")

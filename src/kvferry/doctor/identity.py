@@ -105,15 +105,15 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
         raise IdentifyError("it asks for a key, and this user has none on this machine", _GIVE_KEY)
     facts = Facts("kvferry-doctor", new_incarnation(), f"kvferry {kvferry.__version__}", {})
     with _connected(address, keys) as channel:
-        took, accepted = [], None
+        durations, accepted = [], None
         for _ in range(_ROUNDS):
             asked = time.perf_counter()
             accepted = _ask(channel, Hello(PROTOCOL, facts), Accepted, until)
-            took.append(time.perf_counter() - asked)
+            durations.append(time.perf_counter() - asked)
         ranks = _ask(channel, AskRanks(PROTOCOL, facts), Ranks, until)
     if accepted is None or not ranks.ranks:
         raise IdentifyError("it names no ranks", "use the same kvferry here and there")
-    return EngineIdentity(address, accepted.facts, tuple(ranks.ranks), median(took))
+    return EngineIdentity(address, accepted.facts, tuple(ranks.ranks), median(durations))
 
 
 def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
@@ -205,17 +205,17 @@ def _mechanism(address: Address, seconds: float) -> str:
         IdentifyError: no process listens at the address, or the server does not speak ZeroMQ.
     """
     until = time.monotonic() + seconds
-    heard = b""
+    received = b""
     try:
         with socket.create_connection((address[0], address[1]), timeout=seconds) as connection:
             connection.sendall(_GREETING)
-            while len(heard) < _GREETING_BYTES:
+            while len(received) < _GREETING_BYTES:
                 connection.settimeout(max(0.001, until - time.monotonic()))
-                if not (part := connection.recv(_GREETING_BYTES - len(heard))):
+                if not (part := connection.recv(_GREETING_BYTES - len(received))):
                     break
-                heard += part
+                received += part
     except TimeoutError as error:
-        if not heard:
+        if not received:
             raise IdentifyError(
                 f"no answer within {seconds:g} s", "check that it is up, and that no firewall is in between"
             ) from error
@@ -224,9 +224,9 @@ def _mechanism(address: Address, seconds: float) -> str:
             f"it cannot be reached: {error.strerror or error}",
             "check that it is up, and that the address is the one in its kv_transfer_params",
         ) from error
-    if len(heard) < _GREETING_BYTES or heard[0] != 0xFF:
+    if len(received) < _GREETING_BYTES or received[0] != 0xFF:
         raise IdentifyError(
             "what listens there is no control channel of an engine",
             "give remote_host and remote_port from its kv_transfer_params, or its HTTP address with http://",
         )
-    return heard[_MECHANISM].rstrip(b"\0").decode("ascii", "replace")
+    return received[_MECHANISM].rstrip(b"\0").decode("ascii", "replace")

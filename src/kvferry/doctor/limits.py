@@ -23,7 +23,7 @@ from kvferry.doctor.finding import Finding, bad
 from kvferry.errors import KVFerryError
 
 _KILLED_SECONDS = 2.0
-_MOST_SAID = 300
+_MAX_ERROR_CHARACTERS = 300
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class ProcessResult:
         If standard error is empty, or the process was killed at its deadline, this is the text of `how`.
         """
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
-        return lines[-1][:_MOST_SAID] if lines and self.code is not None else self.how
+        return lines[-1][:_MAX_ERROR_CHARACTERS] if lines and self.code is not None else self.how
 
 
 def run_python(

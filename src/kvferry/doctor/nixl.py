@@ -44,10 +44,10 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
         stopped = f"{trying[-1]} crashes the process that tries it ({ended.how}); kvferry does not use it"
         return [*found, note("NIXL plugins", stopped)]
     libraries = any(line.get("verbs") for line in lines)
-    return [*found, _end(ended, libraries)]
+    return [*found, _check_exit(ended, libraries)]
 
 
-def _end(ended: ProcessResult, libraries: bool) -> Finding:
+def _check_exit(ended: ProcessResult, libraries: bool) -> Finding:
     """Check how a process that used NIXL ended. Some RDMA libraries crash such a process at its exit.
 
     Args:

@@ -72,31 +72,31 @@ def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> l
     found: dict[tuple[str, str], tuple[Finding, ...]] = {}
     for (source, there), (reader, here) in permutations(identity, 2):
         if source.role is not Role.DECODE and reader.role is not Role.PREFILL and there.facts != here.facts:
-            check_pair = partial(_pair, there, here, costs, local)
+            check_pair = partial(_check_pair, there, here, costs, local)
             found[source.name, reader.name] = tuple(run_check("pair", _PAIR_SECONDS, check_pair))
-    sections, said = list[ReportSection](), set[tuple[str, str]]()
+    sections, reported = list[ReportSection](), set[tuple[str, str]]()
     for (one, other), findings in found.items():
         back = found.get((other, one))
-        if (other, one) in said:
+        if (other, one) in reported:
             continue
-        alike = back is not None and _either_way(findings) == _either_way(back)
+        alike = back is not None and _without_direction(findings) == _without_direction(back)
         sections.append(ReportSection(f"{one} (there) {'<->' if alike else '->'} {other} (here)", findings))
         if alike:
-            said.add((one, other))
+            reported.add((one, other))
     return sections
 
 
-def _either_way(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
+def _without_direction(findings: Sequence[Finding]) -> set[tuple[str, State, str]]:
     """Return the findings about two engines in a form that does not depend on which engine reads.
 
     >>> one, other = "dtype: a there, b here", "dtype: b there, a here"
-    >>> _either_way([note("x", one)]) == _either_way([note("x", other)])
+    >>> _without_direction([note("x", one)]) == _without_direction([note("x", other)])
     True
     """
     return {(one.subject, one.state, re.sub(r"[^:,;]* (there|here)", r" \1", one.found)) for one in findings}
 
 
-def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> list[Finding]:
+def _check_pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> list[Finding]:
     """Return findings on whether and how engine `here` can read KV from engine `there`.
 
     Args:
@@ -116,7 +116,11 @@ def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str)
             )
         )
     if not different:
-        found += [ok("compatible", _moves(there, here, costs)), *_drafts(there, here), *_windows(there, here)]
+        found += [
+            ok("compatible", _describe_transfers(there, here, costs)),
+            *_check_draft_layers(there, here),
+            *_check_windows(there, here),
+        ]
     if any(
         str(identity.facts.must_agree.get("weights")).startswith(_UNVERIFIED) for identity in (there, here)
     ):
@@ -134,7 +138,7 @@ def _pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str)
                 f"{there.facts.software} there, {here.facts.software} here; this alone rejects no peer",
             )
         )
-    return [*found, _link(there, here, local)]
+    return [*found, _describe_link(there, here, local)]
 
 
 def _fact_of(difference: str) -> str:
@@ -149,7 +153,7 @@ def _fact_of(difference: str) -> str:
     return difference.partition(":")[0].partition(",")[0]
 
 
-def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
+def _describe_link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
     """Report whether two engines are on one machine, and what was measured about their connection.
 
     The finding gives the latency of both control channels, as seen from this machine. If the engines are on
@@ -165,13 +169,13 @@ def _link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
     )
     channel = f"asked from here, control channels answer in {took}"
     if there.address[0] == here.address[0]:
-        way = f"one machine; two processes where the doctor runs read {local}" if local else "one machine"
+        place = f"one machine; two processes where the doctor runs read {local}" if local else "one machine"
     else:
-        way = "two machines; neither the speed between them nor UCX's transport there was measured"
-    return ok("link", f"{way}; {channel}")
+        place = "two machines; neither the speed between them nor UCX's transport there was measured"
+    return ok("link", f"{place}; {channel}")
 
 
-def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
+def _describe_transfers(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
     """Describe transfers of KV from `there` to `here` in a text for the report.
 
     The text gives the number of ranks, the transfer strategies and the sizes of contiguous runs.
@@ -185,14 +189,14 @@ def _moves(there: EngineIdentity, here: EngineIdentity, costs: Costs) -> str:
     peer = [card.geometry for card in there.ranks]
     templates = [t for card in here.ranks for t in build_templates(peer, card.geometry)]
     try:
-        taken = sorted(_strategies(templates, costs))
+        strategies = sorted(_strategies(templates, costs))
     except ConfigError as error:
         return f"{ranks}; {error}"
     runs = [copy.run for t in templates for route in t.routes for copy in route.copies]
-    return f"{ranks}; bytes go {' and '.join(taken)}, in runs of {_between(runs)}"
+    return f"{ranks}; bytes go {' and '.join(strategies)}, in runs of {_size_range(runs)}"
 
 
-def _between(runs: Sequence[int]) -> str:
+def _size_range(runs: Sequence[int]) -> str:
     """Return a text with the smallest and the largest of the sizes, e.g. ``4 KiB to 2 MiB``.
 
     Args:
@@ -217,7 +221,7 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
     return found
 
 
-def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
+def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
     """Return a note if engine `there` lacks layers of the draft model of engine `here`.
 
     A load sets the KV of such layers to zero, so fewer drafts are accepted.
@@ -235,7 +239,7 @@ def _drafts(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
     ]
 
 
-def _windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
+def _check_windows(there: EngineIdentity, here: EngineIdentity) -> list[Finding]:
     """Return a note if loads may fill only part of the block in which a sliding window begins.
 
     This happens if the blocks of engine `there` are smaller than those of engine `here`. A partly filled

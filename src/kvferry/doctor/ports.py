@@ -45,15 +45,15 @@ class Port:
 
 def listening_ports(process: int) -> list[Port]:
     """Return the listening TCP ports of a process; empty if it has ended or belongs to another user."""
-    held = set()
+    open_sockets = set()
     with suppress(OSError):
         for entry in os.scandir(_PROC / str(process) / "fd"):
             with suppress(OSError):
-                held.add(str(Path(entry.path).readlink()))
+                open_sockets.add(str(Path(entry.path).readlink()))
     return sorted(
         Port(process, address, number)
         for address, number, inode in _sockets(process)
-        if f"socket:[{inode}]" in held
+        if f"socket:[{inode}]" in open_sockets
     )
 
 
@@ -81,12 +81,12 @@ def engine_of(port: int) -> dict[int, str]:
     Args:
         port: port number.
     """
-    having = (
+    listeners = (
         process
         for process in psutil.process_iter()
         if any(one.number == port for one in listening_ports(process.pid))
     )
-    if (root := next(having, None)) is None:
+    if (root := next(listeners, None)) is None:
         return {}
     with suppress(psutil.Error):  # a process has just ended
         while (parent := root.parent()) is not None and "vllm" in _command(parent).lower():
@@ -125,10 +125,10 @@ def _finding(port: Port, command: str, known: Mapping[int, str]) -> Finding:
         return ok(subject, f"{purpose} ({whose}); lets in holders of the key only")
     who = "processes of this machine" if port.is_loopback else "whoever reaches it"
     if _is_api(command):
-        said = f"vLLM's API, or a channel between its processes ({whose}); open to {who}"
+        text = f"vLLM's API, or a channel between its processes ({whose}); open to {who}"
     else:
-        said = f"UCX, or vLLM's own ({whose}); open to {who}, who can end the process with random bytes"
-    return ok(subject, said) if port.is_loopback else note(subject, said, _SHUT)
+        text = f"UCX, or vLLM's own ({whose}); open to {who}, who can end the process with random bytes"
+    return ok(subject, text) if port.is_loopback else note(subject, text, _SHUT)
 
 
 def _is_api(command: str) -> bool:

@@ -41,14 +41,14 @@ def parse_output(out: str) -> list[dict[str, Any]]:
     """
     found = []
     for line in out.splitlines():
-        _, mark, told = line.partition(_MARK)  # libraries leave unfinished lines before it
+        _, mark, text = line.partition(_MARK)  # libraries leave unfinished lines before it
         if mark:
             with suppress(ValueError):  # an incomplete line
-                found.append(json.loads(told))
+                found.append(json.loads(text))
     return found
 
 
-def _say(**what: Any) -> None:
+def _print_result(**what: Any) -> None:
     print(f"{_MARK}{json.dumps(what)}", flush=True)  # noqa: T201 - the parent reads it
 
 
@@ -62,16 +62,16 @@ def nixl() -> None:
     from kvferry.transport.nixl_agent import make_nixl_agent  # noqa: PLC0415 - loads NIXL
     from kvferry.transport.rdma_libraries import preload  # noqa: PLC0415
 
-    _say(version=version("nixl"), verbs=preload())
+    _print_result(version=version("nixl"), verbs=preload())
     plugins = sorted(make_nixl_agent("doctor", [], progress=False).plugin_list)
     for plugin in sorted(plugins, key=lambda name: (name != "UCX", name)):
-        _say(trying=plugin)
+        _print_result(trying=plugin)
         try:
             agent = make_nixl_agent(f"doctor-{plugin}", [plugin], progress=False)
             why = "" if plugin in agent.backends else "it does not start"
         except Exception as error:  # noqa: BLE001 - after any exception the plugin does not start
             why = str(error) or type(error).__name__
-        _say(plugin=plugin, why=why)
+        _print_result(plugin=plugin, why=why)
 
 
 def reads() -> None:
@@ -84,7 +84,7 @@ def reads() -> None:
     from kvferry.measuring.reader import Reader  # noqa: PLC0415
     from kvferry.measuring.simulated import plain_engine  # noqa: PLC0415 - loads torch
 
-    _say(machine=asdict(machine_facts()))
+    _print_result(machine=asdict(machine_facts()))
     src, dst = (plain_engine(name, _READ_BYTES) for name in ("source", "destination"))
     with (
         ProducerProcess([src], {}) as producer,
@@ -94,7 +94,9 @@ def reads() -> None:
         for size in (_SMALL, _LARGE):
             lists = raw.equal_descriptors(min(_READ_BYTES, size * _MOST_DESCRIPTORS), size)
             seconds = [raw.read(lists) for _ in range(_ROUNDS + 1)][1:]
-            _say(descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds)))
+            _print_result(
+                descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds))
+            )
 
 
 def connector() -> None:
@@ -105,13 +107,13 @@ def connector() -> None:
     """
     import vllm  # noqa: PLC0415 - slow, and its import is checked here
 
-    _say(version=vllm.__version__)
+    _print_result(version=vllm.__version__)
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     from kvferry.engines.vllm.compat.contract import SupportsHMA  # noqa: PLC0415
     from kvferry.engines.vllm.connector import KVFerryConnector  # noqa: PLC0415
 
-    _say(
+    _print_result(
         connector=issubclass(KVFerryConnector, SupportsHMA),
         platform=bool(current_platform.support_hybrid_kv_cache()),
         device=str(current_platform.device_type),
@@ -127,14 +129,14 @@ def path(where: str) -> None:
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
     from kvferry.tiers.files.opening import check_directory  # noqa: PLC0415
 
-    _say(real=os.path.realpath(where))
+    _print_result(real=os.path.realpath(where))
     try:
         check_directory(where)
     except KVFerryError as error:
-        _say(refused=str(error))
+        _print_result(refused=str(error))
         return
     status, space = Path(where).stat(), os.statvfs(where)
-    _say(
+    _print_result(
         owner=status.st_uid,
         mode=status.st_mode & 0o777,
         free=space.f_bavail * space.f_frsize,
@@ -149,7 +151,7 @@ def twins(*paths: str) -> None:
     from kvferry.tiers.paths import find_same_directory  # noqa: PLC0415
 
     for number, path in enumerate(paths):
-        _say(path=path, twin=find_same_directory(path, paths[:number]))
+        _print_result(path=path, twin=find_same_directory(path, paths[:number]))
 
 
 def _write(name: str) -> None:
@@ -178,9 +180,9 @@ def _write(name: str) -> None:
             os.close(fd)
             os.unlink(name)  # noqa: PTH108
     except OSError as error:
-        _say(failed=os.strerror(error.errno or 0), number=error.errno)
+        _print_result(failed=os.strerror(error.errno or 0), number=error.errno)
     else:
-        _say(direct=direct)
+        _print_result(direct=direct)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class ReadTimings:
         return moved / seconds / 1e9
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Text with the transports, and the rate for each size of descriptor."""
         parts = [
             f"{moved / seconds / 1e9:.2g} GB/s in pieces of {format_bytes(moved / count)}"
@@ -84,7 +84,7 @@ def start_reads(transports: str | None) -> ProcessResult:
     )
 
 
-def time_reads(ended: ProcessResult) -> ReadTimings | str:
+def parse_timings(ended: ProcessResult) -> ReadTimings | str:
     """Return the times of READs that a check printed, or the reason why there are none.
 
     Args:
@@ -113,37 +113,39 @@ def check(
         Findings, and the times of READs with all transports.
     """
     given = environment.get("UCX_TLS")
-    here = time_reads(start(None))
-    if isinstance(here, str):
+    shared = parse_timings(start(None))
+    if isinstance(shared, str):
         advice = (
             f"UCX_TLS is {given!r}: unset it, or add tcp, which UCX needs for its messages"
             if given
             else "see what UCX says with UCX_LOG_LEVEL=info kvferry bench transfer"
         )
-        yield bad("READ of host memory", f"does not work: {here}", advice)
+        yield bad("READ of host memory", f"does not work: {shared}", advice)
         return
-    yield here
-    yield ok("READ of host memory", f"{here.words}{f' (UCX_TLS={given})' if given else ''}")
+    yield shared
+    yield ok("READ of host memory", f"{shared.summary}{f' (UCX_TLS={given})' if given else ''}")
     if given:
         return
-    away = time_reads(start("^sm"))
+    remote = parse_timings(start("^sm"))
     subject = "READ without shared memory"
-    if isinstance(away, str):
-        yield bad(subject, f"does not work: {away}", "check the network devices that UCX finds (ucx_info -d)")
+    if isinstance(remote, str):
+        yield bad(
+            subject, f"does not work: {remote}", "check the network devices that UCX finds (ucx_info -d)"
+        )
         return
     rdma = devices()
-    over_tcp = all(transports.startswith("tcp/") for transports in away.transports)
+    over_tcp = all(transports.startswith("tcp/") for transports in remote.transports)
     if rdma and over_tcp:
         yield bad(
             subject,
-            f"{away.words}, though there is {', '.join(rdma)}",
+            f"{remote.summary}, though there is {', '.join(rdma)}",
             "see why UCX leaves it out: ulimit -l, permissions on /dev/infiniband, UCX_NET_DEVICES",
         )
     elif over_tcp:
         yield note(
             subject,
-            f"{away.words}; no RDMA device here, so engines on other machines are read over TCP",
+            f"{remote.summary}; no RDMA device here, so engines on other machines are read over TCP",
             "measure between the machines themselves before you rely on it",
         )
     else:
-        yield ok(subject, f"{away.words}; local, without the network between machines")
+        yield ok(subject, f"{remote.summary}; local, without the network between machines")

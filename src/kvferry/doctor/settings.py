@@ -48,14 +48,14 @@ def read_file(path: str) -> ConfigFile:
     Raises:
         ConfigError: the file cannot be read, or is not a JSON object.
     """
-    given = _json(path)
+    given = _load_json(path)
     if "kv_connector" in given:
-        return _of_transfer(given)
-    config, found = _extra(given, None)
+        return _read_transfer_config(given)
+    config, found = _read_extra_config(given, None)
     return ConfigFile(config, found)
 
 
-def _json(path: str) -> dict[str, Any]:
+def _load_json(path: str) -> dict[str, Any]:
     """Return the JSON object in a configuration file of at most 1 MiB.
 
     Raises:
@@ -85,13 +85,13 @@ def _json(path: str) -> dict[str, Any]:
     return given
 
 
-def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
+def _read_transfer_config(given: Mapping[str, Any], *, compare_role: bool = True) -> ConfigFile:
     """Check a value of ``--kv-transfer-config``. If it has several connectors, check only kvferry's.
 
     Args:
         given: value to check, with the key ``kv_connector``.
-        alone: False if the value is an entry of a `FerryMultiConnector`. An entry's settings are then not
-            compared with ``kv_role``.
+        compare_role: True to compare the settings with ``kv_role``; False for an entry of a
+            `FerryMultiConnector`.
     """
     name = given["kv_connector"]
     if not isinstance(name, str):
@@ -103,34 +103,34 @@ def _of_transfer(given: Mapping[str, Any], *, alone: bool = True) -> ConfigFile:
         )
     if name == _OURS:
         role = given.get("kv_role")
-        configs, found = _extra(extra, role if alone and isinstance(role, str) else None)
-        return ConfigFile(configs, (*_around(given), *found))
+        config, found = _read_extra_config(extra, role if compare_role and isinstance(role, str) else None)
+        return ConfigFile(config, (*_check_outer_keys(given), *found))
     children = extra.get("connectors")
     inner = [each for each in children if isinstance(each, dict)] if isinstance(children, list) else []
-    found_ = list[Finding]()
+    findings = list[Finding]()
     if name == _MULTI:
-        found_ += _of_multi(given, extra)
+        findings += _check_multi(given, extra)
         handed_on = {key: given[key] for key in INHERITED if key in given}
         inner = [{**handed_on, **each} for each in inner]
     ours = [each for each in inner if each.get("kv_connector") == _OURS]
     if not ours and name == _MULTI:
-        return ConfigFile((), tuple(found_))
+        return ConfigFile((), tuple(findings))
     if not ours:
         return ConfigFile(
             (),
             (note("settings", f"kv_connector is {name!r}, which is not kvferry's; it is not checked"),),
         )
-    configs_ = list[ConnectorConfig]()
-    found_.append(note("settings", f"{_OURS} within {name}; the others are not checked"))
+    configs = list[ConnectorConfig]()
+    findings.append(note("settings", f"{_OURS} within {name}; the others are not checked"))
     for number, each in enumerate(ours):
-        read = _of_transfer(each, alone=name != _MULTI)
-        configs_ += read.configs
+        read = _read_transfer_config(each, compare_role=name != _MULTI)
+        configs += read.configs
         subject = "settings" if len(ours) == 1 else f"settings ({number + 1})"
-        found_ += [Finding(subject, one.state, one.found, one.advice) for one in read.findings]
-    return ConfigFile(tuple(configs_), tuple(found_))
+        findings += [Finding(subject, one.state, one.found, one.advice) for one in read.findings]
+    return ConfigFile(tuple(configs), tuple(findings))
 
 
-def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Finding]:
+def _check_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Finding]:
     """Check the settings of a `FerryMultiConnector`, but not those of the connectors inside it.
 
     Args:
@@ -140,12 +140,15 @@ def _of_multi(given: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Findin
     try:
         settings = parse_multi(extra)
     except ConfigError as error:
-        return [*_around(given), from_error("settings", error)]
+        return [*_check_outer_keys(given), from_error("settings", error)]
     names = ", ".join(child.name for child in settings.children)
-    return [*_around(given), ok("settings", f"{_MULTI} over {names}, policy {settings.source_policy}")]
+    return [
+        *_check_outer_keys(given),
+        ok("settings", f"{_MULTI} over {names}, policy {settings.source_policy}"),
+    ]
 
 
-def _around(given: Mapping[str, Any]) -> list[Finding]:
+def _check_outer_keys(given: Mapping[str, Any]) -> list[Finding]:
     """Check the keys beside ``kv_connector_extra_config``: module path, load failure policy and role.
 
     Args:
@@ -154,7 +157,7 @@ def _around(given: Mapping[str, Any]) -> list[Finding]:
     found = []
     name = given["kv_connector"]
     expected, module = CONNECTORS[name], given.get("kv_connector_module_path")
-    if module != expected and not (module is None and _known_by_name()):
+    if module != expected and not (module is None and _is_plugin_loaded()):
         found.append(
             bad(
                 "kv_connector_module_path",
@@ -175,14 +178,14 @@ def _around(given: Mapping[str, Any]) -> list[Finding]:
     return found
 
 
-def _known_by_name() -> bool:
+def _is_plugin_loaded() -> bool:
     """Return True if vLLM loads kvferry's plugin, which lets vLLM find the connectors by name."""
     allowed = os.environ.get("VLLM_PLUGINS")
     ours = [one.name for one in entry_points(group=_PLUGINS) if one.module == plugin.__name__]
     return any(allowed is None or name in allowed.split(",") for name in ours)
 
 
-def _extra(
+def _read_extra_config(
     extra: Mapping[str, Any], kv_role: str | None
 ) -> tuple[tuple[ConnectorConfig, ...], tuple[Finding, ...]]:
     try:

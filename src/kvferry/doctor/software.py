@@ -52,12 +52,12 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
     """
     subject = "connector"
     ended = probe()
-    told = {name: value for line in parse_output(ended.out) for name, value in line.items()}
-    if "connector" not in told:
-        what = "vLLM itself cannot be imported" if "version" not in told else "vLLM does not take it"
+    printed = {name: value for line in parse_output(ended.out) for name, value in line.items()}
+    if "connector" not in printed:
+        what = "vLLM itself cannot be imported" if "version" not in printed else "vLLM does not take it"
         return [bad(subject, f"{what}: {ended.last_words}", f"repair the installation: {_INSTALL}")]
-    found = [ok(subject, f"vLLM {told['version']} loads it, for {told['device']}")]
-    if told["connector"] and told["platform"]:
+    found = [ok(subject, f"vLLM {printed['version']} loads it, for {printed['device']}")]
+    if printed["connector"] and printed["platform"]:
         hybrid = ok(
             "hybrid manager",
             "would be on: windows and recurrent state move as such, unless an engine is told otherwise",
@@ -65,7 +65,7 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
     else:
         hybrid = bad(
             "hybrid manager",
-            f"would be off: vLLM's platform {told['device']} has none, so windows move as full attention",
+            f"would be off: vLLM's platform {printed['device']} has none, so windows move as full attention",
             "use a platform that has one",
         )
     return [*found, hybrid]

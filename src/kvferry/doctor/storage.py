@@ -65,15 +65,15 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
     available, where = found
     if settings.capacity is None:
         return ok(subject, f"a tenth of the {format_bytes(available)} {where}, at start")
-    asked = parse_size(settings.capacity)
-    if asked > available:
+    capacity = parse_size(settings.capacity)
+    if capacity > available:
         return bad(
             subject,
-            f"{format_bytes(asked)} are asked for, {format_bytes(available)} are {where}: the engine "
+            f"{format_bytes(capacity)} are asked for, {format_bytes(available)} are {where}: the engine "
             "would not start",
             "lower the tier's capacity, unless a running engine holds that memory already",
         )
-    return ok(subject, f"{format_bytes(asked)} of the {format_bytes(available)} {where}")
+    return ok(subject, f"{format_bytes(capacity)} of the {format_bytes(available)} {where}")
 
 
 def _probe(path: str) -> ProcessResult:
@@ -84,7 +84,7 @@ def file(
     subject: str,
     settings: FileSettings,
     probe: Probe = _probe,
-    among: Callable[[], list[Mount]] = list_mounts,
+    mounts: Callable[[], list[Mount]] = list_mounts,
 ) -> Iterator[Finding]:
     """Check the directory of a file tier: access, capacity and file system.
 
@@ -92,22 +92,22 @@ def file(
         subject: subject of the findings.
         settings: settings of the file tier.
         probe: function that tests a directory in another process, and returns its result.
-        among: function that returns all mounted file systems.
+        mounts: function that returns all mounted file systems.
     """
     try:
-        wanted = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - same as in the tier
+        directory = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - same as in the tier
     except ConfigError as error:
         yield from_error(subject, error)
         return
-    path = wanted if settings.path else _made(wanted)
+    path = directory if settings.path else _existing_parent(directory)
     ended = probe(path)
-    told: dict[str, Any] = {name: value for line in parse_output(ended.out) for name, value in line.items()}
-    mount = mount_of(told.get("real", path), among())
+    probed: dict[str, Any] = {name: value for line in parse_output(ended.out) for name, value in line.items()}
+    mount = mount_of(probed.get("real", path), mounts())
     on = f" ({mount.kind} of {mount.source}, mounted on {mount.point})" if mount else ""
-    if "refused" in told:
-        yield from_error(subject, ConfigError(told["refused"]))
+    if "refused" in probed:
+        yield from_error(subject, ConfigError(probed["refused"]))
         return
-    if "direct" not in told and "failed" not in told:
+    if "direct" not in probed and "failed" not in probed:
         why = (
             f"does not answer for {_PATH_SECONDS:g} s"
             if ended.code is None
@@ -117,25 +117,25 @@ def file(
             subject, f"{path}{on} {why}", "check the mount: it hangs, and the engine would hang at its start"
         )
         return
-    if "failed" in told:
+    if "failed" in probed:
         yield bad(
             subject,
-            f"{path}{on}: a file cannot be made, locked and written: {told['failed']}",
-            _remedy(told["number"]),
+            f"{path}{on}: a file cannot be made, locked and written: {probed['failed']}",
+            _remedy(probed["number"]),
         )
-    yield from _capacity(subject, settings, told)
+    yield from _check_capacity(subject, settings, probed)
     if mount is not None:
-        yield _mount(subject, path, mount)
-    if told.get("direct") is False:
+        yield _describe_mount(subject, path, mount)
+    if probed.get("direct") is False:
         yield note(
             subject,
             "no direct I/O there: chunks go through the page cache, at the cost of memory and a core's time",
             "use another file system, if that matters",
         )
-    if path == wanted and told["mode"] & _OTHERS:
+    if path == directory and probed["mode"] & _OTHERS:
         yield note(
             subject,
-            f"{path} has mode {told['mode']:o}: others here can reach chunks, which reveal prompts",
+            f"{path} has mode {probed['mode']:o}: others here can reach chunks, which reveal prompts",
             f"chmod 700 {path}, unless that is wanted",
         )
 
@@ -153,32 +153,32 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
     if len(paths) < 2:
         return
     ended = run_python(["-m", MODULE, "twins", *paths.values()], _PATH_SECONDS)
-    for number, told in zip(paths, parse_output(ended.out), strict=False):
-        if told["twin"] is not None:
+    for number, probed in zip(paths, parse_output(ended.out), strict=False):
+        if probed["twin"] is not None:
             yield bad(
                 f"tier {number}, file",
-                f"{told['path']} and {told['twin']}, which is a tier already, are one directory: the engine "
-                "would serve without this tier",
+                f"{probed['path']} and {probed['twin']}, which is a tier already, are one directory: the "
+                "engine would serve without this tier",
                 "name another directory, or leave out one of the two",
             )
 
 
-def _made(default: str) -> str:
+def _existing_parent(default: str) -> str:
     """Return `default` if this directory exists, else its nearest existing parent directory."""
     path = Path(default)
     return default if path.exists() else str(next(above for above in path.parents if above.exists()))
 
 
-def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Iterator[Finding]:
+def _check_capacity(subject: str, settings: FileSettings, probed: dict[str, Any]) -> Iterator[Finding]:
     """Check that the disk has room for the capacity of a file tier.
 
     Args:
         subject: subject of the finding.
         settings: settings of the file tier.
-        told: values that the check of the directory printed, by name.
+        probed: values that the check of the directory printed, by name.
     """
-    ledger = told.get("ledger")
-    free, used = told["free"], ledger[1] if ledger else 0
+    ledger = probed.get("ledger")
+    free, used = probed["free"], ledger[1] if ledger else 0
     if settings.capacity is None:
         capacity = ledger[0] if ledger else (free + used) // DEFAULT_CAPACITY_DIVISOR
         why = "as the directory was set to before" if ledger else "a tenth of what is free"
@@ -196,7 +196,7 @@ def _capacity(subject: str, settings: FileSettings, told: dict[str, Any]) -> Ite
         yield ok(subject, f"{settings.path or default_directory()}: {format_bytes(capacity)}, {why}; {room}")
 
 
-def _mount(subject: str, path: str, mount: Mount) -> Finding:
+def _describe_mount(subject: str, path: str, mount: Mount) -> Finding:
     """Report the kind of file system that holds a file tier's directory, with its drawbacks.
 
     Args:

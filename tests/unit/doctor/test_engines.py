@@ -299,11 +299,11 @@ def test_every_open_port_of_an_engine_is_listed_with_who_may_use_it():
 
 
 def test_loopback_told_by_an_engine_that_serves_others_is_noted(control):
-    from kvferry.doctor.engines import _told
+    from kvferry.doctor.engines import _check_advertised
 
-    assert _told("http://10.0.0.1:8000", (HOST, control.port))[0].state is State.NOTE
-    assert _told("http://127.0.0.1:8000", (HOST, control.port)) == []
-    assert _told("http://10.0.0.1:8000", ("10.0.0.1", control.port)) == []
+    assert _check_advertised("http://10.0.0.1:8000", (HOST, control.port))[0].state is State.NOTE
+    assert _check_advertised("http://127.0.0.1:8000", (HOST, control.port)) == []
+    assert _check_advertised("http://10.0.0.1:8000", ("10.0.0.1", control.port)) == []
 
 
 @pytest.mark.parametrize(

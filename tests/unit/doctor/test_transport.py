@@ -138,7 +138,7 @@ def written(tmp_path, of=REAL, made=MADE, cpu="Some CPU") -> str:
 
 
 def measured() -> reads.ReadTimings:
-    found = reads.time_reads(read())
+    found = reads.parse_timings(read())
     assert isinstance(found, reads.ReadTimings)
     return found
 
