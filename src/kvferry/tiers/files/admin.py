@@ -78,12 +78,13 @@ class DirectoryAdmin(CacheAdmin):
         return SpaceUsage(capacity, charged, disk.f_bavail * disk.f_frsize)
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove temporary files of dead writers, correct the bytes in use, and evict the oldest files.
+        """Reduce the directory to a limit: evict files until at most `capacity` bytes are in use.
 
-        The oldest files are those whose last use is longest ago.
+        First, temporary files of dead writers are removed, and the bytes in use are counted again. Then the
+        least recently used files are evicted.
 
         Args:
-            capacity: limit in bytes to evict to, for this call only; None for the capacity of the directory.
+            capacity: limit in bytes, for this call only; None for the capacity of the directory.
 
         Raises:
             ConfigError: the directory cannot be used, or its capacity is unknown and none is given.
@@ -138,7 +139,7 @@ class _OpenFile(StoredFile):
     """A file that is open for reading.
 
     Attributes:
-        root: directory of the tier.
+        root: path of the directory.
         path: path of the file.
         fd: descriptor of the file.
         size: length of the file in bytes.
@@ -174,7 +175,10 @@ def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
 
 @contextmanager
 def _as_config_error(root: str) -> Iterator[None]:
-    """Return a context manager that converts an OSError to a ConfigError with advice for the operator."""
+    """Return a context manager that converts an OSError in its body to a ConfigError.
+
+    The message has advice for the operator. `root` is the path of the directory, for the message.
+    """
     try:
         yield
     except OSError as error:

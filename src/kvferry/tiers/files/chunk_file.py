@@ -46,6 +46,8 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
 def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
     """Read a chunk from its file into memory. Return whether the file begins with exactly the expected chunk.
 
+    If the result is False, the content of `into` must not be used, and `explain_refusal` finds the reason.
+
     Args:
         fd: descriptor of the file.
         chunk: identity and layout of the expected chunk.
@@ -60,15 +62,15 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
 
 
 def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Find out why `read_chunk` refused a file.
+    """Find out why `read_chunk` returned False for a file.
 
-    The function returns without an exception only if the file is a chunk of the expected key, but of other KV
-    cache groups.
+    If the file is a chunk of the expected key whose KV cache groups differ from the expected ones, return
+    without an exception. Any other reason is raised.
 
     Args:
         fd: descriptor of the file.
         chunk: identity and layout of the expected chunk.
-        body: memory that `read_chunk` filled.
+        body: memory into which `read_chunk` read the body.
 
     Raises:
         ChunkError: the file is damaged, or contains the chunk of another key.
@@ -140,12 +142,12 @@ class _ProgressiveRead:
             self._ended = read < wanted
 
     def _begin(self) -> tuple[int, int]:
-        """Read the header and the first piece of the body.
+        """Read the header and the first piece of the body, and choose the size of the other pieces.
 
-        If the bytes arrive slower than they would from the page cache, the following pieces are larger.
+        If the bytes arrive slower than they would from the page cache, the other pieces are larger.
 
         Returns:
-            The numbers of bytes read and requested.
+            The number of bytes read, and the number of bytes requested.
         """
         began, piece = time.perf_counter(), self._into[:PIECE_BYTES]
         read = read_all(self._fd, (self.header, piece))

@@ -33,8 +33,8 @@ class DirectoryIndex:
         root: directory of the tier.
         namespace: digest of the namespace (scope of chunk keys), 32 bytes.
         listed: known keys, which `refresh` updates.
-        clock: function that returns seconds since 1970, by the file system's clock.
-        pause: function that waits a number of seconds, so that other threads can run.
+        clock: function that returns seconds since 1970, to compare with the modification times of folders.
+        pause: function that waits for a number of seconds. A refresh calls it so that other threads can run.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class DirectoryIndex:
         """Find the chunk folders that changed since they were last read. Forget the keys of missing folders.
 
         Returns:
-            A dictionary from the first byte of the keys in a changed folder to the folder's modification time
-            in nanoseconds.
+            The modification time of each changed folder, in nanoseconds, by the number of the folder. A
+            folder's number is the first byte of all its keys, and also its name (in hex).
         """
         try:
             check_folders(self._root, f"{self._folder}/")
@@ -96,7 +96,7 @@ class DirectoryIndex:
         """Update the known keys of one folder from the names of its chunk files.
 
         Args:
-            part: first byte of the keys in the folder.
+            part: number that identifies the folder: the first byte of all its keys.
         """
         with self._listed.listing((part,)):
             names = self._list(part)
@@ -110,7 +110,7 @@ class DirectoryIndex:
         """Return the names of all files in one chunk folder; an empty list if the folder cannot be read.
 
         Args:
-            part: first byte of the keys in the folder.
+            part: number that identifies the folder: the first byte of all its keys.
         """
         try:
             return os.listdir(f"{self._folder}/{part:02x}")

@@ -43,7 +43,7 @@ class HeldLedger:
     Attributes:
         capacity: maximum bytes of all kvferry files together; 0 if unknown.
         used: bytes in use, never less than the sum of all kvferry files.
-        lost: whether the ledger was missing or damaged, so that the files were counted again.
+        lost: whether the ledger was missing or damaged. If so, `used` was counted again from the files.
     """
 
     def __init__(self, fd: int, root: str, capacity: int) -> None:
@@ -70,10 +70,7 @@ class HeldLedger:
         self._set(self.capacity, max(0, self.used - size))
 
     def limit(self, capacity: int) -> None:
-        """Set the capacity of the directory in bytes.
-
-        All processes that use the directory share this capacity.
-        """
+        """Set the capacity of the directory to `capacity` bytes, for all processes that use the directory."""
         self._set(capacity, self.used)
 
     def count(self) -> None:
@@ -99,12 +96,13 @@ class Ledger:
     Args:
         root: path of the directory. After the first use of the ledger, the directory must stay on the same
             device.
-        lock_seconds: default time to wait for other threads and processes.
+        lock_seconds: default maximum time to wait for the lock, which other threads or processes may hold.
         clock: function that returns monotonic seconds.
         sleep: function that waits a number of seconds.
 
     Attributes:
-        capacity: capacity in bytes, written to a new ledger if the old one was lost; 0 if unknown.
+        capacity: last known capacity in bytes, 0 if unknown. If the ledger file is lost, the new file gets
+            this value.
         after_loss: callback that runs after a lost ledger file was created anew. Its argument is the new
             ledger, whose lock is held.
         after_swap: callback that runs when another directory has replaced the previous one at `root`. It

@@ -50,15 +50,16 @@ class _WaitingThreads(Generic[T]):
 
 
 class LockHandoff(Generic[T]):
-    """A lock on a resource, which the threads of one process hand to one another.
+    """A lock between processes, which the threads of one process hand to one another.
 
-    Processes compete for the lock. Any thread may use the object.
+    Taking the lock is slow, so a thread that is done gives it to a waiting thread of the same process, but
+    not for longer than 20 ms in a row. Any thread may use the object.
 
         free ─acquire─▶ used ─another thread waits─▶ handed over ─▶ used
         used ─no thread waits, or after 20 ms─▶ free
 
     Args:
-        name: name of the resource, for messages.
+        name: name of the locked resource, for messages.
         acquire: function that takes the lock and returns the resource. Its argument is a deadline, in seconds
             of `clock`. The function raises `LockTimeout` or another error if it fails.
         release: function that releases the lock of a resource.
@@ -106,9 +107,10 @@ class LockHandoff(Generic[T]):
             self._leave(queue, succeeded=succeeded)
 
     def _queue(self) -> _WaitingThreads[T]:
-        """Return the state of the lock in this process. In a forked process, create a new state first.
+        """Return the state of the lock in this process.
 
-        A resource that was inherited from the parent process is closed in this process.
+        In a forked process, first create a new state, and close the copy of the resource that the process has
+        inherited from its parent.
         """
         if self._own.pid != os.getpid():
             inherited, self._own = self._own, _WaitingThreads[T](os.getpid())

@@ -131,8 +131,8 @@ def _capacity(root: str, held_ledger: HeldLedger, requested: int | None) -> int:
     Args:
         root: path of the directory.
         held_ledger: ledger (capacity and bytes in use) of the directory.
-        requested: capacity to set, in bytes; None for the current capacity, or a tenth of the space if there
-            is none.
+        requested: capacity to set, in bytes. None for the current capacity; if the directory has none yet,
+            for a tenth of the free bytes of the disk and the bytes in use together.
 
     Raises:
         ConfigError: the requested capacity is more than the disk has.
@@ -186,14 +186,18 @@ def _check_again(root: str) -> None:
 def _recreate_missing_files(
     root: str, namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace
 ) -> None:
-    """Create the missing folders, marker and note of a directory again, but ignore errors."""
+    """Create the missing folders, marker and note again, after an operator has cleared a directory in use.
+
+    Errors are ignored, because chunks can be stored without a marker and a note. The arguments are those of
+    `_create_missing_files`.
+    """
     # Notes are only for people. If one cannot be written, chunks are still stored.
     with suppress(ConfigError, OSError):
         _create_missing_files(root, namespace, held_ledger, space)
 
 
 def _write_note(path: str, text: str, held_ledger: HeldLedger, space: DirectorySpace) -> None:
-    """Write a small file if it does not exist, and count its bytes as used.
+    """Write a marker or a note (a small file) if it does not exist, and count its bytes as used.
 
     The caller holds the ledger's lock.
 

@@ -59,9 +59,9 @@ class FileSettings(StorageSettings, frozen=True):
 
     @property
     def location(self) -> Location:
-        """The location of the chunks in the file system.
+        """The location of the chunks: the absolute path of the directory.
 
-        It is the absolute path of the directory, or a fixed text if the default directory is used.
+        If `path` is None, it is a text that stands for the default directory.
         """
         if self.path is None:
             return Location("the default directory", ())
@@ -70,6 +70,8 @@ class FileSettings(StorageSettings, frozen=True):
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> FileTier:
         """Open the directory, and return the file tier. Create the default directory if it is missing.
+
+        The arguments are those of `StorageSettings.open`.
 
         Raises:
             ConfigError: the directory cannot be used, or an earlier tier uses the same directory.

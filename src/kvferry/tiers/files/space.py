@@ -38,7 +38,7 @@ class DirectoryFull(Exception):
 
     Args:
         size: bytes of the file.
-        held_ledger: ledger of the directory.
+        held_ledger: ledger of the directory, with its capacity and bytes in use.
 
     Attributes:
         too_large: whether the file alone is larger than the capacity.
@@ -103,11 +103,11 @@ class DirectorySpace:
         """Make room for a file, and create an empty file under a temporary name.
 
         Args:
-            final: path that the file will get when it is complete.
+            final: path to which `commit` will rename the file.
             size: bytes of the complete file, which count as used from now on.
 
         Returns:
-            The descriptor of the file, open for writing and locked with flock, and its path.
+            The descriptor of the temporary file, open for writing and locked with flock, and its path.
 
         Raises:
             DirectoryFull: nothing is left to evict, or the file is larger than the capacity.
@@ -162,8 +162,8 @@ class DirectorySpace:
     def abandon(self, temporary: str, size: int) -> None:
         """Remove a file that could not be written or committed, and subtract its bytes from the bytes in use.
 
-        If the file cannot be removed now, it is truncated, and its bytes still count as used. A later `sweep`
-        removes the file, after its writer has closed it.
+        The file is truncated first. If it cannot be removed now, its bytes still count as used, until a
+        `sweep` removes the file after its writer has closed it.
 
         Args:
             temporary: path of the file.
@@ -179,7 +179,7 @@ class DirectorySpace:
     def settle(self, held_ledger: HeldLedger) -> None:
         """Remove temporary files of dead writers, and correct the bytes in use by counting all files again.
 
-        The directory is walked two or three times.
+        This walks the whole directory two or three times while the ledger is locked, so it can take long.
 
         Args:
             held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
@@ -194,7 +194,8 @@ class DirectorySpace:
 
         Args:
             held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
-            size: number of bytes to make room for. A negative number raises the limit above the capacity.
+            size: number of bytes to make room for. A negative number allows the bytes in use to exceed the
+                capacity by that many bytes.
         """
         goal, before = held_ledger.capacity - size, -1
         while goal >= 0 and not self._evict_to(held_ledger, goal):
@@ -205,15 +206,15 @@ class DirectorySpace:
         return goal >= 0
 
     def _create(self, held_ledger: HeldLedger, final: str, size: int) -> tuple[int, str]:
-        """Count `size` bytes as used, and create an empty temporary file, whose name contains this number.
+        """Count `size` bytes as used, and create an empty temporary file that has `size` in its name.
 
         Args:
             held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
-            final: path that the file will get when it is complete.
+            final: path to which `commit` will rename the file.
             size: bytes of the complete file.
 
         Returns:
-            The descriptor of the file, and its path.
+            The descriptor of the temporary file, and its path.
 
         Raises:
             OSError: the file cannot be created.
@@ -234,7 +235,7 @@ class DirectorySpace:
         return fd, path
 
     def _evict_to(self, held_ledger: HeldLedger, goal: int) -> bool:
-        """Evict files until at most `goal` bytes are in use, or until the last walk's list is used up.
+        """Evict files until at most `goal` bytes are in use, or the list of the last walk has no more files.
 
         Args:
             held_ledger: ledger (capacity and bytes in use) of the directory, whose lock the caller holds.
@@ -284,9 +285,9 @@ class DirectorySpace:
     def _rank(self, used_ns: int, size: int) -> int:
         """Return the rank of a file for eviction: its time of last use, in nanoseconds.
 
-        The file with the lowest rank is evicted first. A file with a time far in the future, or larger than
-        the capacity, ranks below all others. Otherwise a file from the future would outlast all files that
-        are used before that time.
+        The file with the lowest rank is evicted first. A file that is larger than the capacity, or whose time
+        is more than 5 minutes in the future, ranks below all others: such a time comes from a wrong clock,
+        and would protect the file from eviction until then.
 
         Args:
             used_ns: time of last use, in nanoseconds since 1970.

@@ -73,9 +73,9 @@ class FileTier(StorageTier):
         path: path of the directory, which must exist.
         namespace: namespace of the chunks. If the file that describes the namespace is missing, it is
             written.
-        capacity: maximum bytes of all kvferry files under `path`. All processes share one capacity: the
-            latest one that a process gave. None keeps the current one, or sets a tenth of the free space in a
-            new directory.
+        capacity: maximum bytes of all kvferry files under `path`. It replaces the current capacity of the
+            directory for all processes. None keeps the current capacity; a new directory gets a tenth of the
+            free space.
         durable: whether to flush every chunk and its folder to the disk before it counts as stored.
         clock: function that returns seconds since 1970, for times of use.
         lock_seconds: maximum time that a store waits for the lock of the ledger (file with the capacity and
@@ -128,7 +128,8 @@ class FileTier(StorageTier):
         The call blocks.
 
         Args:
-            keys: keys of the chunks, in the order in which to evict them. Keys of unknown chunks are skipped.
+            keys: keys of the chunks, the chunk to evict first at the beginning. Keys that the tier does not
+                have are skipped.
         """
         known = self.contains(keys).tolist()
         paths = (
@@ -146,9 +147,10 @@ class FileTier(StorageTier):
         return self._usage.read(empty=not len(self._listed))
 
     def refresh(self) -> int:
-        """Read the folders that changed, and update the keys of known chunks.
+        """Update `keys` from the folders that changed since the last call.
 
-        Return the number of these folders.
+        Returns:
+            The number of folders that were read.
         """
         return self._index.refresh()
 
@@ -162,7 +164,7 @@ class FileTier(StorageTier):
                 padding between the sections is set to zero.
 
         Raises:
-            ChunkError: key, group and body do not form a chunk; nothing was stored.
+            ChunkError: `key` or `body` has a wrong length, or `group` has too many units; nothing was stored.
         """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
@@ -258,7 +260,7 @@ class FileTier(StorageTier):
         """Reserve space for a file, and create the file under a temporary name. Create its folder if needed.
 
         Args:
-            final: path that the file will get when it is complete.
+            final: path to which the file will be renamed when it is complete.
             size: bytes of the complete file.
 
         Returns:
@@ -281,7 +283,8 @@ class FileTier(StorageTier):
             into: writable memory for the content, of the size of the chunk's body.
 
         Returns:
-            HIT, or OTHER_SHAPE if the file is a good chunk of other groups.
+            HIT, or OTHER_SHAPE if the file is an undamaged chunk of this key, but with other KV cache groups,
+            tokens or sections.
 
         Raises:
             OSError: the file does not exist or cannot be read.

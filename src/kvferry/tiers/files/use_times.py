@@ -15,15 +15,14 @@ _APART_NS = 1000
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
-    """Set the modification times (times of last use) of files to now, in the given order.
+    """Set the modification times (times of last use) of files to now, each later than the previous file's.
 
-    Each file gets a later time than the previous one. A time less than 10 s from now is kept if it is later
-    than that of the previous file. Files whose time cannot be read or set, for example missing files, are
-    skipped.
+    To save writes on a shared mount, a time within 10 s of now is kept if it is later than that of the
+    previous file. Files whose time cannot be read or set, for example missing files, are skipped.
 
     Args:
         root: directory of the tier.
-        paths: paths of files below `root`, in the order in which to evict them.
+        paths: paths of files below `root`, the file to evict first at the beginning.
         clock: function that returns seconds since 1970.
     """
     latest = 0
@@ -33,14 +32,14 @@ def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float])
 
 
 def _mark_used(root: str, path: str, latest: int, now: int) -> int:
-    """Set the modification time (last use) of a file to now, but later than that of the previous file.
+    """Set the modification time (last use) of a file to now, or later if `latest` is not before now.
 
-    A recent time that is later than that of the previous file is kept.
+    If the file's time is within 10 s of now and later than `latest`, the file is not changed.
 
     Args:
         root: directory of the tier.
         path: path of the file.
-        latest: time of the previous file, in nanoseconds since 1970.
+        latest: latest time of the previous files, in nanoseconds since 1970; 0 for the first file.
         now: current time, in nanoseconds since 1970.
 
     Returns:
