@@ -121,7 +121,7 @@ def runs_of(src: SimulatedEngine, dst: SimulatedEngine, rank: int = 0) -> Runs:
     routes = [route for template in templates for route in template.routes]
     size = sum(route.cell_bytes for route in routes)
     return Runs(
-        size / sum(route.row_count for route in routes),
+        size / sum(route.run_count for route in routes),
         size / sum(_read_count(route, fetch_image(route.cell_copies, 0)) for route in routes),
         size / sum(_read_count(route, gather_image(route.cell_copies)) for route in routes),
     )
@@ -134,4 +134,4 @@ def _read_count(route: Route, image: PackedImage | None) -> int:
         route: copies from one rank to another.
         image: packed image (the cell's bytes in staging memory); None if there are too many runs to pack.
     """
-    return sum(len(each.descriptors) for each in image.reads) if image else route.row_count
+    return sum(len(each.descriptors) for each in image.reads) if image else route.run_count

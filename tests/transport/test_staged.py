@@ -124,7 +124,7 @@ def test_a_peer_that_does_not_gather_is_read_from_directly(world, make_producer,
 def test_a_peer_that_would_have_to_gather_and_does_not_is_a_failure_in_words(
     world, make_producer, monkeypatch
 ):
-    monkeypatch.setattr("kvferry.planning.strategy.MAX_ROWS", 1)
+    monkeypatch.setattr("kvferry.planning.strategy.MAX_RUNS", 1)
     monkeypatch.setattr("kvferry.planning.strategy._fetch_image", lambda *_: None)
     (card,) = make_producer().cards
     reader = world.reader(RANK, settings=settings())

@@ -116,11 +116,11 @@ class PoolDescriptors:
     descriptors: Descriptors
 
 
-def joined(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
+def merge_cell_copies(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
     """Merge the `CellCopy` objects that have equal cell offsets. Leave out objects without strided copies.
 
     >>> k, v = (CellCopy((0, 8), (0,), (StridedCopy(at, at, 4),)) for at in (0, 4))
-    >>> joined([k, v, CellCopy((0, 3), (0,), ())])
+    >>> merge_cell_copies([k, v, CellCopy((0, 3), (0,), ())])
     (CellCopy(src_offsets=(0, 8), dst_offsets=(0,), copies=(StridedCopy(src=0, dst=0, run=8, loops=()),)),)
     """
     found = defaultdict[tuple[Offsets, Offsets], list[StridedCopy]](list)

@@ -173,24 +173,23 @@ class Coverage:
         )
 
     @property
-    def nearest_boundary(self) -> int | None:
+    def nearest_unusable_prefix(self) -> int | None:
         """Length in tokens of the unusable prefix that comes closest to being usable.
 
         The candidates are longer than the longest usable prefix and end at the end of a chunk. The closest
         candidate is the prefix for which the fewest groups lack chunks. If several candidates are equally
         close, the shortest is taken. The length is None if there is no candidate.
         """
-        at = self._better()
+        at = self._nearest_index()
         return None if at is None else int(self.ends[at])
 
     @property
     def missing(self) -> tuple[MissingChunk, ...]:
-        """First missing chunk of each group that lacks chunks for the prefix of `nearest_boundary` tokens.
+        """First missing chunk of each group that cannot use the unusable prefix closest to being usable.
 
-        `nearest_boundary` is the length of the unusable prefix that comes closest to being usable. The tuple
-        is empty if `nearest_boundary` is None.
+        `nearest_unusable_prefix` is the length of that prefix. The tuple is empty if it is None.
         """
-        at = self._better()
+        at = self._nearest_index()
         if at is None:
             return ()
         end = int(self.ends[at])
@@ -219,14 +218,14 @@ class Coverage:
         """
         return self._last(self.slowest_overall, before)
 
-    def after(self, first: int) -> int:
+    def tokens_after_head(self, head: int) -> int:
         """Return the length of the longest usable prefix, in tokens, if another source loads its first part.
 
         Args:
-            first: number of tokens that the other source loads, from the start of the prompt, for the groups
+            head: number of tokens that the other source loads, from the start of the prompt, for the groups
                 that attend to all tokens. This number replaces `ChunkedPrompt.first`.
         """
-        return _covered(self.groups, replace(self.chunked, first=first), self.tier_numbers, self).tokens
+        return _covered(self.groups, replace(self.chunked, first=head), self.tier_numbers, self).tokens
 
     def _last(self, slowest: TierNumbers, before: int) -> tuple[int, int]:
         good = (self.usable & (slowest < before)).nonzero()[0]
@@ -236,10 +235,10 @@ class Coverage:
             else (self.chunked.local_tokens, 0)
         )
 
-    def _better(self) -> int | None:
-        """Return the index of the chunk that ends at `nearest_boundary`; None if `nearest_boundary` is None.
+    def _nearest_index(self) -> int | None:
+        """Return the index of the chunk at whose end the unusable prefix closest to being usable ends.
 
-        `nearest_boundary` is the end of the unusable prefix that comes closest to being usable.
+        Return None if no prefix is longer than the longest usable one.
         """
         beyond = (self.usable & (self.ends > self.tokens)).nonzero()[0]
         if not len(beyond):
@@ -280,7 +279,7 @@ def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_number
     >>> full, state = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.STATE, 0, ())
     >>> found = np.array([[0, 0, 1, NO_TIER], [NO_TIER, 0, NO_TIER, 0]])
     >>> both = coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
-    >>> both.longest(), both.per_group, both.nearest_boundary, both.missing
+    >>> both.longest(), both.per_group, both.nearest_unusable_prefix, both.missing
     ((512, 0), (768, 1024), 768, (MissingChunk(group=1, chunk=2),))
     """
     if not groups or tier_numbers.shape != (len(groups), chunked.chunks) or tier_numbers.dtype != np.int64:

@@ -10,7 +10,7 @@ read with few large descriptors. There are two kinds of images:
   of the source. It includes gaps if reading a gap is cheaper than another descriptor. The destination then
   copies the bytes from the image into place.
 
-`_packed` computes both kinds, for one side or the other. All cells of a route have the same image layout. The
+`_pack` computes both kinds, for one side or the other. All cells of a route have the same image layout. The
 offset of a cell in its block is stored separately (`planning.cell_copy`).
 """
 
@@ -91,7 +91,7 @@ def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
 
 
 def fetch_image(
-    cell_copies: Iterable[CellCopy], gap_bytes: int, cuts: Sequence[int] = ()
+    cell_copies: Iterable[CellCopy], gap_bytes: int, region_starts: Sequence[int] = ()
 ) -> PackedImage | None:
     """Return the layout of images that the destination reads from the source and then unpacks.
 
@@ -101,13 +101,14 @@ def fetch_image(
     Args:
         cell_copies: copies of one cell from the source to the destination.
         gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
-        cuts: addresses that no read may cross: the first address of each registered region of the source.
+        region_starts: first address of each registered region of the source. No read may cross these
+            addresses.
     """
-    return _image(cell_copies, "src", gap_bytes, cuts)
+    return _image(cell_copies, "src", gap_bytes, region_starts)
 
 
 def _image(
-    cell_copies: Iterable[CellCopy], side: Side, gap_bytes: int, cuts: Sequence[int]
+    cell_copies: Iterable[CellCopy], side: Side, gap_bytes: int, region_starts: Sequence[int]
 ) -> PackedImage | None:
     """Return the layout of images (packed cells) in the byte order of one side.
 
@@ -117,24 +118,24 @@ def _image(
         cell_copies: copies of one cell from the source to the destination.
         side: side whose byte order the image has.
         gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
-        cuts: addresses that no read may cross; empty if there are none.
+        region_starts: addresses that no read may cross; empty if there are none.
     """
-    alike = defaultdict[Offsets, list[tuple[Offsets, tuple[StridedCopy, ...]]]](list)
+    by_offsets = defaultdict[Offsets, list[tuple[Offsets, tuple[StridedCopy, ...]]]](list)
     for cell_copy in cell_copies:
         at, other = (
             (cell_copy.src_offsets, cell_copy.dst_offsets)
             if side == "src"
             else (cell_copy.dst_offsets, cell_copy.src_offsets)
         )
-        alike[at].append((other, cell_copy.copies))
+        by_offsets[at].append((other, cell_copy.copies))
     copies = defaultdict[Offsets, list[StridedCopy]](list)
     reads = list[PoolDescriptors]()
     size = 0
-    for at, group in alike.items():
+    for at, group in by_offsets.items():
         parts = [
             (other, part) for other, cell_copy in group for copy in cell_copy for part in copy.ascending()
         ]
-        packed = _packed([part for _, part in parts], side, gap_bytes, cuts, size)
+        packed = _pack([part for _, part in parts], side, gap_bytes, region_starts, size)
         if packed is None:
             return None
         placed, start, inside, length = packed
@@ -151,8 +152,8 @@ def _image(
     return PackedImage(stride, tuple(PoolCopies(at, tuple(of)) for at, of in copies.items()), tuple(reads))
 
 
-def _packed(
-    copies: Sequence[StridedCopy], side: Side, gap_bytes: int, cuts: Sequence[int], first: int
+def _pack(
+    copies: Sequence[StridedCopy], side: Side, gap_bytes: int, region_starts: Sequence[int], first: int
 ) -> tuple[list[list[StridedCopy]], Int64s, Int64s, Int64s] | None:
     """Replace the addresses of one side by offsets in an image (packed cell), and compute the image's reads.
 
@@ -160,7 +161,7 @@ def _packed(
         copies: strided copies of a cell, from the source to the destination.
         side: side whose addresses are replaced.
         gap_bytes: length in bytes of the longest gap between two runs that is read instead of skipped.
-        cuts: addresses that no read may cross.
+        region_starts: addresses that no read may cross.
         first: offset in bytes at which these copies begin in the image.
 
     Returns:
@@ -171,16 +172,18 @@ def _packed(
     """
     if not copies:
         return None
-    shadows = [_shadow(copy, side) for copy in copies]
-    if sum(int(np.prod([count for count, _ in outer])) for _, outer in shadows) > MAX_READS:
+    side_runs = [_side_runs(copy, side) for copy in copies]
+    if sum(int(np.prod([count for count, _ in outer])) for _, outer in side_runs) > MAX_READS:
         return None
-    starts = [_starts(_address(copy, side), outer) for copy, (_, outer) in zip(copies, shadows, strict=True)]
-    lengths = [
-        np.full(len(start), length, np.int64) for start, (length, _) in zip(starts, shadows, strict=True)
+    starts = [
+        _starts(_address(copy, side), outer) for copy, (_, outer) in zip(copies, side_runs, strict=True)
     ]
-    at, length = _united(np.concatenate(starts), np.concatenate(lengths), gap_bytes, cuts)
+    lengths = [
+        np.full(len(start), length, np.int64) for start, (length, _) in zip(starts, side_runs, strict=True)
+    ]
+    at, length = _merge_ranges(np.concatenate(starts), np.concatenate(lengths), gap_bytes, region_starts)
     inside = first + np.concatenate([[0], np.cumsum(length)[:-1]])
-    return [_placed(copy, side, at, inside) for copy in copies], at, inside, length
+    return [_map_to_image(copy, side, at, inside) for copy in copies], at, inside, length
 
 
 def _address(copy: StridedCopy, side: Side) -> int:
@@ -191,7 +194,7 @@ def _distance(loop: Loop, side: Side) -> int:
     return loop.src if side == "src" else loop.dst
 
 
-def _shadow(copy: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
+def _side_runs(copy: StridedCopy, side: Side) -> tuple[int, list[tuple[int, int]]]:
     """Return the memory that a strided copy covers on one side, as loops over contiguous runs.
 
     A run is as long as possible on this side. It may be longer than the runs of the copy itself.
@@ -219,13 +222,15 @@ def _starts(first: int, outer: Sequence[tuple[int, int]]) -> Int64s:
     return out
 
 
-def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) -> tuple[Int64s, Int64s]:
+def _merge_ranges(
+    start: Int64s, length: Int64s, gap_bytes: int, region_starts: Sequence[int]
+) -> tuple[Int64s, Int64s]:
     """Sort memory ranges by address, and merge ranges that touch, overlap or are at most `gap_bytes` apart.
 
     Args:
         start, length: address and length in bytes of each range, int64 of shape (n,).
         gap_bytes: length in bytes of the longest gap that a merged range may include.
-        cuts: addresses that no merged range may cross.
+        region_starts: addresses that no merged range may cross.
 
     Returns:
         (address, length in bytes) of the merged ranges, each int64 of shape (merged ranges,), in ascending
@@ -233,13 +238,13 @@ def _united(start: Int64s, length: Int64s, gap_bytes: int, cuts: Sequence[int]) 
     """
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate((start + length)[order])
-    region = np.searchsorted(np.array(sorted(cuts), np.int64), start, "right")
+    region = np.searchsorted(np.array(sorted(region_starts), np.int64), start, "right")
     first = np.concatenate([[True], (start[1:] > stop[:-1] + gap_bytes) | (region[1:] != region[:-1])])
     last = np.concatenate([first[1:], [True]])
     return start[first], stop[last] - start[first]
 
 
-def _placed(copy: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
+def _map_to_image(copy: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[StridedCopy]:
     """Replace the addresses of one side of a strided copy by offsets in an image (packed cell).
 
     If the strides are not constant in the image, the copy is split into several copies with constant strides.
@@ -250,22 +255,22 @@ def _placed(copy: StridedCopy, side: Side, at: Int64s, inside: Int64s) -> list[S
         at: first address of each memory range that the image contains, int64 of shape (ranges,), ascending.
         inside: byte offset of each of these ranges in the image, int64 of shape (ranges,).
     """
-    _, outer = _shadow(copy, side)
+    _, outer = _side_runs(copy, side)
     starts = _starts(_address(copy, side), outer)
-    stretch = np.searchsorted(at, starts, "right") - 1
-    offsets = (inside[stretch] + starts - at[stretch]).reshape([count for count, _ in outer])
+    index = np.searchsorted(at, starts, "right") - 1
+    offsets = (inside[index] + starts - at[index]).reshape([count for count, _ in outer])
     first = int(offsets.flat[0])
-    moved = _in_order(copy, side, outer, offsets)
-    if moved is not None:
-        return [_moved(copy, side, first, moved)]
+    strides = _image_strides(copy, side, outer, offsets)
+    if strides is not None:
+        return [_with_side(copy, side, first, strides)]
     widest = max(range(len(copy.loops)), key=lambda number: abs(_distance(copy.loops[number], side)))
     loop = copy.loops[widest]
     rest = replace(copy, loops=copy.loops[:widest] + copy.loops[widest + 1 :])
-    peeled = [rest.at(i * loop.src, i * loop.dst) for i in range(loop.count)]
-    return [found for one in peeled for found in _placed(one, side, at, inside)]
+    parts = [rest.at(i * loop.src, i * loop.dst) for i in range(loop.count)]
+    return [copy for part in parts for copy in _map_to_image(part, side, at, inside)]
 
 
-def _in_order(
+def _image_strides(
     copy: StridedCopy, side: Side, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> tuple[int, ...] | None:
     """Return the stride in bytes that each loop of a strided copy has in an image (packed cell).
@@ -298,9 +303,9 @@ def _in_order(
     return tuple(found[number] for number in range(len(copy.loops)))
 
 
-def _moved(copy: StridedCopy, side: Side, first: int, distances: Sequence[int]) -> StridedCopy:
+def _with_side(copy: StridedCopy, side: Side, first: int, strides: Sequence[int]) -> StridedCopy:
     if side == "src":
-        loops = tuple(replace(loop, src=d) for loop, d in zip(copy.loops, distances, strict=True))
+        loops = tuple(replace(loop, src=d) for loop, d in zip(copy.loops, strides, strict=True))
         return replace(copy, src=first, loops=loops)
-    loops = tuple(replace(loop, dst=d) for loop, d in zip(copy.loops, distances, strict=True))
+    loops = tuple(replace(loop, dst=d) for loop, d in zip(copy.loops, strides, strict=True))
     return replace(copy, dst=first, loops=loops)

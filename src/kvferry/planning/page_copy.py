@@ -16,7 +16,7 @@ from math import gcd
 
 from kvferry.errors import Incompatible
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
-from kvferry.planning.cell_copy import ONE_CELL, CellCopy, joined, split_tokens
+from kvferry.planning.cell_copy import ONE_CELL, CellCopy, merge_cell_copies, split_tokens
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strided_copy import strided_copies
 
@@ -110,13 +110,13 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     if fields is not None:
         pairs = [(a, b) for a, b in pairs if b.name in fields]
     cell = gcd(src.block_tokens, dst.block_tokens)
-    cell_copies = joined(cell_copy for pair in pairs for cell_copy in _planes(*pair, cell))
+    cell_copies = merge_cell_copies(cell_copy for pair in pairs for cell_copy in _field_copies(*pair, cell))
     if not cell:
         return PageCopy(0, 1, 1, cell_copies)
     return PageCopy(cell, src.block_tokens // cell, dst.block_tokens // cell, cell_copies)
 
 
-def _planes(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
+def _field_copies(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
     """Yield the strided copies of one cell (part of a block copied as one unit) for one field of a page.
 
     The copies cover the part of the field that both sides hold.

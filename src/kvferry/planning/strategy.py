@@ -28,7 +28,7 @@ from kvferry.planning.packed_image import PackedImage, fetch_image, gather_image
 from kvferry.planning.strided_copy import StridedCopy, fuse_copies
 from kvferry.planning.template import Route
 
-MAX_ROWS = 1 << 17
+MAX_RUNS = 1 << 17
 """Maximum number of runs per cell in a direct transfer."""
 
 SEGMENTS = 4
@@ -207,7 +207,7 @@ def segment_bytes(total: float) -> int:
 
 
 def transfer_methods(
-    route: Route, costs: Costs, max_image_bytes: int, cuts: Sequence[int] = ()
+    route: Route, costs: Costs, max_image_bytes: int, region_starts: Sequence[int] = ()
 ) -> tuple[TransferMethod, ...]:
     """Return all methods that can transfer the cells of a route.
 
@@ -218,17 +218,17 @@ def transfer_methods(
         route: layers to transfer from one rank to another.
         costs: costs of the machine. `Costs.gap_bytes` is the longest gap that is read instead of skipped.
         max_image_bytes: maximum size of one image in bytes. Methods with larger images are left out.
-        cuts: addresses that no read may cross: the first address of each registered region of the source;
-            empty if one region holds all pages.
+        region_starts: first address of each registered region of the source. No read may cross these
+            addresses. Empty if one region holds all pages.
 
     Raises:
         ConfigError: a cell has too many runs for a direct transfer, and its image is too large.
     """
     found = []
     size = route.cell_bytes
-    if route.row_count <= MAX_ROWS:
-        found.append(TransferMethod(Strategy.DIRECT, Work(len(route.rows), size, bytes=size)))
-    if image := _fetch_image(route, costs.gap_bytes, cuts):
+    if route.run_count <= MAX_RUNS:
+        found.append(TransferMethod(Strategy.DIRECT, Work(len(route.runs), size, bytes=size)))
+    if image := _fetch_image(route, costs.gap_bytes, region_starts):
         calls, runs = _copies(image.pool_copies)
         work = Work(_read_count(image), image.bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
         found.append(TransferMethod(Strategy.OVER_READ, work, image))
@@ -249,33 +249,33 @@ def transfer_methods(
             bytes=size,
         )
         found.append(TransferMethod(Strategy.STAGED, work, image, landing))
-    packed = [way for way in found if way.image is None or way.image.stride <= max_image_bytes]
-    if not packed:
+    fitting = [method for method in found if method.image is None or method.image.stride <= max_image_bytes]
+    if not fitting:
         raise ConfigError(
-            f"cells of {size} bytes in {route.row_count} runs can only move packed, and staging memory "
+            f"cells of {size} bytes in {route.run_count} runs can only move packed, and staging memory "
             "has room "
             f"for cells of {max_image_bytes} bytes; raise staging_mib"
         )
-    return tuple(packed)
+    return tuple(fitting)
 
 
 def choose_method(
-    found: Sequence[TransferMethod], cells: int, costs: Costs, pinned: Strategy | None = None
+    methods: Sequence[TransferMethod], cells: int, costs: Costs, strategy: Strategy | None = None
 ) -> int:
     """Return the index of the transfer method with the shortest expected duration.
 
     Args:
-        found: methods to choose from, at least one.
+        methods: methods to choose from, at least one.
         cells: number of cells (parts of blocks copied as one unit) to transfer.
         costs: costs of the machine.
-        pinned: strategy that the method must have, unless no method has this strategy. None to choose among
+        strategy: strategy that the method must have, unless no method has this strategy. None to choose among
             all methods.
     """
-    allowed = [i for i, way in enumerate(found) if way.strategy is pinned] or range(len(found))
-    return min(allowed, key=lambda i: found[i].work.seconds(cells, costs))
+    allowed = [i for i, method in enumerate(methods) if method.strategy is strategy] or range(len(methods))
+    return min(allowed, key=lambda i: methods[i].work.seconds(cells, costs))
 
 
-def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedImage | None:
+def _fetch_image(route: Route, gap_bytes: int, region_starts: Sequence[int]) -> PackedImage | None:
     """Return the layout of images that the destination reads from the source and then unpacks.
 
     An image is a cell (part of a block) packed into contiguous memory, here in the byte order of the source.
@@ -285,12 +285,13 @@ def _fetch_image(route: Route, gap_bytes: int, cuts: Sequence[int]) -> PackedIma
         route: layers to transfer from one rank to another.
         gap_bytes: length in bytes of the longest gap that is read instead of skipped. This limit is reduced
             until no read is longer than the distance between blocks, because reading other blocks never pays.
-        cuts: addresses that no read may cross: the first address of each registered region of the source.
+        region_starts: first address of each registered region of the source. No read may cross these
+            addresses.
     """
-    image = fetch_image(route.cell_copies, gap_bytes, cuts)
+    image = fetch_image(route.cell_copies, gap_bytes, region_starts)
     while image and gap_bytes and image.longest > route.src_stride:
         gap_bytes //= 4
-        image = fetch_image(route.cell_copies, gap_bytes, cuts)
+        image = fetch_image(route.cell_copies, gap_bytes, region_starts)
     return image
 
 
@@ -302,7 +303,7 @@ def _read_count(image: PackedImage) -> int:
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
     """Return (number of calls of the copy operation, number of copied runs) per cell (part of a block)."""
     copies = [copy for part in parts for copy in part.nests]
-    return len(copies), sum(copy.rows for copy in copies)
+    return len(copies), sum(copy.run_count for copy in copies)
 
 
 def _as_strided_copies(reads: Descriptors) -> tuple[StridedCopy, ...]:

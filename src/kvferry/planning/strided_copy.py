@@ -53,14 +53,14 @@ class StridedCopy:
     loops: tuple[Loop, ...] = ()
 
     @property
-    def rows(self) -> int:
+    def run_count(self) -> int:
         """Number of runs (contiguous ranges of bytes) that are copied."""
         return prod(loop.count for loop in self.loops)
 
     @property
     def bytes(self) -> int:
         """Number of bytes that are copied."""
-        return self.rows * self.run
+        return self.run_count * self.run
 
     def at(self, src: int, dst: int) -> StridedCopy:
         """Return this copy, shifted by `src` bytes at the source and by `dst` bytes at the destination."""
@@ -120,7 +120,7 @@ def strided_copies(
     """
     if any(len(there) == 0 for there, _ in axes):
         return []
-    parts = [_factored(*axis) for axis in axes]
+    parts = [_describe_runs(*axis) for axis in axes]
     return [
         coalesce_copy(
             StridedCopy(
@@ -170,14 +170,14 @@ def fuse_copies(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
         starts = np.array([copy.src for copy in group]), np.array([copy.dst for copy in group])
         found += [
             coalesce_copy(StridedCopy(part.src, part.dst, run, (*part.loops, *loops)))
-            for part in _factored(*starts)
+            for part in _describe_runs(*starts)
         ]
     if len(found) < sum(map(len, alike.values())):
         return fuse_copies(found)
     return tuple(sorted(found, key=lambda copy: copy.dst))
 
 
-def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
+def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
     """Describe a list of runs by strided copies, which are few if the offsets are regular.
 
     The runs of the copies begin at the given offsets, in the given order. The copies have a run length of 0
@@ -186,25 +186,25 @@ def _factored(src: Int64s, dst: Int64s) -> list[StridedCopy]:
     Args:
         src, dst: byte offset of each run at the source and at the destination, int64 of shape (n,).
     """
-    stretches = _progressions(src, dst)
-    if len(stretches) == len(src):
+    progressions = _progressions(src, dst)
+    if len(progressions) == len(src):
         return [StridedCopy(int(a), int(b), 0) for a, b in zip(src, dst, strict=True)]
     found: list[StridedCopy] = []
     at = 0
-    while at < len(stretches):
-        first, loop = stretches[at]
-        alike = at + 1
-        while alike < len(stretches) and stretches[alike][1] == loop:
-            alike += 1
-        starts = [start for start, _ in stretches[at:alike]]
+    while at < len(progressions):
+        first, loop = progressions[at]
+        stop = at + 1
+        while stop < len(progressions) and progressions[stop][1] == loop:
+            stop += 1
+        starts = [start for start, _ in progressions[at:stop]]
         inner = (loop,) if loop else ()
         outer = (
-            _factored(src[starts], dst[starts])
+            _describe_runs(src[starts], dst[starts])
             if len(starts) > 1
             else [StridedCopy(int(src[first]), int(dst[first]), 0)]
         )
         found += [replace(copy, loops=(*copy.loops, *inner)) for copy in outer]
-        at = alike
+        at = stop
     return found
 
 

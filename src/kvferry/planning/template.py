@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from kvferry.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
-from kvferry.planning.cell_copy import CellCopy, joined
+from kvferry.planning.cell_copy import CellCopy, merge_cell_copies
 from kvferry.planning.descriptors import Descriptors, concatenate
 from kvferry.planning.page_copy import PageCopy, differences, plan_page_copy
 from kvferry.planning.scales import same_scales
@@ -68,15 +68,15 @@ class Route:
         return tuple(copy for cell_copy in self.cell_copies for copy in cell_copy.copies)
 
     @property
-    def row_count(self) -> int:
+    def run_count(self) -> int:
         """Number of runs (contiguous ranges of bytes) per cell (part of a block), before runs are merged.
 
         The number is computed without listing the runs.
         """
-        return sum(copy.rows for copy in self.copies)
+        return sum(copy.run_count for copy in self.copies)
 
     @cached_property
-    def rows(self) -> Descriptors:
+    def runs(self) -> Descriptors:
         """Descriptors of the runs of one cell (part of a block). Each run is contiguous on both sides.
 
         Runs of the same `CellCopy` are merged if they are adjacent on both sides.
@@ -147,21 +147,21 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
     pages = _Pages()
     holders_of = _holders(srcs, pages)
     # Most layers of a model are alike, so the choice is cached.
-    chosen_for: dict[_Alike, _Choice] = {}
+    chosen_for: dict[_ChoiceKey, _Choice] = {}
     routes: list[dict[_RouteKey, list[tuple[Layer, Layer]]]] = [defaultdict(list) for _ in srcs]
     for dst_group, group in enumerate(dst.groups):
         for layer in group.layers:
             holders = holders_of[layer.identity]
-            alike = (group.kind, pages.number(layer.page), tuple(h.alike for h in holders))
-            if alike not in chosen_for:
-                chosen_for[alike] = _choose(holders, group.kind, layer, dst.tp_rank)
-            choice = chosen_for[alike]
-            if choice.takes and not all(same_scales(holder.layer, layer) for holder in holders):
+            choice_key = (group.kind, pages.number(layer.page), tuple(h.choice_key for h in holders))
+            if choice_key not in chosen_for:
+                chosen_for[choice_key] = _choose(holders, group.kind, layer, dst.tp_rank)
+            choice = chosen_for[choice_key]
+            if choice.fields_by_holder and not all(same_scales(holder.layer, layer) for holder in holders):
                 choice = _Choice(differences=(_OTHER_SCALES,))
             # The peer may lack layers of a draft model; `absent_layers` reports them.
             for text in choice.differences if not layer.draft else ():
                 found[text].append(layer.name)
-            for number, fields in choice.takes:
+            for number, fields in choice.fields_by_holder:
                 holder = holders[number]
                 theirs = holder.layer
                 key = _RouteKey(
@@ -245,18 +245,18 @@ class _Holder:
         group: index, on that rank, of the KV cache group that contains the layer.
         kind: kind of the group.
         layer: geometry of the layer on that rank.
-        alike: (index, kind, number of the page format), a key for caching the choice of source ranks. The
-            choice is the same for layers with equal keys.
+        choice_key: (index, kind, number of the page format), a key for caching the choice of source ranks.
+            The choice is the same for layers with equal keys.
     """
 
     index: int
     group: int
     kind: GroupKind
     layer: Layer
-    alike: tuple[int, GroupKind, int]
+    choice_key: tuple[int, GroupKind, int]
 
 
-_Alike: TypeAlias = tuple[GroupKind, int, tuple[tuple[int, GroupKind, int], ...]]
+_ChoiceKey: TypeAlias = tuple[GroupKind, int, tuple[tuple[int, GroupKind, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,12 +264,12 @@ class _Choice:
     """The source ranks that supply a layer.
 
     Attributes:
-        takes: (index in the list of source ranks that hold the layer, names of the fields to read) for each
-            chosen rank.
+        fields_by_holder: (index in the list of source ranks that hold the layer, names of the fields to read)
+            for each chosen rank.
         differences: reasons why the peer cannot supply the layer, one text each; empty if the peer can.
     """
 
-    takes: tuple[tuple[int, frozenset[str]], ...] = ()
+    fields_by_holder: tuple[tuple[int, frozenset[str]], ...] = ()
     differences: tuple[str, ...] = ()
 
 
@@ -286,8 +286,8 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
     for index, src in enumerate(srcs):
         for number, group in enumerate(src.groups):
             for layer in group.layers:
-                alike = (index, group.kind, pages.number(layer.page))
-                found[layer.identity].append(_Holder(index, number, group.kind, layer, alike))
+                choice_key = (index, group.kind, pages.number(layer.page))
+                found[layer.identity].append(_Holder(index, number, group.kind, layer, choice_key))
     return found
 
 
@@ -312,15 +312,15 @@ def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: i
     pages = dict.fromkeys(holder.layer.page for holder in holders)
     if found := dict.fromkeys(text for page in pages for text in differences(page, layer.page)):
         return _Choice(differences=tuple(found))
-    takes: dict[int, set[str]] = defaultdict(set)
+    fields_of: dict[int, set[str]] = defaultdict(set)
     number_of = {holder.index: number for number, holder in enumerate(holders)}
     try:
         for field in layer.page.fields:
             for index in _cover(holders, field, reader):
-                takes[number_of[index]].add(field.name)
+                fields_of[number_of[index]].add(field.name)
     except Incompatible as error:
         return _Choice(differences=error.differences)
-    return _Choice(tuple((number, frozenset(fields)) for number, fields in sorted(takes.items())))
+    return _Choice(tuple((number, frozenset(fields)) for number, fields in sorted(fields_of.items())))
 
 
 def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
@@ -373,15 +373,15 @@ def _range(field: Field, along: str) -> tuple[int, int]:
 def _route(
     key: _RouteKey, layers: list[tuple[Layer, Layer]], src: RankGeometry, dst: RankGeometry, pages: _Pages
 ) -> Route:
-    alike: dict[tuple[int, int], list[tuple[Layer, Layer]]] = defaultdict(list)
+    by_formats: dict[tuple[int, int], list[tuple[Layer, Layer]]] = defaultdict(list)
     for theirs, ours in layers:
-        alike[pages.number(theirs.page), pages.number(ours.page)].append((theirs, ours))
+        by_formats[pages.number(theirs.page), pages.number(ours.page)].append((theirs, ours))
     found = [
         (
             plan_page_copy(of[0][0].page, of[0][1].page, key.fields),
             [(theirs.address, ours.address) for theirs, ours in of],
         )
-        for of in alike.values()
+        for of in by_formats.values()
     ]
     retiled = found[0][0]
     return Route(
@@ -395,11 +395,11 @@ def _route(
         dst_stride=key.dst_stride,
         src_blocks=src.num_blocks,
         dst_blocks=dst.num_blocks,
-        cell_copies=joined(_placed(found)),
+        cell_copies=merge_cell_copies(_shift_to_block_zero(found)),
     )
 
 
-def _placed(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iterator[CellCopy]:
+def _shift_to_block_zero(found: Sequence[tuple[PageCopy, Sequence[tuple[int, int]]]]) -> Iterator[CellCopy]:
     """Yield the copies of one cell (part of a block) of all layers, at the absolute addresses of block 0.
 
     Args:

@@ -286,7 +286,7 @@ class RoutePreparation:
         self.routes: list[PreparedRoute] = []
         self._space = AddressSpace(ours.regions)
         self._landing, self._card, self._costs = landing, card, costs
-        self._cuts = [region.address for region in card.geometry.regions]
+        self._region_starts = [region.address for region in card.geometry.regions]
 
     def add(self, route: Route) -> None:
         """Prepare a route: append its descriptors to `src` and `dst`, and the prepared route to `routes`.
@@ -299,12 +299,12 @@ class RoutePreparation:
         """
         there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
-        found = transfer_methods(route, self._costs, self._landing.largest_image, self._cuts)
+        found = transfer_methods(route, self._costs, self._landing.largest_image, self._region_starts)
         possible = [(method, *self._rows(route, method)) for method in found if self._possible(method, room)]
         made = [self._made(route, *prepared) for prepared in self._fitting(possible)]
         if not made:
             raise TransferError(
-                f"cells of {route.cell_bytes} bytes in {route.row_count} runs can only move staged, and the "
+                f"cells of {route.cell_bytes} bytes in {route.run_count} runs can only move staged, and the "
                 "peer does not gather; set staging_mib there"
             )
         self.routes.append(PreparedRoute(route, tuple(made), _clearing(route, self._space)))

@@ -127,12 +127,12 @@ def test_a_prefix_whose_beginning_comes_from_elsewhere_takes_the_chunks_after_it
     gone = {chunks.key(0, 0), chunks.key(0, 1), chunks.key(1, 0), chunks.key(2, 4)}
     found = chunks.look_up(40, 0, in_host(every - gone))
     assert (found.tokens, found.full_attention_tokens) == (0, 0)
-    assert found.after(20) == 32
+    assert found.tokens_after_head(20) == 32
     wanted_chunks = [
         (w.group, w.number, w.tokens) for w in chunks.wanted_chunks(found, LoadSpan(0, 32, 40, (20, 32)))
     ]
     assert wanted_chunks == [(0, 2, 8), (0, 3, 8), (1, 3, 8), (2, 3, 0)]
-    assert found.after(12) == 0, "a chunk that is gone is needed then"
+    assert found.tokens_after_head(12) == 0, "a chunk that is gone is needed then"
 
 
 def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():

@@ -37,7 +37,7 @@ def only_pool(canonical: CanonicalForm) -> RankGeometry:
 def bytes_stored(ranks) -> list[int]:
     """Bytes of a chunk that every rank stores."""
     pool = only_pool(canonical_form_of(ranks, 128))
-    return [sum(r.rows.total_bytes for r in t.routes) for t in build_templates(ranks, pool)]
+    return [sum(r.runs.total_bytes for r in t.routes) for t in build_templates(ranks, pool)]
 
 
 # -- who stores what, who reads what
@@ -52,12 +52,12 @@ def test_gqa_stored_by_four_is_read_by_two_as_one_run():
     for rank in two:
         (template,) = build_templates([only_pool(canonical)], rank)
         (route,) = template.routes
-        assert route.rows.length.tolist() == [4 * section.unit_bytes]
+        assert route.runs.length.tolist() == [4 * section.unit_bytes]
 
 
 def test_a_head_of_a_layer_is_one_run_from_a_head_major_page():
     (template,) = build_templates(engine(GQA, 1), only_pool(canonical_form_of(engine(GQA, 1), 128)))
-    assert set(template.routes[0].rows.length.tolist()) == {128 * 2 * 64 * 2}
+    assert set(template.routes[0].runs.length.tolist()) == {128 * 2 * 64 * 2}
 
 
 def test_what_ranks_hold_copies_of_is_stored_by_one():
@@ -116,7 +116,7 @@ def test_a_rank_reads_one_run_of_units_of_every_section_of_a_state(ranges: list[
         (template,) = build_templates([pool], rank)
         (route,) = template.routes
         read, expected = np.zeros((2, group.chunk_bytes), bool)
-        for at, length in zip(route.rows.src - pool.regions[0].address, route.rows.length, strict=True):
+        for at, length in zip(route.runs.src - pool.regions[0].address, route.runs.length, strict=True):
             read[at : at + length] = True
         for section, first, units in zip(group.sections, group.starts, whole, strict=True):
             expected[first + units.start * section.unit_bytes : first + units.stop * section.unit_bytes] = (

@@ -108,7 +108,7 @@ def test_what_is_kept_of_two_block_sizes_grows_with_their_sum(src, dst, layout):
     cells = many.src_cells + many.dst_cells
     assert cells == (src + dst) // many.cell_tokens
     # What one cell takes, and a few offsets for each cell of either block.
-    assert numbers(many) <= 16 * (numbers(few) + many.row_count + cells)
+    assert numbers(many) <= 16 * (numbers(few) + many.run_count + cells)
     assert (
         sum(len(cell_copy.src_offsets) + len(cell_copy.dst_offsets) for cell_copy in many.cell_copies)
         <= 2 * cells

@@ -56,13 +56,13 @@ class Told:
 
     tokens: int
     per_group: tuple[int, ...]
-    nearest_boundary: int | None
+    nearest_unusable_prefix: int | None
     missing: tuple[MissingChunk, ...]
 
 
 def told(groups: list[LayerCache], chunked: ChunkedPrompt, tier_numbers: np.ndarray) -> Told:
     found = coverage(groups, chunked, tier_numbers)
-    return Told(found.tokens, found.per_group, found.nearest_boundary, found.missing)
+    return Told(found.tokens, found.per_group, found.nearest_unusable_prefix, found.missing)
 
 
 @st.composite
@@ -179,7 +179,7 @@ def test_without_a_place_and_slower_ones_a_prefix_is_what_is_left(case: Case, pl
 
 @given(cases(), st.integers(0, 60))
 def test_what_follows_is_what_would_be_covered_if_the_beginning_came_from_elsewhere(case: Case, first: int):
-    found = coverage(case.groups, case.chunked, case.tier_numbers).after(first)
+    found = coverage(case.groups, case.chunked, case.tier_numbers).tokens_after_head(first)
     assert found == oracle(replace(case, chunked=replace(case.chunked, first=first))).tokens
     event("farther" if found > case.coverage.tokens else "no farther")
 
@@ -289,7 +289,7 @@ def test_attention_may_be_loaded_to_the_end_of_the_prompt_a_state_may_not():
     chunked = ChunkedPrompt(tokens=64, chunk_tokens=16, prompt=64)
     assert prefix([group(FULL)], chunked, "xxxx").tokens == 64
     found = prefix([group(FULL), group(STATE)], chunked, "xxxx", "xxxx")
-    assert (found.tokens, found.nearest_boundary, found.missing) == (48, None, ())
+    assert (found.tokens, found.nearest_unusable_prefix, found.missing) == (48, None, ())
     assert longest_usable_prefix([group(FULL)], 64) == 64
     assert longest_usable_prefix([group(FULL), group(STATE)], 64) == 63
     with pytest.raises(TransferError, match="a prefix of 64 tokens ends on no boundary"):
@@ -326,7 +326,7 @@ def test_the_reason_is_the_group_without_which_more_could_be_used():
     assert prefix(groups, PROMPT, "xxxx", "xxxx", ".x..").missing == (MissingChunk(2, 2),)
     assert prefix(groups, PROMPT, "x.xx", "xxxx", "xxxx").missing == (MissingChunk(0, 1),)
     found = prefix(groups, PROMPT, "xxxx", "x.x.", "x..x")
-    assert (found.tokens, found.nearest_boundary, found.missing) == (16, 48, (MissingChunk(2, 2),))
+    assert (found.tokens, found.nearest_unusable_prefix, found.missing) == (16, 48, (MissingChunk(2, 2),))
     assert prefix(groups, PROMPT, "....", "....", "....").missing == (
         MissingChunk(0, 0),
         MissingChunk(1, 0),

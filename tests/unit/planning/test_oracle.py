@@ -75,7 +75,7 @@ def test_indices_and_tally_tell_of_the_same_descriptors_as_addresses_do(transfer
             src = PreparedEntries(src_base, route.src_blocks, route.src_cells)
             dst = PreparedEntries(dst_base, route.dst_blocks, route.dst_cells)
             here, there = (
-                each.of(len(route.rows), ids, cells.number)
+                each.of(len(route.runs), ids, cells.number)
                 for each, ids in ((src, cells.src_block), (dst, cells.dst_block))
             )
             assert (src_list[here] == np.stack([expand_copies.src, expand_copies.length], 1)).all()

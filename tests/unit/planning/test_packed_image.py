@@ -42,7 +42,10 @@ def test_gaps_are_read_along_up_to_their_limit():
 def test_nothing_is_read_across_the_beginning_of_a_region():
     copies = [StridedCopy(0, 0, 64), StridedCopy(64, 64, 64)]
     assert len(fetch_image(cell_copy(*copies), 0).reads[0].descriptors) == 1
-    assert fetch_image(cell_copy(*copies), 1000, cuts=[0, 64]).reads[0].descriptors.src.tolist() == [0, 64]
+    assert fetch_image(cell_copy(*copies), 1000, region_starts=[0, 64]).reads[0].descriptors.src.tolist() == [
+        0,
+        64,
+    ]
 
 
 def test_images_begin_at_whole_words():
@@ -57,7 +60,7 @@ def test_an_order_that_loops_cannot_follow_is_taken_apart():
     other = StridedCopy(500, 8, 4)
     image = gather_image(cell_copy(loop, other))
     placed = sorted(
-        (copy.dst, copy.src, copy.run) for copy in image.pool_copies[0].nests for _ in range(copy.rows)
+        (copy.dst, copy.src, copy.run) for copy in image.pool_copies[0].nests for _ in range(copy.run_count)
     )
     assert len(image.pool_copies[0].nests) > 2
     assert sum(copy.bytes for copy in image.pool_copies[0].nests) == 28

@@ -29,7 +29,7 @@ def test_long_runs_go_direct():
 
 
 def test_many_short_runs_do_not():
-    assert route("LBNHC", "LBHNC").row_count == 4 * 16 * 8
+    assert route("LBNHC", "LBHNC").run_count == 4 * 16 * 8
     assert chosen(route("LBNHC", "LBHNC")) is not Strategy.DIRECT
 
 

@@ -39,7 +39,7 @@ def vars_of(descriptors):
 def test_coalescing_moves_the_same_bytes_in_no_more_runs(copy):
     found = coalesce_copy(copy)
     assert moved([found]) == moved([copy])
-    assert found.rows <= copy.rows
+    assert found.run_count <= copy.run_count
     assert found.bytes == copy.bytes
 
 
@@ -68,7 +68,7 @@ def test_a_head_range_of_a_page_of_kernel_blocks_is_one_copy():
     tokens = np.concatenate([np.arange(16) * 8, 4096 + np.arange(16) * 8])
     heads = np.array([2, 3]) * 128
     (found,) = strided_copies(8, 0, 0, [(heads, heads - 256), (tokens, np.arange(32) * 8 * 2)])
-    assert (found.run, found.rows) == (8, 64)
+    assert (found.run, found.run_count) == (8, 64)
     assert len(found.loops) == 3
 
 
@@ -76,14 +76,14 @@ def test_kernel_blocks_cut_in_the_middle_are_the_fewest_copies():
     # Tokens 12..47 of kernel blocks of 16: 4, then two whole ones.
     tokens = np.concatenate([np.arange(16) + base for base in (0, 100, 200)])[12:]
     found = strided_copies(1, 0, 0, [(tokens, np.arange(36) * 1)])
-    assert [(copy.run, copy.rows) for copy in found] == [(4, 1), (16, 2)]
+    assert [(copy.run, copy.run_count) for copy in found] == [(4, 1), (16, 2)]
 
 
 def test_layers_at_regular_distances_are_a_loop_and_others_are_not():
     regular = [StridedCopy(1000 * n, 64 * n, 64) for n in range(5)]
     assert fuse_copies(regular) == (StridedCopy(0, 0, 64, (Loop(5, 1000, 64),)),)
     odd = [*regular, StridedCopy(99_999, 64 * 5, 64)]
-    assert sorted(copy.rows for copy in fuse_copies(odd)) == [1, 5]
+    assert sorted(copy.run_count for copy in fuse_copies(odd)) == [1, 5]
 
 
 def test_spelled_runs_are_merged_across_copies():

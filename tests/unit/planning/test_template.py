@@ -23,7 +23,7 @@ def complaints(srcs, dst) -> tuple[str, ...]:
 
 
 def bytes_read(templates) -> list[int]:
-    return [sum(route.rows.total_bytes for route in template.routes) for template in templates]
+    return [sum(route.runs.total_bytes for route in template.routes) for template in templates]
 
 
 # -- shapes of the descriptors
@@ -33,14 +33,14 @@ def test_cross_layer_to_cross_layer_is_one_row_per_block():
     rank = cross_layer(rank_of(kv_page(), kv_page(), kv_page()))
     (template,) = build_templates([rank], rank)
     (route,) = template.routes
-    assert route.rows.length.tolist() == [3 * 512]
+    assert route.runs.length.tolist() == [3 * 512]
     assert route.layers == ("layers.0", "layers.1", "layers.2")
 
 
 def test_per_layer_to_cross_layer_is_one_row_per_layer():
     rank = rank_of(kv_page(), kv_page(), kv_page())
     (template,) = build_templates([rank], cross_layer(rank))
-    assert template.routes[0].rows.length.tolist() == [512] * 3
+    assert template.routes[0].runs.length.tolist() == [512] * 3
 
 
 def test_layers_whose_pages_differ_are_one_route_where_their_blocks_go_together():
@@ -49,7 +49,7 @@ def test_layers_whose_pages_differ_are_one_route_where_their_blocks_go_together(
     assert [route.layers for route in template.routes] == [("layers.0", "layers.2"), ("layers.1",)]
     (template,) = build_templates([cross_layer(rank)], cross_layer(rank))
     (route,) = template.routes
-    assert route.rows.length.tolist() == [512 + 1024 + 512]
+    assert route.runs.length.tolist() == [512 + 1024 + 512]
 
 
 def test_head_outside_layer_needs_one_row_per_block_and_half_of_the_heads():
@@ -64,9 +64,9 @@ def test_head_outside_layer_needs_one_row_per_block_and_half_of_the_heads():
     for rank in two:
         (template,) = build_templates(one, rank)
         (route,) = template.routes
-        assert route.rows.length.tolist() == [half]
+        assert route.runs.length.tolist() == [half]
     templates = build_templates(two, one[0])
-    assert [t.routes[0].rows.length.tolist() for t in templates] == [[half], [half]]
+    assert [t.routes[0].runs.length.tolist() for t in templates] == [[half], [half]]
 
 
 # -- who supplies what
@@ -218,5 +218,5 @@ def test_a_field_is_sharded_along_the_same_axis_on_both_sides():
 
 def test_addresses_in_rows_are_those_of_block_zero():
     (template,) = build_templates([rank_of(kv_page())], rank_of(kv_page(), address=2 * ADDRESS))
-    rows = template.routes[0].rows
+    rows = template.routes[0].runs
     assert (rows.src.tolist(), rows.dst.tolist(), rows.length.tolist()) == ([ADDRESS], [2 * ADDRESS], [512])

@@ -614,7 +614,7 @@ def test_prepared_lists_have_a_row_per_cell_of_a_block_and_an_entry_per_cell_of_
     assert len(made.dst.table()) == rows["dst"]
     direct = prepared_route.direct
     assert direct is not None
-    assert direct.rows * direct.src.cells * blocks <= route.row_count * route.src_cells * blocks
+    assert direct.rows * direct.src.cells * blocks <= route.run_count * route.src_cells * blocks
     # A peer is told a few numbers for each cell of our block and its own, not for each of their pairs.
     offsets = sum(len(part.at) for gather in made.gathers for part in gather.parts)
     assert offsets <= 2 * (route.src_cells + route.dst_cells)
@@ -668,7 +668,7 @@ def test_entries_lie_where_their_images_and_blocks_do():
 
 
 def test_what_only_moves_staged_and_cannot_is_refused_in_words(monkeypatch):
-    monkeypatch.setattr("kvferry.planning.strategy.MAX_ROWS", 1)
+    monkeypatch.setattr("kvferry.planning.strategy.MAX_RUNS", 1)
     monkeypatch.setattr("kvferry.planning.strategy._fetch_image", lambda *_: None)
     monkeypatch.setattr(prepared_routes, "MAX_STRIDED_COPIES", 0)
     with pytest.raises(TransferError, match="can only move staged, and the peer does not gather"):

@@ -243,7 +243,7 @@ class TierSource:
             first: number of tokens, from the start of the prompt, at which the other source's part ends.
         """
         found = self._asked[request.request_id].looked
-        return None if found is None else self._part_of(found, first, found.after(first))
+        return None if found is None else self._part_of(found, first, found.tokens_after_head(first))
 
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return the reason why the tiers made no offer (bid) to load tokens of a request's prompt.
