@@ -60,9 +60,9 @@ class _Adapter:
     def may_be_read_again(self, seen: _Seen, now: float) -> bool:
         """Return whether the adapter's files should be read again, because the last attempt has failed.
 
-        Files that have changed since the failed attempt are not read again: they may differ from those that
-        the engine loaded. If there were no weights on disk then, the engine had not loaded any, so the files
-        may have changed.
+        Files that have changed since the failed attempt are not read again, because they may differ from
+        those that the engine loaded. The exception is an attempt that found no weights on disk: then the
+        engine cannot have loaded any either.
 
         Args:
             seen: (name, size in bytes, modification time in ns) of each file now.
@@ -108,7 +108,7 @@ class Adapters:
             self._read(lora, _files(Path(lora.lora_path)))
 
     def is_current(self, lora: LoraAdapter | None) -> bool:
-        """Return whether the adapter's weights have never been replaced in place.
+        """Return whether the adapter's weights are known; False once they have been replaced in place.
 
         Args:
             lora: the adapter; None for a request without an adapter, for which the result is True.

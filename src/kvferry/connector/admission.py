@@ -237,10 +237,10 @@ class Admission:
         self._events.late(self.pins.all_late_blocks)
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record that the engine's coming step computes tokens of some requests.
+        """Record that the engine's coming step computes tokens of some requests, whose loads are thus over.
 
         Args:
-            requests: ids of these requests.
+            requests: ids of all requests whose tokens the step computes.
         """
         self._phases.scheduled(requests)
         self._events.scheduled(requests)

@@ -52,7 +52,7 @@ def choose_leases_to_end(held: Mapping[str, int], lacking: int) -> list[str]:
     (['a', 'b'], [])
 
     Args:
-        held: number of blocks that each lease holds, by lease name, in the order of release.
+        held: number of blocks that each lease holds, by lease name; the lease to end first comes first.
         lacking: number of blocks to free.
 
     Returns:

@@ -123,7 +123,7 @@ class PromptItem(Protocol):
     Attributes:
         offset: position of the item's first token in the prompt.
         length: number of tokens that the item stands for.
-        is_ambiguous: True if the engine has seen different content under the same identifier.
+        is_ambiguous: True if the engine has seen different content under this item's identifier.
     """
 
     @property

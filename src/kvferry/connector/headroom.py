@@ -41,7 +41,7 @@ class Headroom:
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], step_tokens: int, pool: BlockPool) -> Headroom:
-        """Create the check for an engine. If no group has an attention window, the check accepts every load.
+        """Create the limit for an engine's loads. If no group has an attention window, it accepts every load.
 
         Args:
             groups: the engine's KV cache groups.

@@ -18,9 +18,9 @@ class Load:
     Attributes:
         key: name of the load, unique in this engine.
         request_id: id of the request that waits for the load.
-        attempt: name of the attempt to serve the request. Two loads share it if each loads a part of the
-            prefix.
-        loads: number of loads of the attempt.
+        attempt: name of the attempt to serve the request. Two loads that each load a part of one prefix have
+            the same attempt.
+        loads: number of loads of the attempt, 1 or 2.
         bid: the source's offer that was chosen.
         span: range of prompt tokens to load.
         tables: destination block table of each KV cache group, int64, indexed by block position. The table of

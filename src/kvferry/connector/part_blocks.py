@@ -177,7 +177,7 @@ class PartBlocks:
         return tuple(whole)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request's partly loaded blocks, which are freed or will be computed again."""
+        """Forget a request's partly loaded blocks. Called when the blocks are freed or will be computed."""
         self._doubted.discard(request_id)
         for of in (self._parts, self._loading, self._going_on):
             of.pop(request_id, None)

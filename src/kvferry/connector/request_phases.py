@@ -44,7 +44,12 @@ class RequestPhase(Enum):
 
 
 class AdmitAction(Enum):
-    """The way to handle a request that the engine wants to admit."""
+    """The way to handle a request that the engine wants to admit.
+
+    ASK: ask its sources for plans. KEEP_LOADING: its loads are under way, so load nothing more. SET_ASIDE:
+    its load has failed, so admit it later, and let other requests pass. COMPUTE: compute the prompt, because
+    too few blocks were free for the plan that was chosen after a failed load.
+    """
 
     ASK = "its sources are asked for plans"
     KEEP_LOADING = "nothing more is loaded: its loads are under way"
@@ -224,8 +229,10 @@ class RequestPhases:
     def scheduled(self, requests: Container[str]) -> None:
         """Record that the engine's coming step computes tokens of some requests.
 
+        These requests no longer wait with blocks allocated, and get back the attempts that have succeeded.
+
         Args:
-            requests: ids of these requests.
+            requests: ids of all requests whose tokens the step computes.
         """
         self.headroom.go_on(requests)
         for name in [name for name in self._loaded if name in requests]:

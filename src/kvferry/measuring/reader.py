@@ -42,8 +42,8 @@ class Reader:
         producer: process to read from.
         bytes: number of bytes of the request's KV on this rank, without padding.
         cache: KV cache of this rank, which loads overwrite.
-        cards: descriptions of the ranks of each engine to read from, as received in the handshake. Keys:
-            index of the engine in the producer process.
+        cards: descriptions of the ranks of each engine to read from, as received in the handshake, by index
+            of the engine in the producer process.
         steps: object that begins loads and collects their results, once per engine step.
     """
 

@@ -118,8 +118,8 @@ class PoolCells:
             stride: bytes from one block to the next.
             blocks: number of blocks.
             alignments: for each part, number of bytes that divides every distance between two cells on the
-                side that is not the pool. The elements that are copied are at most this large. Empty if that
-                side does not limit them.
+                side that is not the pool. The element size of the copies divides this number. Empty if that
+                side does not limit the element size.
 
         Raises:
             TransferError: the copies exceed the pool's memory.

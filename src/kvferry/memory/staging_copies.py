@@ -112,7 +112,7 @@ class StagingCopies:
         self._pool.wait()
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes of these KV blocks that belong to cells, and leave their other bytes as they are.
+        """Zero the bytes of these KV blocks that `gather` or `scatter` copies. Other bytes stay as they are.
 
         Args:
             blocks: block ids, int64 of shape (n,).

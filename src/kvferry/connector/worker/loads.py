@@ -105,8 +105,8 @@ class Loads:
     def settle(self) -> SettledLoads:
         """Return the loads that have ended, been given up or passed their deadline since the last call.
 
-        A load that is given up or passes its deadline is reported as failed now, and released in a later
-        call.
+        A load that is given up or passes its deadline is reported as failed now. It is released in a later
+        call, when nothing of it is in flight any more.
         """
         reported: dict[str, str | None] = {}
         released: set[str] = set()
