@@ -31,7 +31,7 @@ from benchmarks.choice.workload import Workload
 from benchmarks.object_server import BUCKET, ObjectServer, object_server
 from benchmarks.served import side_by_side, tiered
 from kvferry.bench.rank_chunks import chunk_group
-from kvferry.bench.storage_chunks import ChunkBodies, LoadMover, bench_namespace, open_queue, store_all
+from kvferry.bench.storage_chunks import LoadMover, RandomChunks, bench_namespace, open_queue, store_all
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.measuring.machine import MachineFacts, machine_facts
@@ -279,15 +279,15 @@ def _probe(
     near = Spread.of([sum(load.parts.values()) * token_bytes(MODEL) / load.seconds for load in loads])
     wanted = line.bytes_per_second = near.median / job.apart
     with (
-        ChunkBodies(group, tokens, _PROBED_CHUNKS) as bodies,
-        ChunkBodies(group, tokens, _PROBED_CHUNKS) as into,
+        RandomChunks(group, tokens, _PROBED_CHUNKS) as chunks,
+        RandomChunks(group, tokens, _PROBED_CHUNKS) as into,
     ):
         store = ObjectTier(
-            f"s3://{BUCKET}/probe", bench_namespace(bodies.group), options, timeout_seconds=_STORE_SECONDS
+            f"s3://{BUCKET}/probe", bench_namespace(chunks.group), options, timeout_seconds=_STORE_SECONDS
         )
         with open_queue(store, ObjectSettings.kind) as queue:
-            store_all(queue, bodies, len(bodies), depth=8)
-            moved = LoadMover(queue, bodies, into, len(bodies))
+            store_all(queue, chunks, len(chunks), depth=8)
+            moved = LoadMover(queue, chunks, into, len(chunks))
             # Raise the limit to make up for the time per request that does not depend on its bytes.
             line.bytes_per_second *= wanted / _rate(moved).median
             far = _rate(moved)

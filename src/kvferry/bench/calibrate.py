@@ -113,9 +113,9 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
                 for run in _LANE_RUNS
             )
             progress("asking for gathers")
-            with closing(_GatherChannel(reader)) as asking:
-                ask = Spread.of([asking.small() for _ in range(10 * job.repeats + 1)][1:])
-                overlap = _overlap(job, asking, raw, reader.cache.buffer.nbytes // 2)
+            with closing(_GatherChannel(reader)) as channel:
+                ask = Spread.of([channel.time_small() for _ in range(10 * job.repeats + 1)][1:])
+                overlap = _overlap(job, channel, raw, reader.cache.buffer.nbytes // 2)
     progress("copying runs of several lengths")
     copies = _copies(job)
     read_descriptor, read_byte = reads.costs.tolist()
@@ -145,13 +145,13 @@ def _reads(job: CalibrationJob, raw: RawReads, room: int) -> Fit:
     return fit(work, seconds)
 
 
-def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, room: int) -> float:
+def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, room: int) -> float:
     """Measure how much faster the lanes (reading threads) of a worker are together than a single lane.
 
     Args:
         job: number of rounds, and maximum number of descriptors of a READ.
         reader: side that reads.
-        alone: NIXL agent of the first lane. Each other lane gets a new agent.
+        agent: NIXL agent of the first lane. Each other lane gets a new agent.
         run: size of a descriptor, in bytes.
         room: maximum number of bytes to read.
 
@@ -162,8 +162,8 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, 
     with ExitStack() as stack:
         others = [stack.enter_context(closing(RawReads(reader))) for _ in range(lanes - 1)]
         threads = stack.enter_context(ThreadPoolExecutor(lanes))
-        parts = [(raw, raw.equal_descriptors(size // lanes, run)) for raw in (alone, *others)]
-        whole = alone.equal_descriptors(size, run)
+        parts = [(raw, raw.equal_descriptors(size // lanes, run)) for raw in (agent, *others)]
+        whole = agent.equal_descriptors(size, run)
 
         def together() -> float:
             started = time.perf_counter()
@@ -171,7 +171,7 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, alone: RawReads, run: int, 
                 read.result()
             return time.perf_counter() - started
 
-        one, all_of_them = np.array(run_rounds([partial(alone.read, whole), together], 3 * job.repeats))
+        one, all_of_them = np.array(run_rounds([partial(agent.read, whole), together], 3 * job.repeats))
     return float(np.clip(np.median(one / all_of_them), 1, lanes))
 
 
@@ -183,7 +183,7 @@ def _copies(job: CalibrationJob) -> Fit:
         if cell >= run
         for copy in (_Copy(run, cell, job.copy_bytes, "src"), _Copy(run, cell, job.copy_bytes, "dst"))
     ]
-    seconds = np.median(run_rounds([copy.once for copy in copies], job.repeats), axis=1)
+    seconds = np.median(run_rounds([copy.run for copy in copies], job.repeats), axis=1)
     return fit(np.array([copy.work for copy in copies], np.float64), seconds)
 
 
@@ -227,7 +227,7 @@ class _Copy:
         self._gathers = side == "src"
         self.work = (cells, cells * runs, cells * cell)
 
-    def once(self) -> float:
+    def run(self) -> float:
         """Copy all cells (parts of blocks that are copied as one unit) once. Return the time in seconds."""
         copy = self._loops.gather if self._gathers else self._loops.scatter
         started = time.perf_counter()
@@ -262,11 +262,11 @@ class _GatherChannel:
         )
         self._lease = reader.claim_lease("asking")
 
-    def small(self) -> float:
+    def time_small(self) -> float:
         """Request a gather (copy to contiguous memory) of 64 bytes. Return the seconds until the answer."""
         return self._timed(0, lambda: None)
 
-    def large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
+    def time_large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
         """Request a gather of many bytes, call `meanwhile`, and return the seconds until both have ended.
 
         A gather copies parts of blocks to contiguous memory.
@@ -297,12 +297,12 @@ class _GatherChannel:
         return seconds
 
 
-def _overlap(job: CalibrationJob, asking: _GatherChannel, raw: RawReads, size: int) -> float:
+def _overlap(job: CalibrationJob, channel: _GatherChannel, raw: RawReads, size: int) -> float:
     """Measure how much time is saved if a gather (copy into staging memory) and a READ run at the same time.
 
     Args:
         job: number of rounds.
-        asking: connection for requesting gathers.
+        channel: connection for requesting gathers.
         raw: NIXL agent that reads.
         size: number of bytes to read.
 
@@ -312,9 +312,9 @@ def _overlap(job: CalibrationJob, asking: _GatherChannel, raw: RawReads, size: i
     """
     lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
-        asking.large,
+        channel.time_large,
         partial(raw.read, lists),
-        lambda: asking.large(lambda: raw.read(lists)),
+        lambda: channel.time_large(lambda: raw.read(lists)),
     ]
     gather, read, both = np.array(run_rounds(timed, 3 * job.repeats))
     return float(np.clip(np.median((gather + read - both) / np.minimum(gather, read)), 0, 1))

@@ -24,8 +24,8 @@ from kvferry.bench.raw_files import (
     write_file,
 )
 from kvferry.bench.storage_chunks import (
-    ChunkBodies,
     LoadMover,
+    RandomChunks,
     StoreMover,
     bench_namespace,
     chunks_per_move,
@@ -59,11 +59,13 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
     """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
     count = chunks_per_move(max(depths))
-    bodies, into = (stack.enter_context(ChunkBodies(group, CHUNK_TOKENS, count)) for _ in range(2))
-    size = Chunk(bytes(32), bodies.keys[0], (bodies.group,)).file_bytes
-    queue = stack.enter_context(open_queue(stack.enter_context(_fresh(folder, bodies)), FileSettings.kind))
-    store_all(queue, bodies, count, depth=8)
-    files = _files(folder, count, size)
+    chunks, into = (stack.enter_context(RandomChunks(group, CHUNK_TOKENS, count)) for _ in range(2))
+    size = Chunk(bytes(32), chunks.keys[0], (chunks.group,)).file_bytes
+    queue = stack.enter_context(
+        open_queue(stack.enter_context(_empty_tier(folder, chunks)), FileSettings.kind)
+    )
+    store_all(queue, chunks, count, depth=8)
+    files = _write_files(folder, count, size)
     found = []
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-files"))
@@ -73,8 +75,8 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
         if has_fio():
             writes.append(FioWrites(folder, depth, number, size))
             reads.append(FioReads(depth, files[:number]))
-        stores = StoreMover(FileSettings.kind, lambda: _fresh(folder, bodies), bodies, depth)
-        loads = LoadMover(queue, bodies, into, depth)
+        stores = StoreMover(FileSettings.kind, lambda: _empty_tier(folder, chunks), chunks, depth)
+        loads = LoadMover(queue, chunks, into, depth)
         found.append(_case("store", depth, STORE_RATIO, stores, writes))
         found.append(_case("load", depth, LOAD_RATIO, loads, reads))
     return found
@@ -92,19 +94,19 @@ def _case(direction: str, depth: int, target: float, ours: Mover, limits: Sequen
 
 
 @contextmanager
-def _fresh(folder: Path, bodies: ChunkBodies) -> Iterator[FileTier]:
+def _empty_tier(folder: Path, chunks: RandomChunks) -> Iterator[FileTier]:
     """Yield an empty file tier in a new subfolder of `folder`. Remove the subfolder at the end.
 
     Args:
         folder: existing folder.
-        bodies: chunks to store; they determine the tier's capacity and namespace.
+        chunks: chunks to store; they determine the tier's capacity and namespace.
     """
     with TemporaryDirectory(dir=folder) as root:
-        capacity = 2 * len(bodies) * bodies.chunk_bytes
-        yield FileTier(root, bench_namespace(bodies.group), capacity=capacity, durable=True)
+        capacity = 2 * len(chunks) * chunks.chunk_bytes
+        yield FileTier(root, bench_namespace(chunks.group), capacity=capacity, durable=True)
 
 
-def _files(folder: Path, count: int, size: int) -> list[Path]:
+def _write_files(folder: Path, count: int, size: int) -> list[Path]:
     """Write `count` files of `size` random bytes to a new subfolder of `folder`, and return their paths."""
     raw = folder / "raw"
     raw.mkdir()

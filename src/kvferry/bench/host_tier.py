@@ -44,13 +44,13 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-host"))
         shares = _shares(ranks.chunks, depth)
-        for direction, orders in (("store", _stores), ("load", _loads)):
+        for direction, orders in (("store", _store_call), ("load", _load_call)):
             ours, memcpy, control = (
                 PoolMover(name, total, pool, call, calls)
                 for name, calls in (
                     ("kvferry", [orders(ranks, share) for share in shares]),
-                    ("memcpy", [_contiguous(ranks, direction, share) for share in shares]),
-                    (short, [_in_runs(ranks, direction, share) for share in shares]),
+                    ("memcpy", [_memcpy_call(ranks, direction, share) for share in shares]),
+                    (short, [_copy_runs_call(ranks, direction, share) for share in shares]),
                 )
             )
             found.append(
@@ -67,20 +67,20 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
     return found
 
 
-def verify_copies(contests: Sequence[TierCase], ranks: RankPair) -> None:
+def verify_copies(cases: Sequence[TierCase], ranks: RankPair) -> None:
     """Check that the host tier's cases copy the right bytes.
 
     For each depth, clear the host memory and the loading rank's memory, store and load all chunks, and
     compare the loaded KV with the stored KV.
 
     Args:
-        contests: cases as returned by `tier_cases`: for each depth, a storing case and then a loading case.
+        cases: cases as returned by `tier_cases`: for each depth, a storing case and then a loading case.
         ranks: pair of ranks that the cases copy from and to. Host memory and the loading rank are mutated.
 
     Raises:
         TransferError: wrong bytes arrived.
     """
-    for store, load in zip(contests[::2], contests[1::2], strict=True):
+    for store, load in zip(cases[::2], cases[1::2], strict=True):
         ranks.clear()
         store.ours.move()
         load.ours.move()
@@ -93,14 +93,14 @@ def _shares(chunks: int, threads: int) -> list[range]:
     return [range(low, high) for low, high in pairwise(cuts)]
 
 
-def _stores(ranks: RankPair, share: range) -> Callable[[], object]:
+def _store_call(ranks: RankPair, share: range) -> Callable[[], object]:
     return partial(
         ranks.routes(stores=True).store,
         StoreOrder("", _pieces(ranks, share), ranks.store_tables, range(ranks.tokens)),
     )
 
 
-def _loads(ranks: RankPair, share: range) -> Callable[[], object]:
+def _load_call(ranks: RankPair, share: range) -> Callable[[], object]:
     routes = ranks.routes(stores=False)
     return partial(routes.load, _pieces(ranks, share), ranks.span, ranks.load_tables, first=False)
 
@@ -109,7 +109,7 @@ def _pieces(ranks: RankPair, share: range) -> tuple[Piece, ...]:
     return tuple(Piece(0, number, number * ranks.chunk_bytes) for number in share)
 
 
-def _contiguous(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
+def _memcpy_call(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
     """Return a function that copies one thread's share of the chunks with a single memcpy.
 
     Args:
@@ -121,7 +121,7 @@ def _contiguous(ranks: RankPair, direction: str, share: range) -> Callable[[], o
     return partial(np.copyto, to, of)
 
 
-def _in_runs(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
+def _copy_runs_call(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
     """Return a function that copies one thread's share of the chunks in short runs.
 
     The runs are as long as those of the engine's layout. Runs that are adjacent on one side of the copy are

@@ -18,8 +18,8 @@ from kvferry.bench.movers import Mover, PoolMover
 from kvferry.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.bench.raw_files import random_pages
 from kvferry.bench.storage_chunks import (
-    ChunkBodies,
     LoadMover,
+    RandomChunks,
     StoreMover,
     bench_namespace,
     chunks_per_move,
@@ -57,12 +57,12 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
         TransferError: a chunk could not be stored.
     """
     count = chunks_per_move(max(depths))
-    bodies, into = (stack.enter_context(ChunkBodies(group, CHUNK_TOKENS, count)) for _ in range(2))
-    size = Chunk(bytes(32), bodies.keys[0], (bodies.group,)).file_bytes
-    kept = stack.enter_context(_fresh(url, bodies))
+    chunks, into = (stack.enter_context(RandomChunks(group, CHUNK_TOKENS, count)) for _ in range(2))
+    size = Chunk(bytes(32), chunks.keys[0], (chunks.group,)).file_bytes
+    kept = stack.enter_context(_empty_tier(url, chunks))
     queue = stack.enter_context(open_queue(kept, ObjectSettings.kind))
-    store_all(queue, bodies, count, depth=8)
-    prefix = stack.enter_context(_removed(url, f"bench-{secrets.token_hex(8)}"))
+    store_all(queue, chunks, count, depth=8)
+    prefix = stack.enter_context(_removing(url, f"bench-{secrets.token_hex(8)}"))
     client, content = from_url(url), random_pages(size)
 
     def put(name: str) -> None:
@@ -82,8 +82,8 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-objects"))
         some = names[: chunks_per_move(depth)]
-        stores = StoreMover(ObjectSettings.kind, lambda: _fresh(url, bodies), bodies, depth)
-        loads = LoadMover(queue, bodies, into, depth)
+        stores = StoreMover(ObjectSettings.kind, lambda: _empty_tier(url, chunks), chunks, depth)
+        loads = LoadMover(queue, chunks, into, depth)
         total = len(some) * size
         puts, gets = (PoolMover("obstore", total, pool, request, some) for request in (put, get))
         streams = PoolMover("obstore in pieces of 512 KiB", total, pool, stream, some)
@@ -107,20 +107,20 @@ def _case(
 
 
 @contextmanager
-def _fresh(url: str, bodies: ChunkBodies) -> Iterator[ObjectTier]:
+def _empty_tier(url: str, chunks: RandomChunks) -> Iterator[ObjectTier]:
     """Yield an empty object tier with a new namespace. Remove the objects of the namespace at the end.
 
     Args:
         url: URL of a path in a bucket.
-        bodies: chunks to store; their format is part of the namespace.
+        chunks: chunks to store; their format is part of the namespace.
     """
-    own = bench_namespace(bodies.group, secrets.token_hex(8))
-    with _removed(url, own.digest.hex()):
+    own = bench_namespace(chunks.group, secrets.token_hex(8))
+    with _removing(url, own.digest.hex()):
         yield ObjectTier(url, own, timeout_seconds=_PATIENCE_SECONDS)
 
 
 @contextmanager
-def _removed(url: str, prefix: str) -> Iterator[str]:
+def _removing(url: str, prefix: str) -> Iterator[str]:
     """Yield `prefix`. At the end, remove all objects whose path begins with this prefix.
 
     Args:

@@ -33,8 +33,8 @@ def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalG
     Raises:
         ConfigError: the model has layers of several kinds, whose chunks have different formats.
     """
-    held = simulate_engine("chunk", reading, EngineSide(), tokens)
-    groups = canonical_form_of(lay_out(held.model, held.shape), tokens).groups
+    engine = simulate_engine("chunk", reading, EngineSide(), tokens)
+    groups = canonical_form_of(lay_out(engine.model, engine.shape), tokens).groups
     if len(groups) > 1:
         raise ConfigError(
             f"{reading.cache.name} has layers of several kinds; this command measures models whose layers "
@@ -69,18 +69,18 @@ class RankPair:
         Raises:
             ConfigError: there is not enough memory.
         """
-        held = simulate_engine("holder", reading, side, chunks * CHUNK_TOKENS)
+        engine = simulate_engine("holder", reading, side, chunks * CHUNK_TOKENS)
         self.layout, self.chunks = side.layout, chunks
-        self.source, self.destination = held.allocated(0), held.allocated(0)
-        content.fill_blocks(self.source, held)
+        self.source, self.destination = engine.allocated(0), engine.allocated(0)
+        content.fill_blocks(self.source, engine)
         self._canonical = canonical_form_of([self.source.geometry], CHUNK_TOKENS)
         self.chunk_bytes = self._canonical.groups[0].chunk_bytes
         self.arena = Arena.create(chunks * self.chunk_bytes)
         if self.arena.collapsing is not None:
             self.arena.collapsing.wait()
-        self.span = held.span
-        self.load_tables = held.tables
-        self.store_tables = tuple(TableSlice(0, tuple(table.tolist())) for table in held.tables)
+        self.span = engine.span
+        self.load_tables = engine.tables
+        self.store_tables = tuple(TableSlice(0, tuple(table.tolist())) for table in engine.tables)
 
     def __enter__(self) -> Self:
         return self

@@ -39,7 +39,7 @@ class MoverRounds:
         """Return the speed in 10⁹ bytes per second."""
         return Spread.of([self.bytes / s / 1e9 for s in self.seconds])
 
-    def times(self, other: MoverRounds) -> Spread:
+    def speed_ratio(self, other: MoverRounds) -> Spread:
         """Return this mover's speed as a multiple of another mover's speed, compared round by round.
 
         Args:

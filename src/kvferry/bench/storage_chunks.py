@@ -47,8 +47,8 @@ def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
     )
 
 
-class ChunkBodies:
-    """Chunks of random bytes in host memory. ``bodies[n]`` is the memory of chunk n.
+class RandomChunks:
+    """Chunks of random bytes in host memory. ``chunks[n]`` is the memory of chunk n.
 
     Attributes:
         group: format of a chunk as a file.
@@ -116,34 +116,34 @@ def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
         queue.close(_PATIENCE_SECONDS)
 
 
-def store_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> float:
+def store_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
     """Store the first `count` chunks, and return the seconds until the last chunk is stored.
 
     Args:
         queue: queue for the tier.
-        bodies: chunks to store.
+        chunks: chunks to store.
         count: number of chunks to store.
         depth: maximum number of chunks in flight at a time.
 
     Raises:
         TransferError: a chunk was not stored.
     """
-    return _all(queue, count, depth, lambda n: queue.write(bodies.keys[n], bodies.group, bodies[n]))
+    return _run_all(queue, count, depth, lambda n: queue.write(chunks.keys[n], chunks.group, chunks[n]))
 
 
-def load_all(queue: TierQueue, bodies: ChunkBodies, count: int, depth: int) -> float:
+def load_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
     """Load the first `count` chunks, and return the seconds until the last chunk is loaded.
 
     Args:
         queue: queue for a tier that has the chunks.
-        bodies: chunks to overwrite with the loaded bytes.
+        chunks: chunks to overwrite with the loaded bytes.
         count: number of chunks to load.
         depth: maximum number of chunks in flight at a time.
 
     Raises:
         TransferError: a chunk could not be loaded.
     """
-    return _all(queue, count, depth, lambda n: queue.read(bodies.keys[n], bodies.group, bodies[n]))
+    return _run_all(queue, count, depth, lambda n: queue.read(chunks.keys[n], chunks.group, chunks[n]))
 
 
 class StoreMover:
@@ -154,26 +154,26 @@ class StoreMover:
     def __init__(
         self,
         name: str,
-        fresh: Callable[[], AbstractContextManager[StorageTier]],
-        bodies: ChunkBodies,
+        empty_tier: Callable[[], AbstractContextManager[StorageTier]],
+        chunks: RandomChunks,
         depth: int,
     ) -> None:
         """Set the chunks to store and the function that opens a tier.
 
         Args:
             name: name of the tier.
-            fresh: function that returns a context manager. The context manager opens an empty tier, and
+            empty_tier: function that returns a context manager. The context manager opens an empty tier, and
                 removes the tier at the end.
-            bodies: chunks to store.
+            chunks: chunks to store.
             depth: maximum number of chunks in flight at a time.
         """
-        self._name, self._fresh, self._bodies, self._depth = name, fresh, bodies, depth
-        self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
+        self._name, self._empty_tier, self._chunks, self._depth = name, empty_tier, chunks, depth
+        self.bytes = chunks_per_move(depth) * chunks.chunk_bytes
 
     def move(self) -> float:
         """Store the chunks in a new, empty tier, and return the seconds until the last chunk is stored."""
-        with self._fresh() as tier, open_queue(tier, self._name) as queue:
-            return store_all(queue, self._bodies, chunks_per_move(self._depth), self._depth)
+        with self._empty_tier() as tier, open_queue(tier, self._name) as queue:
+            return store_all(queue, self._chunks, chunks_per_move(self._depth), self._depth)
 
 
 class LoadMover:
@@ -181,17 +181,17 @@ class LoadMover:
 
     name = "kvferry"
 
-    def __init__(self, queue: TierQueue, bodies: ChunkBodies, into: ChunkBodies, depth: int) -> None:
+    def __init__(self, queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth: int) -> None:
         """Set the queue to load from and the memory of the chunks.
 
         Args:
             queue: queue for a tier that has the chunks.
-            bodies: chunks with the expected bytes.
+            chunks: chunks with the expected bytes.
             into: chunks that each move overwrites with the loaded bytes.
             depth: maximum number of chunks in flight at a time.
         """
-        self._queue, self._bodies, self._into, self._depth = queue, bodies, into, depth
-        self.bytes = chunks_per_move(depth) * bodies.chunk_bytes
+        self._queue, self._chunks, self._into, self._depth = queue, chunks, into, depth
+        self.bytes = chunks_per_move(depth) * chunks.chunk_bytes
 
     def move(self) -> float:
         """Load the chunks, then check their bytes. Return the seconds of the loads without the check.
@@ -202,14 +202,14 @@ class LoadMover:
         count = chunks_per_move(self._depth)
         self._into.clear(count)
         seconds = load_all(self._queue, self._into, count, self._depth)
-        if any(self._into[number] != self._bodies[number] for number in range(count)):
+        if any(self._into[number] != self._chunks[number] for number in range(count)):
             raise TransferError(
                 f"{self._queue.name} tier: a chunk came with other bytes than were stored: please report this"
             )
         return seconds
 
 
-def _all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None]) -> float:
+def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None]) -> float:
     """Store or load `count` chunks, and return the seconds until the last chunk is stored or loaded.
 
     Args:

@@ -70,7 +70,7 @@ class TierSpeed:
 
         The speeds are compared round by round.
         """
-        return self.ours.times(self.limit)
+        return self.ours.speed_ratio(self.limit)
 
     @property
     def reached(self) -> bool:

@@ -102,8 +102,8 @@ def _show_notes(speeds: Sequence[TierSpeed], console: Console) -> None:
     kinds = dict.fromkeys((speed.tier, speed.direction) for speed in speeds)
     for kind in kinds:
         first, *rest = sorted((s for s in speeds if (s.tier, s.direction) == kind), key=lambda s: s.depth)
-        gains = ", ".join(f"{one.depth}: {one.ours.times(first.ours).median:.2f}x" for one in rest)
-        why = ", ".join(f"{a.name}: {a.times(first.limit).median:.2f}" for a in first.controls)
+        gains = ", ".join(f"{one.depth}: {one.ours.speed_ratio(first.ours).median:.2f}x" for one in rest)
+        why = ", ".join(f"{a.name}: {a.speed_ratio(first.limit).median:.2f}" for a in first.controls)
         table.add_row(*kind, gains, why)
     console.print()
     console.print(table)

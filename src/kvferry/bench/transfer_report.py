@@ -40,7 +40,7 @@ def as_json(measured: MeasuredTransfer) -> dict[str, Any]:
         series.name: asdict(series.gigabytes_per_second) for series in (comparison.ferry, *comparison.others)
     }
     whole["kvferry_as_multiple_of"] = {
-        series.name: asdict(comparison.ferry.times(series)) for series in comparison.others
+        series.name: asdict(comparison.ferry.speed_ratio(series)) for series in comparison.others
     }
     return whole
 
@@ -68,10 +68,10 @@ def _show_comparison(comparison: TransferComparison, console: Console) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_row(*_series(comparison.ferry), "", "")
     for series in comparison.others:
-        table.add_row(*_series(series), *_ratio(comparison.ferry.times(series)))
+        table.add_row(*_series(series), *_ratio(comparison.ferry.speed_ratio(series)))
     console.print()
     console.print(table)
-    reached = comparison.ferry.times(comparison.others[SAME_DESCRIPTORS]).median
+    reached = comparison.ferry.speed_ratio(comparison.others[SAME_DESCRIPTORS]).median
     planning, reading, check, rest = comparison.stages
     console.print(
         f"\nkvferry at {reached:.2f} of raw NIXL with the same descriptors "

@@ -51,15 +51,15 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
         return
     for one in found:
         print(f"{one.namespace[:16]}  {printable(one.name) or 'no model named'}"[: report_width()])
-        for line in _lines(_said(one.facts), report_width() - 2):
+        for line in _join_lines(_fact_texts(one.facts), report_width() - 2):
             print("\n".join(wrapped(line, 2, 2)))
-        held = f"{one.chunks} chunks, {one.tokens} tokens, {format_bytes(one.total_bytes)}"
+        summary = f"{one.chunks} chunks, {one.tokens} tokens, {format_bytes(one.total_bytes)}"
         if one.oldest is not None and one.newest is not None:
             verb = "last used" if cache.records_use else "stored"
-            held += (
+            summary += (
                 f"; {verb} {format_age(now - one.newest)} ago, the oldest {format_age(now - one.oldest)} ago"
             )
-        print("\n".join(wrapped(held, 2, 2)))
+        print("\n".join(wrapped(summary, 2, 2)))
         if one.unreadable:
             print(f"  {one.unreadable} of them cannot be read; see kvferry cache verify")
     if not found:
@@ -200,19 +200,19 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
     return DirectoryAdmin(where)
 
 
-def _said(facts: Mapping[str, object]) -> list[str]:
+def _fact_texts(facts: Mapping[str, object]) -> list[str]:
     """Return short texts that describe a namespace of chunk keys, such as ``model NAME``.
 
     Args:
         facts: facts about the namespace, by name. The result has those with short values (texts and
             numbers), and the first line of the chunk format.
     """
-    said = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
+    texts = [f"{fact} {value}" for fact, value in facts.items() if isinstance(value, str | int | float)]
     form = facts.get("form")
-    return [printable(one) for one in (*said, *(map(str, form[:1]) if isinstance(form, list) else ()))]
+    return [printable(one) for one in (*texts, *(map(str, form[:1]) if isinstance(form, list) else ()))]
 
 
-def _lines(words: list[str], width: int) -> list[str]:
+def _join_lines(words: list[str], width: int) -> list[str]:
     """Join words with commas, and divide them into lines of at most `width` characters.
 
     Args:

@@ -27,8 +27,8 @@ def dashboard(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        said = os.strerror(error.errno or 0)
-        raise ConfigError(f"cannot make the folder {out}: {said}; name one that can be made") from error
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot make the folder {out}: {reason}; name one that can be made") from error
     files = {"kvferry-dashboard.json": json.dumps(model(), indent=2) + "\n", "kvferry-alerts.yaml": rules()}
     for name, text in files.items():
         write_file(out / name, text)

@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError, KVFerryError
 if TYPE_CHECKING:
     from kvferry.explain.client import AllAnswers, EngineTrace
 
-_MOST_STORIES = 16
+_MAX_TRACES = 16
 
 
 def explain(
@@ -43,21 +43,21 @@ def explain(
 
     if request_id is not None and not 0 < len(request_id.encode()) < MAX_QUESTION_BYTES // 8:
         raise ConfigError("the id of a request has 1 to 511 bytes; see kvferry explain for those there are")
-    answers = ask_engines(Question("", last) if request_id is None else Question(request_id, _MOST_STORIES))
+    answers = ask_engines(Question("", last) if request_id is None else Question(request_id, _MAX_TRACES))
     for silent in answers.problems:
         print_error(silent)
-    told = answers.traces()
-    if not told:
-        raise KVFerryError(_nothing(answers, request_id))
+    traces = answers.traces()
+    if not traces:
+        raise KVFerryError(_not_found_message(answers, request_id))
     if as_json:
-        print(json.dumps([_plain(one) for one in told]))
+        print(json.dumps([_trace_json(one) for one in traces]))
     elif request_id is None:
-        print(render_list(told, time.time()))
+        print(render_list(traces, time.time()))
     else:
-        print("\n\n".join(render(one) for one in told))
+        print("\n\n".join(render(one) for one in traces))
 
 
-def _nothing(answers: AllAnswers, request_id: str | None) -> str:
+def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
     """Return the error message for a request that no engine on this machine remembers.
 
     Args:
@@ -79,15 +79,15 @@ def _nothing(answers: AllAnswers, request_id: str | None) -> str:
     )
 
 
-def _plain(told: EngineTrace) -> dict[str, Any]:
+def _trace_json(engine_trace: EngineTrace) -> dict[str, Any]:
     """Return the trace of a request, and a description of its engine, as values that can be written as JSON.
 
     Args:
-        told: trace (recorded events of the request) that an engine sent.
+        engine_trace: trace (recorded events of the request) that an engine sent.
     """
     from kvferry.observe.wire import trace_to_dict
 
-    engine = told.answer.engine
+    engine = engine_trace.answer.engine
     return {
         "engine": {
             "engine_id": engine.engine_id,
@@ -97,6 +97,6 @@ def _plain(told: EngineTrace) -> dict[str, Any]:
             "connector": engine.connector,
             "kvferry": engine.kvferry,
         },
-        "arrived": told.arrived,
-        **trace_to_dict(told.trace),
+        "arrived": engine_trace.arrived,
+        **trace_to_dict(engine_trace.trace),
     }

@@ -39,13 +39,13 @@ app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 
 
-def _print_versions(asked: bool) -> None:
+def _print_versions(requested: bool) -> None:
     """Print the versions of kvferry and, if installed, of vLLM and NIXL, and end the command.
 
     Args:
-        asked: True if the user gave the option ``--version``; False to do nothing.
+        requested: True if the user gave the option ``--version``; False to do nothing.
     """
-    if not asked:
+    if not requested:
         return
     from kvferry import __version__
     from kvferry.engines.vllm.version import nixl_version, vllm_version

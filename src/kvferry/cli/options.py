@@ -45,5 +45,5 @@ def write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        said = os.strerror(error.errno or 0)
-        raise ConfigError(f"cannot write {path}: {said}; name a file that can be written") from error
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot write {path}: {reason}; name a file that can be written") from error

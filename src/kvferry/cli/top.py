@@ -47,14 +47,14 @@ def top(
     from kvferry.top.live import sampled, watch
     from kvferry.top.poller import parse_address
 
-    asked = list(dict.fromkeys(parse_address(url) for url in urls))
+    addresses = list(dict.fromkeys(parse_address(url) for url in urls))
     console = Console(highlight=False)
     drawn = console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()
     if drawn and not (once or as_json):
-        anyio.run(watch, asked, interval, console)
+        anyio.run(watch, addresses, interval, console)
         return
     try:
-        found = anyio.run(sampled, asked, interval)
+        found = anyio.run(sampled, addresses, interval)
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     if as_json:

@@ -25,17 +25,17 @@ _HEAD, _TOKEN, _WORD, _LAYER, _FIELD, _MIX = (
 )  # fmt: skip
 
 
-def fill_blocks(memory: OwnedCache, held: SimulatedEngine) -> None:
+def fill_blocks(memory: OwnedCache, engine: SimulatedEngine) -> None:
     """Write test values into the blocks of an engine's request, in the memory of one rank. Mutates `memory`.
 
     The value of an element depends on its layer, field, token, head and position within the head.
 
     Args:
         memory: KV cache of one rank of the engine.
-        held: engine with the block tables of the request.
+        engine: engine with the block tables of the request.
     """
     pages, states = memory.views(guarded=False), memory.states(guarded=False)
-    for group, table in zip(memory.geometry.groups, held.tables, strict=True):
+    for group, table in zip(memory.geometry.groups, engine.tables, strict=True):
         for layer in group.layers:
             number = int(layer.name.rpartition(".")[2])
             if group.kind is GroupKind.STATE:

@@ -131,12 +131,12 @@ def produce(
 def _serve(pipe: Connection, producers: Sequence[_ServedEngine], incarnation: int) -> None:
     pipe.send(Listening(tuple(producer.address for producer in producers), incarnation))
     while True:
-        asked = pipe.recv() if pipe.poll(_TICK_SECONDS) else None
+        request = pipe.recv() if pipe.poll(_TICK_SECONDS) else None
         for producer in producers:
             producer.end_released()
-        if isinstance(asked, AskTicket):
-            pipe.send(producers[asked.engine].grant(asked.lease))
-        elif isinstance(asked, AskEnded):
+        if isinstance(request, AskTicket):
+            pipe.send(producers[request.engine].grant(request.lease))
+        elif isinstance(request, AskEnded):
             while any(producer.leases for producer in producers):
                 time.sleep(_TICK_SECONDS)
                 for producer in producers:

@@ -28,16 +28,16 @@ _END_SECONDS = 15.0
 AnswerT = TypeVar("AnswerT")
 
 
-def use_transports(named: str | None) -> dict[str, str]:
+def use_transports(transports: str | None) -> dict[str, str]:
     """Set UCX_TLS in this process, and return the environment variables for a second process.
 
     Args:
-        named: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
+        transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
 
     Returns:
-        UCX_TLS and its value; empty if `named` is None.
+        UCX_TLS and its value; empty if `transports` is None.
     """
-    settings = {} if named is None else {"UCX_TLS": named}
+    settings = {} if transports is None else {"UCX_TLS": transports}
     os.environ.update(settings)
     return settings
 

@@ -57,7 +57,7 @@ def test_it_fits_80_columns_and_cuts_nothing_off() -> None:
 
 def test_the_ratio_is_the_median_of_ratios_within_rounds() -> None:
     ferry, other = MoverRounds("f", 10, (1.0, 10.0, 4.0)), MoverRounds("o", 20, (4.0, 10.0, 4.0))
-    assert ferry.times(other) == Spread(median=0.5, low=0.5, high=2.0)
+    assert ferry.speed_ratio(other) == Spread(median=0.5, low=0.5, high=2.0)
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.11, "reached"), (0.12, "missed")])
