@@ -120,7 +120,7 @@ class Agent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Undo one `add_peer` call for a peer. When all calls are undone, remove the peer from NIXL.
+        """Undo one `add_peer` call for a peer. The call that undoes the last one removes the peer from NIXL.
 
         No READ (one-sided read) from the peer may be in flight when the peer is removed.
 
@@ -159,10 +159,10 @@ class Agent:
 
         Args:
             local: handle of the prepared descriptor list of local memory.
-            local_indices: destinations of the READ, as indices into `local`, int32 of shape (n,).
+            local_indices: destination of each descriptor, as an index into `local`, int32 of shape (n,).
             remote: handle of the prepared descriptor list of the peer's memory.
-            remote_indices: sources of the READ, as indices into `remote`, int32 of shape (n,), in the order
-                of `local_indices`.
+            remote_indices: source of each descriptor, as an index into `remote`, int32 of shape (n,). The
+                source and the destination of a descriptor have the same length in bytes.
         """
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
@@ -199,7 +199,10 @@ class Agent:
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory. No READ (one-sided read) from or into this memory may be in flight."""
+        """Deregister all memory of this agent from NIXL, so that no peer can read it any more.
+
+        No READ (one-sided read) from or into this memory may be in flight.
+        """
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()

@@ -37,10 +37,10 @@ class AllowedPeers:
     names: tuple[str, ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Return whether the allowed networks contain an IP address. Do not consider allowed host names.
+        """Return whether the allowed networks contain an IP address. Allowed host names are not considered.
 
-        If `networks` is None, all addresses are allowed, except for two kinds that are never allowed:
-        multicast addresses and the unspecified address.
+        If `networks` is None, every address is allowed. Multicast addresses and the unspecified address
+        (0.0.0.0 or ::) are never allowed.
 
         >>> AllowedPeers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
         True
@@ -54,10 +54,10 @@ class AllowedPeers:
         return normalize_name(name) in self.names
 
     def could_be(self, host: str) -> bool:
-        """Return whether a host may be an allowed peer, as far as can be decided without resolving names.
+        """Return False if a host is certainly not an allowed peer. No host name is resolved for this check.
 
-        An address outside the allowed networks may still be an allowed peer, if there is any allowed host
-        name: the name may resolve to this address.
+        An address outside the allowed networks may still be an allowed peer if the setting has any host name,
+        because the name may resolve to this address.
 
         Args:
             host: host name or IP address.
@@ -127,7 +127,7 @@ def _network(entry: str, number: int) -> Network | None:
 
     Args:
         entry: entry of the setting.
-        number: index of the entry, for error messages.
+        number: index of the entry in the setting, from 0, for error messages.
 
     Raises:
         ConfigError: the entry contains a slash but is not a valid network.

@@ -43,8 +43,8 @@ class ConnectedPeer:
     """A connection to a peer engine, with the descriptor lists that are needed to read the peer's KV cache.
 
     Attributes:
-        sources: all ranks of the peer, in the order of their descriptions. This includes ranks that supply
-            nothing to this rank.
+        sources: all ranks of the peer, in the order of the constructor's argument `cards`. This includes
+            ranks that have no KV for this rank.
         src_groups: number of KV cache groups of the peer.
     """
 
@@ -160,12 +160,14 @@ class ConnectedPeer:
         self._made.close()
 
     def _clears_of_absent(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """Return the blocks that must be zeroed in this rank's draft layers, if the peer lacks these layers.
+        """Return the blocks to zero in layers that only this rank has, such as those of a draft model.
+
+        The read cannot fill these layers, and the blocks may hold KV of earlier requests.
 
         Returns:
-            (operation that zeroes bytes of a block, ids of the blocks) for each route of these layers. A
-            route is a set of layers that are copied alike. Only the lane (reading thread) with
-            share 0 of the order zeroes blocks, so the list is empty for the other lanes.
+            (operation that zeroes the bytes of some of these layers in a block, ids of the blocks to zero).
+            Several lanes (reading threads) read one order. Only the lane that reads share 0 zeroes blocks;
+            the list is empty for the other lanes.
         """
         if order.share.number:
             return []
@@ -192,7 +194,7 @@ class ConnectedPeer:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """The arguments that are the same for all ranks of a peer while the connection is prepared.
+    """The state that is shared by the preparation of all ranks of a peer, while the peer is connected.
 
     Attributes:
         agent: NIXL agent of the lane (reading thread) that owns the connection.
@@ -202,7 +204,7 @@ class _Preparing:
         landing: staging area into which packed cells (parts of blocks) are read.
         context: ZeroMQ context for the connections that ask the peer's ranks to pack cells.
         settings: settings of transfers.
-        made: exit stack with the callbacks that undo the preparation.
+        made: exit stack to which each step of the preparation adds a callback that undoes the step.
     """
 
     agent: Agent

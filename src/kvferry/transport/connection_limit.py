@@ -45,7 +45,7 @@ _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 class ConnectionLimiter:
     """Limits the number of open connections of one ZeroMQ socket. Only one thread may use it.
 
-    At the limit, the socket accepts no new connections until some have ended.
+    At the limit, the socket accepts no new connections until some of the open ones have ended.
 
     Attributes:
         open: number of open connections.
@@ -81,9 +81,9 @@ class ConnectionLimiter:
         self.events.connect(told)
 
     def process_events(self) -> None:
-        """Process the queued connection events.
+        """Process the queued connection events, and update the number of open connections.
 
-        Count open connections, pause accepting new connections at the limit, and resume later.
+        Stop accepting new connections when the limit is reached, and resume when some have ended.
         """
         while (said := self._next()) is not None:
             event, value = said
@@ -125,14 +125,13 @@ class ConnectionLimiter:
         return event, value
 
     def _on_failed_handshake(self, cause: int) -> None:
-        """Log that a client was refused because it has another key.
-
-        Ignore other causes of a failed handshake.
+        """Log that a client was refused because its CURVE key is not that of this engine.
 
         The message cannot name the client, because ZeroMQ hides the client's address.
 
         Args:
-            cause: value of ZeroMQ's event about the failed handshake: a protocol error code.
+            cause: protocol error code, from ZeroMQ's event about the failed handshake. Codes with another
+                meaning than a wrong key are ignored.
         """
         if cause == _OTHER_KEY:
             self._log.say(

@@ -76,9 +76,10 @@ class _Peer:
 class ControlClient:
     """A thread that talks to the control channels of all peers that an engine reads KV from.
 
-    The thread does handshakes, redeems tickets, sends heartbeats for leases, and asks for earlier turns of
-    conversations. A ticket is a random id that this engine redeems: it exchanges the ticket for block tables
-    and a lease.
+    The thread does handshakes, redeems tickets, sends heartbeats for leases, and asks peers for earlier turns
+    of conversations. To redeem a ticket (a random id that names a lease on the KV of a request) is to
+    exchange it for the lease and the block tables. An earlier turn is a finished request whose KV a peer
+    keeps, because the next prompt of the conversation will start with the same tokens.
     """
 
     def __init__(
@@ -131,8 +132,8 @@ class ControlClient:
         Args:
             address: (host, port) of the peer's control channel.
             incarnation: random number that identifies the run of the peer that the caller expects; None for
-                any run. If the known peer has another number, it may have restarted. Then a new handshake is
-                started.
+                any run. If the peer had a different number at its last handshake, it may have restarted. Then
+                a new handshake is started.
         """
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
@@ -147,7 +148,9 @@ class ControlClient:
         self._handshakes.forget(address)
 
     def redeem(self, address: Address, ticket: bytes, tokens: int, content: PromptContent) -> int:
-        """Start to exchange a ticket (random id) for block tables and a lease. Return the exchange's number.
+        """Start to exchange a ticket (random id) for block tables and a lease. Return the exchange's id.
+
+        Pass the id to `redemption` to get the producer's reply, and to `end_redemption` afterwards.
 
         Args:
             address: (host, port) of the producer's control channel.
@@ -187,14 +190,16 @@ class ControlClient:
             number: id of the exchange, from `redeem`.
 
         Returns:
-            True if the producer may hold the lease for this engine. Then the caller must release the lease.
+            True if the producer may keep the KV for this engine. Then the caller must `release` the lease.
+            False if the producer has refused.
         """
         return self._redemptions.end(number)
 
     def hold(self, address: Address, ticket: bytes) -> None:
-        """Start to send heartbeats for the lease on an earlier turn of a conversation. `release` stops them.
+        """Start to send heartbeats for the lease on an earlier turn of a conversation, until `release`.
 
-        The lease makes another engine keep the KV of a finished request for the next turn.
+        An earlier turn is a finished request whose KV a peer keeps for the next prompt of the conversation.
+        The heartbeats keep the lease from expiring while this engine reads the KV.
 
         Args:
             address: (host, port) of the control channel of the engine that keeps the KV.
@@ -215,12 +220,12 @@ class ControlClient:
         """Ask peers whether they keep KV of an earlier turn of the conversation that a prompt continues.
 
         Args:
-            peers: incarnation of each peer (random number that identifies its run), by the (host, port) of
-                its control channel.
+            peers: peers to ask: maps the (host, port) of a peer's control channel to the peer's incarnation,
+                a random number that identifies its run. Peers that did not reply in time lately are left out.
             content: content of the prompt: chunk keys and token ids.
 
         Returns:
-            Number of the query, for `turns` and `drop_question`; None if no peer is asked.
+            Id of the query, for `turns` and `drop_question`; None if no peer is asked.
         """
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
@@ -233,7 +238,7 @@ class ControlClient:
     def turns(self, number: int) -> list[tuple[Address, KeptTurn]] | None:
         """Return the earlier turns of conversations that a query found, and end the query.
 
-        Return None while peers may still reply.
+        Return None, and keep the query, while peers may still reply.
 
         Args:
             number: id of the query, from `ask_turn`.
@@ -244,7 +249,11 @@ class ControlClient:
         return self._questions.answers(number)
 
     def drop_question(self, number: int) -> None:
-        """Drop a query for earlier turns of a conversation. Later replies to the query are ignored."""
+        """Drop a query for earlier turns of a conversation. Later replies to the query are ignored.
+
+        Args:
+            number: id of the query, from `ask_turn`.
+        """
         self._questions.drop(number)
 
     def close(self) -> None:
@@ -314,7 +323,7 @@ class ControlClient:
     def _wait_seconds(self, beat: float) -> float:
         """Return the seconds for which the thread may wait for messages: until the next deadline, at most 1.
 
-        The maximum exists so that a delayed thread is detected.
+        The thread wakes up at least once a second so that `DelayMonitor` notices if the thread is delayed.
 
         Args:
             beat: time of the next heartbeat, in monotonic seconds.
@@ -325,8 +334,8 @@ class ControlClient:
     def _beat(self, poller: zmq.Poller) -> None:
         """Send a heartbeat for every lease that this engine holds, and close sockets that are not needed.
 
-        A socket is not needed if the peer is unknown and this engine holds none of its leases. Requests can
-        name any address, so there may be many such peers.
+        A socket is not needed if the peer has no status (`look_up`) and this engine holds none of its leases.
+        Such sockets could pile up, because requests can name any address.
 
         Args:
             poller: poller with the sockets to all peers.
@@ -402,9 +411,13 @@ class ControlClient:
         return peer.held
 
     def _close_if_idle(self, poller: zmq.Poller, address: Address) -> None:
-        """Close the socket to a refused peer, unless the peer holds leases for this engine.
+        """Close the socket to a peer that cannot be used, unless the peer holds leases for this engine.
 
         Such leases still need heartbeats over the socket.
+
+        Args:
+            poller: poller with the sockets to all peers.
+            address: (host, port) of the peer's control channel.
         """
         peer = self._peers.get(address)
         if peer is not None and not peer.held:
@@ -414,6 +427,9 @@ class ControlClient:
         """Queue a command until the host name of its peer is resolved.
 
         Commands for the same peer stay in order.
+
+        Args:
+            command: (address of the peer, message to send), as passed to `_command`.
 
         Raises:
             AddressNotAllowed: too many commands wait for names already.
@@ -429,16 +445,16 @@ class ControlClient:
     def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
         """Check that this engine can read from a peer's ranks. Resolve the host names in their descriptions.
 
-        The names are those of gather channels. Over such a channel a reader asks a rank to pack cells (units
-        of transfer) before it reads the cells.
+        The names are those of gather channels. Over such a channel a reader asks a rank to pack cells (parts
+        of blocks) before it reads the cells.
 
         Args:
             address: (host, port) of the peer's control channel.
             ranks: descriptions of the peer's ranks.
 
         Returns:
-            The descriptions with numeric addresses. A description whose host cannot be used has no gather
-            channel.
+            The descriptions with numeric addresses. The gather channel is removed from a description if its
+            host cannot be used; then the rank is never asked to pack cells.
 
         Raises:
             Incompatible: this engine cannot read from the ranks.

@@ -79,7 +79,9 @@ class ProducerCard:
 
 
 def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Return the differences that prevent one engine from reading from another, one sentence each.
+    """Compare two engines; return the differences that prevent one from reading KV from the other.
+
+    Each difference is a sentence. The list is empty if there is none.
 
     Args:
         theirs: (protocol version, facts) of the engine that the sentences call "there".
@@ -95,7 +97,7 @@ class LeasesClaimed:
     """Event: a consumer claimed these leases by their tickets (random ids), or sent a heartbeat for them.
 
     Attributes:
-        leases: names of the leases in this engine.
+        leases: names of the leases, as in this engine's `LeaseBook`.
     """
 
     leases: list[str]
@@ -106,7 +108,7 @@ class LeasesReleased:
     """Event: no consumer needs these leases any more, because the last consumer has released them.
 
     Attributes:
-        leases: names of the leases in this engine.
+        leases: names of the leases, as in this engine's `LeaseBook`.
     """
 
     leases: list[str]
@@ -121,8 +123,9 @@ class ControlServer:
     Attributes:
         port: port that the server listens on.
         events: queue of events about leases, oldest first. The server's thread appends events, and the
-            engine's thread removes them. The number of queued events of each sender is limited.
-        rejected: number of messages that could not be decoded.
+            engine's thread removes them. The number of queued events caused by one consumer is
+            limited.
+        rejected: number of messages dropped because they could not be decoded.
         tickets: tickets that consumers can exchange for block tables and leases.
         turns: index of the earlier turns whose KV this engine keeps.
     """
@@ -137,8 +140,7 @@ class ControlServer:
             port: port to bind; 0 for any free port.
             card: description of this engine and its ranks, sent in reply to handshakes.
             keys: CURVE keys, with which peers authenticate each other.
-            peers: machines that may connect to this engine. The engine asks only these machines for the KV of
-                earlier turns of a conversation.
+            peers: machines that may connect. Only these machines are listed in `keepers`.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -160,9 +162,9 @@ class ControlServer:
     def keepers(self) -> dict[Address, int]:
         """Consumers that keep the KV of earlier turns of conversations. This engine can ask them for the KV.
 
-        Only the latest consumers that did a handshake with this engine are included. Each key is the (host,
-        port) at which the consumer answers queries for turns. The value is the incarnation that the consumer
-        reported last: a random number that identifies its run.
+        The server remembers a limited number of them: those whose handshakes are the most recent. Each key is
+        the (host, port) at which the consumer answers queries for turns. The value is the incarnation that
+        the consumer reported last: a random number that identifies its run.
         """
         return self._keepers.copy()
 

@@ -28,7 +28,7 @@ class ControlSocket:
 
         Args:
             context: ZeroMQ context.
-            host: name or address of the producer.
+            host: name or IP address of the producer.
             port: port of the producer's control channel.
             keys: CURVE keys, with which peers authenticate each other.
 

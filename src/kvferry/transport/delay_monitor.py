@@ -34,7 +34,10 @@ class DelayMonitor:
         self._due = self._said = float("-inf")
 
     def before_wait(self, seconds: float) -> float:
-        """Record that the thread is about to wait for at most `seconds`, and return `seconds`."""
+        """Record that the thread is about to wait for at most `seconds`.
+
+        Return `seconds`, so that the call can be the timeout argument of the wait.
+        """
         self._due = self._clock() + seconds
         return seconds
 

@@ -33,8 +33,9 @@ class ExportedMemory:
 
         Args:
             geometry: addresses and layout of this worker's KV cache.
-            words: lease words of this worker: integers that change before leased blocks are freed. One word
-                is appended for each unit of the staging area.
+            words: lease words of this worker: integers that change before leased blocks are freed. For each
+                unit (`UNIT_BYTES`) of the staging area, one more word is appended, so that readers can detect
+                that packed cells have been overwritten.
             settings: settings of transfers, such as the size of the staging area.
             agent: NIXL agent that nothing else uses. `close` closes the agent.
 

@@ -38,8 +38,9 @@ _QUEUED = 10_000
 class GatherClient:
     """A connection to one rank of a peer, over which a lane (reading thread) asks the rank to pack cells.
 
-    A cell is the part of a block that moves as one unit. A *segment* is the run of cells of one request. The
-    routes (sets of layers that are copied alike) are announced once; requests name them by index.
+    A cell is the part of a block that moves as one unit. A *segment* is the consecutive cells that one call
+    of `ask` names. A route is a set of layers that are copied alike; the routes are announced once, and
+    requests name them by index.
 
     Attributes:
         silent_until: end of the pause in which the rank is not asked, because it did not reply in time; in
@@ -92,9 +93,9 @@ class GatherClient:
         return bool(self._wanted)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the rank recently failed to reply in time, and has not replied since.
+        """Return whether requests to the rank are paused, because it failed to reply in time lately.
 
-        Replies that have arrived are processed first.
+        Replies that have arrived are processed first; any reply ends the pause.
 
         Args:
             now: current time in seconds, by the clock of the caller.
@@ -111,10 +112,10 @@ class GatherClient:
             lease: lease word: an integer in the rank's memory that shows whether the lease on the source
                 blocks is valid.
             blocks: source block id of each cell, int64 of shape (n,).
-            cell: index of the first cell within its block; the other cells follow it.
+            cell: index of the first cell within its block. The cells are consecutive in the sequence.
 
         Returns:
-            Number of the segment (the cells of this request), for `answer` and `done`.
+            Id of the segment (the cells of this request), for `answer` and `done`.
         """
         segment = next(self._numbers) % (1 << 31)
         self._wanted[segment] = self._introductions

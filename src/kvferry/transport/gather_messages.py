@@ -44,7 +44,7 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """The copies that pack the cells of one route into images. The source prepares them for later requests.
+    """The copies with which the source packs the cells of one route into images, when a reader asks for them.
 
     A route is a set of layers that are copied alike. A cell is the part of a block that moves as one unit. An
     image is a cell packed into contiguous memory.
@@ -94,7 +94,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
             are freed.
         generation: value of the lease word's low half while the lease is valid.
         blocks: source block id of each cell, as packed int32.
-        cell: index of the first cell within its block; the other cells follow it.
+        cell: index of the first cell within its block. The cells are consecutive in the sequence.
     """
 
     segment: _Count = msgspec.field(name="chunk")

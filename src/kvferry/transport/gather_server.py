@@ -77,7 +77,8 @@ class _Reader:
         routes: announced routes, each with its prepared copies.
         allocations: staging memory of the reader's packed segments (the cells of one request each), by
             segment number.
-        cells: number of cell offsets in the routes, which counts towards `MAX_CELLS_OF_ALL_READERS`.
+        cells: number of cell offsets that the announced routes contain. The sum over all readers is limited
+            to `MAX_CELLS_OF_ALL_READERS`.
     """
 
     routes: list[tuple[GatherRoute, StagingCopies]]
@@ -118,8 +119,9 @@ class GatherServer:
 
     Attributes:
         port: port that the server listens on.
-        area: staging area that readers read from. The area is allocated in units. Each unit has a word: an
-            integer in registered memory that changes before the unit is given to another reader.
+        area: staging area that readers read from. The area is allocated in units of `UNIT_BYTES`. Each unit
+            has a word: an integer in registered memory. The word of an allocation's first unit changes before
+            the memory of the allocation is used again.
     """
 
     def __init__(
@@ -138,9 +140,9 @@ class GatherServer:
         Args:
             host: address to bind.
             geometry: addresses and layout of this worker's KV cache, which contains the cells.
-            area: staging area that readers read from. The area is allocated in units.
-            words: lease words of the worker: integers in registered memory. The words from index `first_word`
-                on belong to the staging area, one to each unit.
+            area: staging area that readers read from. The area is allocated in units of `UNIT_BYTES`.
+            words: words of the worker: integers in registered memory. Those before index `first_word` belong
+                to leases. The others belong to the staging area, one to each unit.
             first_word: index of the first word that belongs to the staging area.
             keys: CURVE keys, with which peers authenticate each other.
             peers: machines that may connect.
@@ -181,9 +183,7 @@ class GatherServer:
         self._listener.close()
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Call a step of the thread's loop.
-
-        Log any exception, so that the thread continues for other readers.
+        """Call a step of the thread's loop. Log an exception, so that the thread goes on for other readers.
 
         Args:
             step: function to call.
@@ -219,10 +219,10 @@ class GatherServer:
             self._free_all(oldest)
 
     def _crowded(self) -> bool:
-        """Return whether the announcements of readers exceed a limit, so that the oldest must be forgotten.
+        """Return whether there are too many readers, so that the routes of the oldest must be forgotten.
 
-        The limits are the number of readers, and the total number of cell offsets in the routes (sets of
-        layers) that they announced.
+        The number of readers is limited, and so is the total number of cell offsets in their routes.
+        A route is a set of layers that are copied alike.
         """
         cells = sum(reader.cells for reader in self._readers.values())
         return len(self._readers) > MAX_READERS or cells > MAX_CELLS_OF_ALL_READERS
