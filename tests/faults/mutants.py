@@ -107,7 +107,7 @@ def _no_ticket(engine: Any) -> Iterator[None]:
 def _no_pins(engine: Any) -> Iterator[None]:
     """Blocks are pinned for as long as their request waits for them, and no longer."""
     pins, pool = half(engine).admission.pins, half(engine).admission._pool
-    late, landed, given_back = pins.late, pins.landed, set[str]()
+    late, landed, given_back = pins.mark_late, pins.on_transfer_ended, set[str]()
 
     def gives_back(key: str) -> None:
         late(key)
@@ -120,7 +120,9 @@ def _no_pins(engine: Any) -> Iterator[None]:
         return () if key in given_back else blocks
 
     with mock.patch.multiple(
-        type(pins), late=lambda _, key: gives_back(key), landed=lambda _, *given: lands(*given)
+        type(pins),
+        mark_late=lambda _, key: gives_back(key),
+        on_transfer_ended=lambda _, *given: lands(*given),
     ):
         yield
 

@@ -169,7 +169,7 @@ def test_while_a_producer_is_stopped_the_deadline_passes_and_the_memory_stays_ow
     assert result is not None
     assert result.failure is None
     assert (large.pages(reader.memory.bytes)[1:] == large.pages(50)[1:]).all()
-    loads.landed("load", result.failure)
+    loads.on_transfer_ended("load", result.failure)
     assert loads.settle().released == {"load"}
     assert len(loads) == 0
 

@@ -60,7 +60,7 @@ class _LoadState:
     reports: list[Report] = field(default_factory=list)
     reported: int = 0
 
-    def hear(self, report: Report, workers: int) -> int:
+    def add_report(self, report: Report, workers: int) -> int:
         """Add a report on this load; return how many workers have reported the load so far.
 
         Args:
@@ -71,7 +71,7 @@ class _LoadState:
         self.reported += workers
         return self.reported
 
-    def whole(self) -> Report:
+    def merged_report(self) -> Report:
         """Return one report that merges the reports of all workers on this load."""
         return reduce(Report.with_other, self.reports)
 
@@ -183,22 +183,22 @@ class Admission:
             return 0
         return self._best(known, request, local_tokens)
 
-    def allocated(self, request: Request, blocks: RequestBlocks, external: int) -> None:
+    def allocated(self, request: Request, blocks: RequestBlocks, load_tokens: int) -> None:
         """Begin the loads of a request for which the engine has just allocated blocks.
 
         Args:
             request: the request.
             blocks: all blocks of the request, into which the loads write.
-            external: number of tokens to load, the last result of `matched`; 0 for no load.
+            load_tokens: number of tokens to load, the last result of `matched`; 0 for no load.
         """
         known = self._known.get(request.request_id)
         if known is not None and known.phase is RequestPhase.SERVED:
-            self._parts.goes_on(request.request_id)
+            self._parts.on_resumed(request.request_id)
         if known is None or known.phase is not RequestPhase.OPEN:
             return
         self._parts.forget(request.request_id)  # left from an earlier admission
         proposed = known.taken
-        taken = self._phases.admit(known, external)
+        taken = self._phases.admit(known, load_tokens)
         if taken is None:
             if proposed is not None and known.crowded:
                 self._events.no_room(request.request_id, proposed[1])
@@ -207,8 +207,8 @@ class Admission:
             return
         plan, local_tokens = taken
         known.broken = False
-        self._phases.wait(known, request, local_tokens + external)
-        self._begin(known, request, blocks, plan.parts(local_tokens, external, request.num_tokens))
+        self._phases.wait(known, request, local_tokens + load_tokens)
+        self._begin(known, request, blocks, plan.parts(local_tokens, load_tokens, request.num_tokens))
 
     def origins(self, request_id: str) -> Counter[str]:
         """Return the number of tokens that a request waits for, by the place that holds them.
@@ -228,7 +228,7 @@ class Admission:
             self._events.finished(request_id)
             return
         for one in known.loads:
-            self.pins.late(one.load.key)
+            self.pins.mark_late(one.load.key)
             one.source.dropped(one.load)
         self._settle(request_id, known)
         for source in known.sources:
@@ -266,36 +266,36 @@ class Admission:
             self._report(key, report, reports.reported.get(key, 1))
         for one in bad:
             if not one.given_up:
-                self._give_up_beside(one)
+                self._drop_sibling_loads(one)
         for key, workers in reports.released.items():
-            if blocks := self.pins.landed(key, workers):
+            if blocks := self.pins.on_transfer_ended(key, workers):
                 self._pool.free_blocks(reversed(blocks))
         self._events.late(self.pins.all_late_blocks)
 
     def _report(self, key: str, report: Report, workers: int) -> None:
         if report.late:
-            self.pins.late(key)
+            self.pins.mark_late(key)
         one = self._loads[key]
-        if one.hear(report, workers) < self._workers:
+        if one.add_report(report, workers) < self._workers:
             return
         del self._loads[key]
-        source, load, whole = one.source, one.load, one.whole()
+        source, load, merged = one.source, one.load, one.merged_report()
         known = self._known.get(load.request_id)
         wanted = known is not None and one in known.loads
-        in_vain = one.given_up and whole.failure is not None
+        in_vain = one.given_up and merged.failure is not None
         unwanted = None if wanted and not in_vain else OTHER_PART if one.given_up else ""
-        self._events.ended(source, load, whole, unwanted=unwanted)
+        self._events.ended(source, load, merged, unwanted=unwanted)
         source.forget(load)
         if known is None or not wanted:
             return
         known.loads.remove(one)
-        if whole.failure is not None:
+        if merged.failure is not None:
             known.broken = True
             self._parts.forget(load.request_id)
         if not in_vain:
-            source.ended(load, whole)
+            source.ended(load, merged)
         # A late load takes at least this long. A part is not timed: windows and states dominate its time.
-        if load.loads == 1 and (whole.failure is None or whole.late):
+        if load.loads == 1 and (merged.failure is None or merged.late):
             self._chooser.speeds.loaded(load.bid.parts, time.monotonic() - load.began)
         if known.loads:
             return
@@ -305,7 +305,7 @@ class Admission:
         self._settle(load.request_id, known)
         self._events.settled(load.request_id, load.span.total, load.span.prompt)
 
-    def _give_up_beside(self, failed: _LoadState) -> None:
+    def _drop_sibling_loads(self, failed: _LoadState) -> None:
         """Drop the loads of the other parts of a prefix after the load of one part has failed.
 
         The sources of the dropped loads are not excluded, because these loads have not failed.
@@ -351,7 +351,7 @@ class Admission:
         Leave out plans that would fill a block only in part, if the setting `whole_blocks` forbids this.
         """
         found = load_plans(known.sources, request, local_tokens, self._alignment_tokens)
-        return [plan for plan in found if not self._in_part(plan, request, local_tokens)]
+        return [plan for plan in found if not self._fills_block_partly(plan, request, local_tokens)]
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         """Return whether the loads of a plan may begin now, with enough blocks left for other requests.
@@ -407,7 +407,7 @@ class Admission:
             self._events.began(source, load)
         self._parts.begin(request, load.tables, span, source.alignments(request.request_id))
 
-    def _in_part(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
+    def _fills_block_partly(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         """Return whether a plan must be refused because it would fill a block only in part.
 
         Such plans are refused only with the setting `whole_blocks`. Return False while a source of the plan

@@ -193,31 +193,31 @@ class AdmissionEvents:
         )
 
     @log_errors
-    def ended(self, source: Source, load: Load, whole: Report, *, unwanted: str | None) -> None:
+    def ended(self, source: Source, load: Load, report: Report, *, unwanted: str | None) -> None:
         """Emit a `LoadEnded` event for a load that all workers have reported.
 
         Args:
             source: source of the load.
             load: the load.
-            whole: merged report of all workers.
+            report: merged report of all workers.
             unwanted: reason why the request no longer waits for the load, empty if the reason is not known;
                 None if the request waits for the load.
         """
-        now, failed = time.monotonic(), whole.failure is not None
-        blame = source.failure_reason(load, whole) if failed and unwanted is None else None
-        moved = source.loaded_bytes(load, whole)
+        now, failed = time.monotonic(), report.failure is not None
+        blame = source.failure_reason(load, report) if failed and unwanted is None else None
+        moved = source.loaded_bytes(load, report)
         self._events.emit(
             LoadEnded(
                 load.request_id,
                 now,
                 load=load.key,
                 source=source.name,
-                outcome=_OUTCOMES[whole.outcome] if unwanted is None else LoadOutcome.DROPPED,
+                outcome=_OUTCOMES[report.outcome] if unwanted is None else LoadOutcome.DROPPED,
                 miss=blame,
-                failure=(whole.failure or "") if unwanted is None else unwanted,
+                failure=(report.failure or "") if unwanted is None else unwanted,
                 seconds=now - load.began,
                 moved=() if failed else moved,
-                figures=whole.figures,
+                figures=report.figures,
             )
         )
 

@@ -113,7 +113,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     explain_requests: int = 512
 
     @property
-    def anywhere(self) -> ConnectorConfig:
+    def without_host(self) -> ConnectorConfig:
         """Copy of the settings with an empty `host`. The copies of all ranks are equal on all machines."""
         return msgspec.structs.replace(self, host="")
 

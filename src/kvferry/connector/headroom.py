@@ -56,33 +56,33 @@ class Headroom:
         """Return the number of requests that hold blocks for a load and have not been scheduled since."""
         return len(self._needs)
 
-    def fits(self, request_id: str, total: int, tokens: int) -> bool:
+    def fits(self, request_id: str, tokens_after_load: int, tokens: int) -> bool:
         """Return whether a load leaves enough free blocks for the requests that wait with blocks allocated.
 
         Args:
             request_id: id of the load's request.
-            total: number of tokens of the request whose KV the engine has after the load.
+            tokens_after_load: number of tokens of the request whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
         others = [need for name, need in self._needs.items() if name != request_id]
         if not others:
             return True
-        most = max(self._need(total, tokens), *others)
+        most = max(self._need(tokens_after_load, tokens), *others)
         assert self.pool is not None
-        return self.pool.get_num_free_blocks() - self._takes(total) >= most
+        return self.pool.get_num_free_blocks() - self._takes(tokens_after_load) >= most
 
-    def loads(self, request_id: str, total: int, tokens: int) -> None:
+    def on_load_begun(self, request_id: str, tokens_after_load: int, tokens: int) -> None:
         """Record that a load has begun, so that `fits` keeps blocks free for the load's request.
 
         Args:
             request_id: id of the load's request.
-            total: number of tokens of the request whose KV the engine has after the load.
+            tokens_after_load: number of tokens of the request whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
         if self.groups:
-            self._needs[request_id] = self._need(total, tokens)
+            self._needs[request_id] = self._need(tokens_after_load, tokens)
 
-    def go_on(self, requests: Container[str]) -> None:
+    def on_resumed(self, requests: Container[str]) -> None:
         """Forget the requests that go on after their loads: the engine's coming step computes their tokens.
 
         Args:
@@ -95,33 +95,37 @@ class Headroom:
         """Forget a request that has ended, or whose load has failed. The request holds no blocks any more."""
         self._needs.pop(request_id, None)
 
-    def _takes(self, total: int) -> int:
+    def _takes(self, tokens_after_load: int) -> int:
         """Return the number of blocks that the pool allocates for a load if the request has no blocks yet.
 
         Blocks before the attention window of the next token are not allocated.
 
         Args:
-            total: number of tokens of the request whose KV the engine has after the load.
+            tokens_after_load: number of tokens of the request whose KV the engine has after the load.
         """
-        seen_from = [max(first_attended(group.kind, group.attention_span, total), 0) for group in self.groups]
+        seen_from = [
+            max(first_attended(group.kind, group.attention_span, tokens_after_load), 0)
+            for group in self.groups
+        ]
         return sum(
-            _between(group, first // group.block_tokens * group.block_tokens, total)
+            _between(group, first // group.block_tokens * group.block_tokens, tokens_after_load)
             for group, first in zip(self.groups, seen_from, strict=True)
         )
 
-    def _need(self, total: int, tokens: int) -> int:
+    def _need(self, tokens_after_load: int, tokens: int) -> int:
         """Return the number of further blocks that a request must be able to get after its load.
 
         These are the blocks of its next step. For groups that attend to all tokens, they also include the
         blocks of all later steps of the prompt.
 
         Args:
-            total: number of tokens of the request whose KV the engine has after the load.
+            tokens_after_load: number of tokens of the request whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
-        step = min(tokens, min(total, tokens - 1) + self.step_tokens)
+        step = min(tokens, min(tokens_after_load, tokens - 1) + self.step_tokens)
         return sum(
-            _between(group, total, tokens if attends_to_all(group.kind) else step) for group in self.groups
+            _between(group, tokens_after_load, tokens if attends_to_all(group.kind) else step)
+            for group in self.groups
         )
 
 

@@ -36,7 +36,7 @@ class LoadPlan:
         """The source that loads the last part of the prefix."""
         return self.source_bids[-1][0]
 
-    def parts(self, local_tokens: int, external: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
+    def parts(self, local_tokens: int, load_tokens: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
         """Return the loads to begin: (source, bid, span) of each part of the prefix that is not loaded yet.
 
         Leave out parts whose tokens the engine has by now. A bid is the source's offer. A span is the range
@@ -44,7 +44,7 @@ class LoadPlan:
 
         Args:
             local_tokens: number of tokens that the engine had when the plan was made.
-            external: number of tokens of the prefix that the engine lacks now.
+            load_tokens: number of tokens of the prefix that the engine lacks now.
             prompt: number of tokens of the prompt.
         """
         total, last, found = (
@@ -55,7 +55,7 @@ class LoadPlan:
         for source, bid in self.source_bids:
             first, last = last, last + bid.tokens
             span = LoadSpan(
-                total - external, total, prompt, (first, last) if len(self.source_bids) > 1 else None
+                total - load_tokens, total, prompt, (first, last) if len(self.source_bids) > 1 else None
             )
             if span.begins < span.ends:
                 found.append((source, bid, span))

@@ -72,17 +72,17 @@ class PartBlocks:
         self._groups, self._pool, self._refused = tuple(groups), pool, refused
         self._parts: dict[str, list[_Part]] = {}
         self._loading: dict[str, _Watch] = {}
-        self._going_on: dict[str, _Watch] = {}
+        self._resumed: dict[str, _Watch] = {}
         self._looked = False
-        self._doubted: set[str] = set()
+        self._distrusted: set[str] = set()
 
-    def doubt(self, request_id: str) -> None:
+    def distrust_all(self, request_id: str) -> None:
         """Treat all blocks of a request as partly loaded, because another connector loads its KV.
 
         If the other connector's load fails, this connector learns of the failure too late to avoid storing
         wrong KV.
         """
-        self._doubted.add(request_id)
+        self._distrusted.add(request_id)
 
     def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
         """Return whether a load must be refused because it would fill a block only in part.
@@ -136,7 +136,7 @@ class PartBlocks:
         found = self._evict(self._loading)
         if not self._looked:
             self._looked = True
-            found |= self._evict(self._going_on)
+            found |= self._evict(self._resumed)
         return found
 
     def end_pass(self) -> None:
@@ -145,7 +145,7 @@ class PartBlocks:
         self.evict()
         self._looked = False
 
-    def goes_on(self, request_id: str) -> None:
+    def on_resumed(self, request_id: str) -> None:
         """Record that a request goes on after its load, and evict its partly loaded blocks.
 
         By then the engine has put all full blocks of the load into its prefix cache.
@@ -153,18 +153,18 @@ class PartBlocks:
         if request_id in self._loading:
             self._evict(self._loading)
             if (watch := self._loading.pop(request_id, None)) is not None:
-                self._going_on[request_id] = watch
+                self._resumed[request_id] = watch
 
-    def without(self, request_id: str, tables: BlockIds) -> BlockIds:
+    def masked_tables(self, request_id: str, tables: BlockIds) -> BlockIds:
         """Return a request's block tables with null blocks in place of its partly loaded blocks.
 
-        If `doubt` was called for the request, all blocks are replaced.
+        If `distrust_all` was called for the request, all blocks are replaced.
 
         Args:
             request_id: id of the request.
             tables: block table of the request for each KV cache group.
         """
-        if request_id in self._doubted:
+        if request_id in self._distrusted:
             return tuple([NULL_BLOCK] * len(ids) for ids in tables)
         parts = self._parts.get(request_id)
         if parts is None:
@@ -178,8 +178,8 @@ class PartBlocks:
 
     def forget(self, request_id: str) -> None:
         """Forget a request's partly loaded blocks. Called when the blocks are freed or will be computed."""
-        self._doubted.discard(request_id)
-        for of in (self._parts, self._loading, self._going_on):
+        self._distrusted.discard(request_id)
+        for of in (self._parts, self._loading, self._resumed):
             of.pop(request_id, None)
 
     def _evict(self, watched: dict[str, _Watch]) -> bool:

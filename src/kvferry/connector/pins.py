@@ -80,7 +80,7 @@ class Pins(Generic[BlockT]):
         self._pins[key] = _Pin(source, blocks, self._workers)
         self._held[source] += len(blocks)
 
-    def late(self, key: str) -> None:
+    def mark_late(self, key: str) -> None:
         """Mark a load as late: its request no longer waits, but the load may still write to its blocks."""
         pin = self._pins.get(key)
         if pin is not None and not pin.late:
@@ -101,7 +101,7 @@ class Pins(Generic[BlockT]):
         """Number of blocks that late loads of all sources still hold."""
         return sum(self._late.values())
 
-    def landed(self, key: str, workers: int = 1) -> Sequence[BlockT]:
+    def on_transfer_ended(self, key: str, workers: int = 1) -> Sequence[BlockT]:
         """Record that a load has no transfer in flight any more on some of the workers.
 
         Args:

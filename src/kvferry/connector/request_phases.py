@@ -181,12 +181,12 @@ class RequestPhases:
         state.waiting.begin(self._clock())
         return None
 
-    def admit(self, state: RequestState[PlanT], external: int) -> tuple[PlanT, int] | None:
+    def admit(self, state: RequestState[PlanT], load_tokens: int) -> tuple[PlanT, int] | None:
         """Admit a request that has been allocated blocks. Use up an attempt if the request loads tokens.
 
         Args:
             state: state of the request.
-            external: number of tokens that the engine expects to be loaded; 0 for none.
+            load_tokens: number of tokens that the engine expects to be loaded; 0 for none.
 
         Returns:
             The plan to begin, and the number of tokens that the engine had when the plan was proposed. None
@@ -194,21 +194,21 @@ class RequestPhases:
         """
         taken, state.taken, state.failed = state.taken, None, False
         state.phase = RequestPhase.SERVED
-        if not external or taken is None:
+        if not load_tokens or taken is None:
             return None
         state.bidding.take()
         return taken
 
-    def wait(self, state: RequestState[Any], request: Request, total: int) -> None:
+    def wait(self, state: RequestState[Any], request: Request, tokens_after_load: int) -> None:
         """Record that an admitted request waits for its loads.
 
         Args:
             state: state of the request.
             request: the request.
-            total: number of tokens of the request whose KV the engine has after the loads.
+            tokens_after_load: number of tokens of the request whose KV the engine has after the loads.
         """
         state.phase = RequestPhase.LOADING
-        self.headroom.loads(request.request_id, total, request.num_tokens)
+        self.headroom.on_load_begun(request.request_id, tokens_after_load, request.num_tokens)
 
     def ended(self, state: RequestState[Any], request_id: str, *, failed: bool) -> None:
         """Record that all loads of a request have ended.
@@ -234,7 +234,7 @@ class RequestPhases:
         Args:
             requests: ids of all requests whose tokens the step computes.
         """
-        self.headroom.go_on(requests)
+        self.headroom.on_resumed(requests)
         for name in [name for name in self._loaded if name in requests]:
             self._loaded.pop(name).on_computed()
 

@@ -130,14 +130,14 @@ class SchedulerHalf:
         ranks = tuple(worker.card for worker in workers if worker.card is not None)
         if ranks and self._keys is not None:
             check_rank_keys(self._keys, workers)
-            sources.append(self._meet_peers(composition, self._keys, ranks, facts))
+            sources.append(self._start_peer_channel(composition, self._keys, ranks, facts))
         if self._tiers is not None:
             self._tiering = Tiering(self._tiers, composition, namespace=namespace, ranks=geometries)
             sources.append(self._tiering.source)
         weights = self._tiering.weights if self._tiering is not None else {}
         self._admission = composition.admission(sources, weights)
 
-    def _meet_peers(
+    def _start_peer_channel(
         self, composition: Composition, keys: Keys, ranks: tuple[RankCard, ...], facts: Facts
     ) -> PeerSource:
         """Start both ends of the control channel to other engines; return the source that loads their KV.
@@ -208,7 +208,7 @@ class SchedulerHalf:
             a response without any.
         """
         self.admission.finished(request.request_id)
-        whole = self.parts.without(request.request_id, block_ids)
+        whole = self.parts.masked_tables(request.request_id, block_ids)
         self.parts.forget(request.request_id)
         if self._tiering is not None:
             self._tiering.finished(request, whole)
@@ -305,5 +305,5 @@ class SchedulerHalf:
         """
         for request in self._producer.completed_by(step.tokens):
             tokens, name = request.num_prompt_tokens, request.request_id
-            whole = self.parts.without(name, step.block_ids(name))
+            whole = self.parts.masked_tables(name, step.block_ids(name))
             orders.saves.append((self._engine.tables(whole, tokens), tokens))

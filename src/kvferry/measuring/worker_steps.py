@@ -92,7 +92,7 @@ class WorkerSteps:
         stepped = StepOutcome()
         for result in self._transfers.results():
             stepped.results[result.key] = result
-            self._loads.landed(result.key, result.failure)
+            self._loads.on_transfer_ended(result.key, result.failure)
         stepped.failures = self._loads.settle().reported
         return stepped
 

@@ -63,7 +63,7 @@ def test_who_may_be_a_peer_follows_the_host_unless_it_is_set():
 
 def card(rank: int, key: str | None) -> WorkerInfo:
     geometry = RankGeometry(rank, 2, 0, 1, 1, (), ())
-    return WorkerInfo(geometry=geometry, card=None, settings=ConnectorConfig().anywhere, key=key)
+    return WorkerInfo(geometry=geometry, card=None, settings=ConnectorConfig().without_host, key=key)
 
 
 def test_all_ranks_must_have_the_engines_key():

@@ -669,12 +669,12 @@ def test_blocks_of_another_request_are_not_those_that_were_given_back():
     engine, one, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
     tables = tuple([block.block_id for block in table] for table in engine.held["a"])
     engine.allocate(one, 0)
-    assert part.block_id not in engine.parts.without("a", tables)[1]
-    assert engine.parts.without("b", tables) == tables
+    assert part.block_id not in engine.parts.masked_tables("a", tables)[1]
+    assert engine.parts.masked_tables("b", tables) == tables
     elsewhere = tables[0], [*tables[1][5:], *tables[1][:5]]
-    assert engine.parts.without("a", elsewhere) == elsewhere, "given back, and given out to it again"
+    assert engine.parts.masked_tables("a", elsewhere) == elsewhere, "given back, and given out to it again"
     engine.parts.forget("a")
-    assert engine.parts.without("a", tables) == tables
+    assert engine.parts.masked_tables("a", tables) == tables
     cached([part])
     assert not engine.parts.evict()
 
@@ -701,7 +701,7 @@ def test_blocks_that_a_preempted_request_gave_back_are_nobodys_parts():
     assert not engine.parts.evict()
     source.total = 0
     assert engine.admit(one) == 0
-    assert engine.parts.without("a", tables) == tables, "they are computed anew"
+    assert engine.parts.masked_tables("a", tables) == tables, "they are computed anew"
 
 
 def test_the_beginning_comes_from_one_source_and_the_rest_from_another():

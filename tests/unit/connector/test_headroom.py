@@ -33,7 +33,7 @@ def room(free, groups=GROUPS):
 def test_a_load_takes_its_windows_and_what_follows_whole_steps_of_them(total, tokens, takes, needs):
     for spare in (0, -1):
         crowded = room(takes + needs + spare)
-        crowded.loads("another", 256, 256)
+        crowded.on_load_begun("another", 256, 256)
         assert crowded.fits("a", total, tokens) == (spare == 0)
 
 
@@ -44,14 +44,14 @@ def test_one_that_waits_alone_goes_on_once_what_runs_has_ended():
 def test_whoever_waits_has_room_for_its_next_step_until_it_goes_on():
     crowded = room(9 + 23)
     assert len(crowded) == 0
-    crowded.loads("large", 256, 464)
+    crowded.on_load_begun("large", 256, 464)
     assert len(crowded) == 1
     assert not crowded.fits("small", 256, 256), "it would leave 23 blocks, and 24 are needed"
-    crowded.go_on({"another"})
+    crowded.on_resumed({"another"})
     assert not crowded.fits("small", 256, 256)
-    crowded.go_on({"large"})
+    crowded.on_resumed({"large"})
     assert crowded.fits("small", 256, 256)
-    crowded.loads("large", 256, 464)
+    crowded.on_load_begun("large", 256, 464)
     crowded.forget("large")
     assert crowded.fits("small", 256, 256)
     assert len(crowded) == 0
@@ -59,12 +59,12 @@ def test_whoever_waits_has_room_for_its_next_step_until_it_goes_on():
 
 def test_a_request_is_not_in_its_own_way():
     again = room(9)
-    again.loads("a", 256, 464)
+    again.on_load_begun("a", 256, 464)
     assert again.fits("a", 256, 256)
 
 
 def test_without_windows_the_engines_own_count_is_enough():
     dense = Headroom.of((FULL,), STEP, None)
-    dense.loads("a", 256, 464)
+    dense.on_load_begun("a", 256, 464)
     assert dense.fits("b", 256, 256)
     assert len(dense) == 0

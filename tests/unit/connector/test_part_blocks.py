@@ -24,7 +24,7 @@ def begun():
 def test_a_block_that_is_full_only_after_the_load_leaves_the_prefix_cache_as_well():
     parts, one, block = begun()
     one.num_computed_tokens = 250
-    parts.goes_on("a")
+    parts.on_resumed("a")
     parts.end_pass()
     assert not parts.evict(), "it is not full yet"
     parts.end_pass()
@@ -38,7 +38,7 @@ def test_a_block_that_is_full_only_after_the_load_leaves_the_prefix_cache_as_wel
 
 def test_what_had_gone_on_before_a_pass_is_looked_at_once_in_it():
     parts, _, block = begun()
-    parts.goes_on("a")
+    parts.on_resumed("a")
     parts.end_pass()
     assert not parts.evict()
     block.block_hash = b"cached"
@@ -50,7 +50,7 @@ def test_what_had_gone_on_before_a_pass_is_looked_at_once_in_it():
 @pytest.mark.parametrize(("computed", "watched"), [(454, True), (455, False)])
 def test_a_block_that_nobody_sees_any_more_is_somebody_elses(computed, watched):
     parts, one, block = begun()
-    parts.goes_on("a")
+    parts.on_resumed("a")
     parts.end_pass()
     one.num_computed_tokens, block.block_hash = computed, b"cached"
     assert parts.evict() == watched
@@ -58,8 +58,8 @@ def test_a_block_that_nobody_sees_any_more_is_somebody_elses(computed, watched):
 
 def test_nothing_is_whole_of_a_request_that_another_connector_loads_as_it_is_used():
     parts = PartBlocks([GROUP], BlockPool(9))
-    parts.doubt("a")
-    assert parts.without("a", ([1, 2], [3])) == ([0, 0], [0])
-    assert parts.without("b", ([1, 2],)) == ([1, 2],)
+    parts.distrust_all("a")
+    assert parts.masked_tables("a", ([1, 2], [3])) == ([0, 0], [0])
+    assert parts.masked_tables("b", ([1, 2],)) == ([1, 2],)
     parts.forget("a")
-    assert parts.without("a", ([1, 2],)) == ([1, 2],)
+    assert parts.masked_tables("a", ([1, 2],)) == ([1, 2],)

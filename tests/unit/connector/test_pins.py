@@ -12,24 +12,24 @@ from kvferry.connector.pins import Pins, may_hold
 def test_blocks_come_back_with_the_last_worker():
     pins = Pins[int](workers=3)
     pins.hold("a", "P", [1, 2])
-    assert pins.landed("a") == ()
-    assert pins.landed("a") == ()
-    assert pins.landed("a") == [1, 2]
-    assert pins.landed("a") == ()
+    assert pins.on_transfer_ended("a") == ()
+    assert pins.on_transfer_ended("a") == ()
+    assert pins.on_transfer_ended("a") == [1, 2]
+    assert pins.on_transfer_ended("a") == ()
     assert len(pins) == 0
 
 
 def test_several_workers_may_be_told_of_at_once():
     pins = Pins[int](workers=3)
     pins.hold("a", "P", [1])
-    assert pins.landed("a", 2) == ()
-    assert pins.landed("a", 1) == [1]
+    assert pins.on_transfer_ended("a", 2) == ()
+    assert pins.on_transfer_ended("a", 1) == [1]
 
 
 def test_an_unknown_load_has_no_blocks():
     pins = Pins[int](workers=1)
-    assert pins.landed("a") == ()
-    pins.late("a")
+    assert pins.on_transfer_ended("a") == ()
+    pins.mark_late("a")
     assert pins.late_blocks("P") == 0
 
 
@@ -46,13 +46,13 @@ def test_late_blocks_are_counted_per_source_once_and_until_they_land():
     pins.hold("b", "P", [3])
     pins.hold("c", "Q", [4])
     for key in ("a", "a", "b", "c"):
-        pins.late(key)
+        pins.mark_late(key)
     assert (pins.late_blocks("P"), pins.late_blocks("Q"), pins.late_blocks("R")) == (3, 1, 0)
     assert pins.all_late_blocks == 4
-    pins.landed("a")
+    pins.on_transfer_ended("a")
     assert pins.late_blocks("P") == 1
-    pins.landed("b")
-    pins.landed("c")
+    pins.on_transfer_ended("b")
+    pins.on_transfer_ended("c")
     assert pins.late_blocks("P") == pins.late_blocks("Q") == 0
 
 
@@ -60,14 +60,14 @@ def test_what_each_source_holds_is_counted_until_it_lands():
     pins = Pins[int](workers=1)
     pins.hold("a", "P", [1, 2])
     pins.hold("b", "Q", [3])
-    pins.late("a")
+    pins.mark_late("a")
     pins.hold("c", "P", [4])
     assert pins.held == {"P": 3, "Q": 1}
-    pins.landed("a")
+    pins.on_transfer_ended("a")
     assert pins.held == {"P": 1, "Q": 1}
-    pins.landed("b")
+    pins.on_transfer_ended("b")
     assert pins.held == {"P": 1}
-    pins.landed("c")
+    pins.on_transfer_ended("c")
     assert pins.held == {}
 
 
@@ -140,7 +140,7 @@ class LifeOfPins(RuleBasedStateMachine):
     def be_late(self, data):
         key = data.draw(st.sampled_from(sorted(self.waiting)))
         self.late.add(key)
-        self.pins.late(key)
+        self.pins.mark_late(key)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -148,13 +148,13 @@ class LifeOfPins(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.waiting)))
         workers = data.draw(st.integers(1, self.waiting[key]))
         self.waiting[key] -= workers
-        given_back = self.pins.landed(key, workers)
+        given_back = self.pins.on_transfer_ended(key, workers)
         self.references.subtract(given_back)
         assert list(given_back) == (self.blocks[key] if self.waiting[key] == 0 else [])
         if self.waiting[key] == 0:
             del self.waiting[key]
             self.late.discard(key)
-            assert self.pins.landed(key) == (), "given back twice"
+            assert self.pins.on_transfer_ended(key) == (), "given back twice"
 
     @invariant()
     def references_are_those_of_loads_in_flight(self):

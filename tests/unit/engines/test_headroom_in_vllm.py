@@ -58,7 +58,7 @@ class Engine:
         if begun is None:
             return False
         one.num_computed_tokens = total
-        self.headroom.loads(name, total, tokens)
+        self.headroom.on_load_begun(name, total, tokens)
         self.waiting.append(one)
         return True
 
@@ -84,7 +84,7 @@ class Engine:
             count = min(left, STEP)
             if self.manager.allocate_slots(one, count, full_sequence_must_fit=True) is None:
                 return False
-            self.headroom.go_on({one.request_id})
+            self.headroom.on_resumed({one.request_id})
             one.num_computed_tokens += count
         self.manager.free(one)
         return True

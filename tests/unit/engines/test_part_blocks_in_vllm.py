@@ -154,7 +154,7 @@ class Engine:
         alignments = [self.alignment_tokens(group.block_tokens, local_tokens) for group in self.groups]
         tables = tuple([block.block_id for block in table] for table in self.tables(one))
         self.watch.begin(one, tables, span, alignments)
-        self.parts += self.watch.without(one.request_id, tables) != tables
+        self.parts += self.watch.masked_tables(one.request_id, tables) != tables
         one.num_computed_tokens = span.total
         self.loading.append((one, span, alignments))
 
@@ -205,7 +205,7 @@ class Engine:
         count = self.draw.randrange(1, one.num_tokens - first + 1)
         if not self.allocate(one, count, **found):
             return False
-        self.watch.goes_on(one.request_id)
+        self.watch.on_resumed(one.request_id)
         for number, group in enumerate(self.groups):
             self.write(one, number, first, first + count)
             low = first_attended(group.kind, self.windows[number], first) if group.attention_span else 0

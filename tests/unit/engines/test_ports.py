@@ -38,7 +38,7 @@ def configured(engine_id: str, index: int = 0) -> SimpleNamespace:
 
 
 def card(rank, config, read=None):
-    return WorkerCard(WorkerInfo(geometry=rank, card=read, settings=config.anywhere))
+    return WorkerCard(WorkerInfo(geometry=rank, card=read, settings=config.without_host))
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ class TurnKeeper:
             lease: name of the lease of a retained turn (KV of a finished request).
             workers: number of workers that have confirmed since the last call.
         """
-        blocks = self._pins.landed(lease, workers)
+        blocks = self._pins.on_transfer_ended(lease, workers)
         if not blocks:
             return False
         assert self._pool is not None

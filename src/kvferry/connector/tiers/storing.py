@@ -140,7 +140,7 @@ class Storing:
         if chunks is None:
             self._progress.pop(request.request_id, None)
             return
-        tables = self._part_blocks.without(request.request_id, resolve(request.request_id))
+        tables = self._part_blocks.masked_tables(request.request_id, resolve(request.request_id))
         ends = last_prefix_ends(prompt, self._chunk, self._block)
         for group, one in enumerate(self._canonical):
             if one.kind is not GroupKind.STATE:

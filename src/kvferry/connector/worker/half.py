@@ -105,7 +105,7 @@ class WorkerHalf:
         if config.tiers:
             self._mover = ChunkMover(place)
         if not config.transfers:
-            return WorkerInfo(geometry=geometry, card=None, settings=config.anywhere)
+            return WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
         words = LeaseWords(new_incarnation(), LEASE_SLOTS)
         name = f"{engine_id}/{place[0]}.{place[1]}/{words.incarnation:x}"
         settings = _transfer_settings(config)
@@ -115,7 +115,7 @@ class WorkerHalf:
         return WorkerInfo(
             geometry=geometry,
             card=self._transfers.card,
-            settings=config.anywhere,
+            settings=config.without_host,
             key=settings.keys.fingerprint,
         )
 
@@ -171,7 +171,7 @@ class WorkerHalf:
             if self._stale.last is None:
                 transfers.submit(read)
             else:
-                self._loads.landed(read.key, CHANGED)
+                self._loads.on_transfer_ended(read.key, CHANGED)
 
     def save(self, orders: StepOrders, mark: Callable[[], Callable[[], None]]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
@@ -226,12 +226,12 @@ class WorkerHalf:
         """Collect the results of the threads that read from peers and of the thread that copies chunks."""
         for result in self._transfers.results() if self._transfers is not None else ():
             self._results[result.key] = result
-            self._loads.landed(result.key, result.failure)
+            self._loads.on_transfer_ended(result.key, result.failure)
         if self._mover is not None:
             for moved in self._mover.moved():
                 self._reports.moved[moved.key] = MergedCopyReport.of(moved)
             for end in self._mover.ended():
-                self._loads.landed(end.key, end.failure)
+                self._loads.on_transfer_ended(end.key, end.failure)
 
     def take_reports(self) -> StepReports | None:
         """Return the reports recorded since the last call, and clear them; None if there are none."""

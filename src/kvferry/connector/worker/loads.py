@@ -4,9 +4,9 @@ A load ends twice: for its request and for its memory. When its deadline passes,
 the request goes on without it. But its KV blocks belong to the transfer until nothing of it is in flight,
 however long that takes.
 
-    LOADING ─landed─▶ READY or FAILED     (reported; memory free)
-       └─deadline, or given up─▶ EXPIRED ─landed─▶ RELEASED
-                    (reported; memory still held)    (memory free)
+    LOADING ─transfer ended─▶ READY or FAILED     (reported; memory free)
+       └─deadline, or given up─▶ EXPIRED ─transfer ended─▶ RELEASED
+                    (reported; memory still held)            (memory free)
 
 A load is given up before its deadline when it has become useless, for example because the load of another
 part of the same prefix has failed. Each load is reported exactly once, and released exactly once.
@@ -66,7 +66,7 @@ class Loads:
         self._deadlines: dict[str, float] = {}
         self._given_up: dict[str, str] = {}
         self._expired: set[str] = set()
-        self._landed: dict[str, str | None] = {}
+        self._ended: dict[str, str | None] = {}
 
     def __len__(self) -> int:
         """Return the number of loads that may still write to their blocks."""
@@ -93,14 +93,14 @@ class Loads:
         if key in self._deadlines:
             self._given_up[key] = why
 
-    def landed(self, key: str, failure: str | None) -> None:
+    def on_transfer_ended(self, key: str, failure: str | None) -> None:
         """Record that nothing of a load is in flight any more.
 
         Args:
             key: name of the load.
             failure: reason for the failure; None if the load succeeded.
         """
-        self._landed[key] = failure
+        self._ended[key] = failure
 
     def settle(self) -> SettledLoads:
         """Return the loads that have ended, been given up or passed their deadline since the last call.
@@ -110,7 +110,7 @@ class Loads:
         """
         reported: dict[str, str | None] = {}
         released: set[str] = set()
-        for key, failure in self._landed.items():
+        for key, failure in self._ended.items():
             released.add(key)
             if key in self._expired:
                 self._expired.discard(key)
@@ -118,7 +118,7 @@ class Loads:
                 del self._deadlines[key]
                 self._given_up.pop(key, None)
                 reported[key] = failure
-        self._landed.clear()
+        self._ended.clear()
         now = self._clock()
         over = {k: "its deadline passed" for k, deadline in self._deadlines.items() if deadline <= now}
         for key, why in {**over, **self._given_up}.items():

@@ -82,7 +82,7 @@ class VLLMScheduler:
             ConfigError: the workers belong to another connector, the transfer log cannot be opened, or the
                 scheduler half refuses the workers.
         """
-        if any(card.info.settings != self._config.anywhere for card in cards):
+        if any(card.info.settings != self._config.without_host for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
         agree = must_agree(
             self._vllm_config, self._kv_cache_config, built_by_all(card.built for card in cards)

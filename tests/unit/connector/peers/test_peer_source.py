@@ -358,7 +358,7 @@ def test_a_peer_whose_late_reads_hold_too_much_is_refused():
     engine = Engine()
     one = engine.arrive(offered())
     engine.pins.hold("old", PEER, [1, 2, 3])
-    engine.pins.late("old")
+    engine.pins.mark_late("old")
     assert not engine.source.bids(one, 0)
     assert engine.refused() == [
         "reads past their deadline still hold 3 blocks, and those of a peer may hold half of 2 (late_blocks)"
@@ -376,9 +376,9 @@ def test_reads_in_flight_count_for_what_late_ones_may_hold():
     assert [engine.source.room(bid, blocks) for blocks in (3, 4)] == [True, False]
     engine.pins.hold("of another", "another peer", [2, 3, 4, 5])
     assert [engine.source.room(bid, blocks) for blocks in (1, 2)] == [True, False]
-    engine.pins.late("one")
+    engine.pins.mark_late("one")
     assert [engine.source.room(bid, blocks) for blocks in (1, 2)] == [True, False]
-    engine.pins.landed("one")
+    engine.pins.on_transfer_ended("one")
     assert [engine.source.room(bid, blocks) for blocks in (2, 3)] == [True, False]
 
 

@@ -28,7 +28,7 @@ def test_nothing_is_settled_while_nothing_happens(loads, clock):
 @pytest.mark.parametrize("failure", [None, "it broke"])
 def test_a_load_that_landed_is_reported_and_released_together(loads, failure):
     loads.begin("a", 30.0)
-    loads.landed("a", failure)
+    loads.on_transfer_ended("a", failure)
     assert loads.settle() == SettledLoads({"a": failure}, {"a"})
     assert loads.settle() == SettledLoads({}, set())
     assert len(loads) == 0
@@ -41,7 +41,7 @@ def test_a_load_past_its_deadline_is_reported_at_once_and_released_when_it_lands
     assert len(loads) == 1, "its memory is still held"
     clock.now = 1000.0
     assert loads.settle() == SettledLoads({}, set())
-    loads.landed("a", None)
+    loads.on_transfer_ended("a", None)
     assert loads.settle() == SettledLoads({}, {"a"})
     assert len(loads) == 0
 
@@ -56,13 +56,13 @@ def test_a_load_that_is_given_up_is_reported_at_once_and_released_when_it_lands(
     loads.give_up("a", "again")
     clock.now = 30.0
     assert loads.settle() == SettledLoads({"b": "its deadline passed"}, set())
-    loads.landed("a", None)
+    loads.on_transfer_ended("a", None)
     assert loads.settle() == SettledLoads({}, {"a"})
 
 
 def test_a_load_that_landed_before_it_was_given_up_is_what_it_is(loads):
     loads.begin("a", 30.0)
-    loads.landed("a", None)
+    loads.on_transfer_ended("a", None)
     loads.give_up("a", "of no use")
     assert loads.settle() == SettledLoads({"a": None}, {"a"})
     assert loads.settle() == SettledLoads({}, set())
@@ -70,7 +70,7 @@ def test_a_load_that_landed_before_it_was_given_up_is_what_it_is(loads):
 
 def test_a_load_that_landed_just_in_time_is_ready_however_late_one_asks(loads, clock):
     loads.begin("a", 30.0)
-    loads.landed("a", None)
+    loads.on_transfer_ended("a", None)
     clock.now = 31.0
     assert loads.settle() == SettledLoads({"a": None}, {"a"})
 
@@ -116,7 +116,7 @@ class LifeOfLoads(RuleBasedStateMachine):
     @rule(key=consumes(flying), failure=st.sampled_from([None, "it broke"]))
     def land(self, key, failure):
         self.landed[key] = failure
-        self.loads.landed(key, failure)
+        self.loads.on_transfer_ended(key, failure)
 
     @rule(seconds=st.integers(0, 3))
     def wait(self, seconds):

@@ -116,14 +116,14 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
     ours.phases.headroom = Headroom(groups, 256, pool)
     for name in "ab":
         assert ours.matched(request(name), 0) == (640, True), "11 blocks, and 6 and 4 are needed for the rest"
-        ours.phases.headroom.go_on({name})
+        ours.phases.headroom.on_resumed({name})
     ours.allocated(request("a"), blocks(1), 640)
     pool.get_num_free_blocks = lambda: 20
     assert ours.matched(request("b"), 0) == (None, False)
     clock.now += PATIENCE
     assert ours.matched(request("b"), 0) == (0, False), "it is computed"
     ours.take_results({"a"}, {"a"}, set())
-    ours.phases.headroom.go_on({"a"})
+    ours.phases.headroom.on_resumed({"a"})
     assert ours.matched(request("c"), 0) == (640, True), "nobody waits"
     ours.allocated(request("c"), blocks(1), 640)
     assert ours.matched(request("d"), 0) == (None, False)

@@ -182,7 +182,7 @@ class ChildAdmission:
             return known.taken[0].place
         return None if known.load is None else known.load.plan.place
 
-    def allocated(self, request: Any, blocks: Any, external: int) -> int | None:
+    def allocated(self, request: Any, blocks: Any, load_tokens: int) -> int | None:
         """Give a request's blocks to all child connectors, and start the load of the chosen child.
 
         The other children are told to load 0 tokens.
@@ -190,7 +190,7 @@ class ChildAdmission:
         Args:
             request: vLLM's request.
             blocks: vLLM's KVCacheBlocks of the request.
-            external: number of tokens that the chosen child loads into the blocks.
+            load_tokens: number of tokens that the chosen child loads into the blocks.
 
         Returns:
             Index of the child if it loads synchronously, which happens in the coming step. None if the load
@@ -199,31 +199,31 @@ class ChildAdmission:
         known = self._known.get(request.request_id)
         loader = None
         if known is not None and known.phase is RequestPhase.OPEN:
-            loader = self._admit(request, known, blocks, external)
+            loader = self._admit(request, known, blocks, load_tokens)
         for place, child in enumerate(self._children):
-            child.update_state_after_alloc(request, blocks, external if place == loader else 0)
+            child.update_state_after_alloc(request, blocks, load_tokens if place == loader else 0)
         return None if known is None or known.phase is RequestPhase.LOADING else loader
 
-    def _admit(self, request: Any, known: _RequestState, blocks: Any, external: int) -> int | None:
+    def _admit(self, request: Any, known: _RequestState, blocks: Any, load_tokens: int) -> int | None:
         """Record that vLLM has admitted a request, and that its load starts if a child connector is chosen.
 
         Args:
-            request, blocks, external: same as in `allocated`.
+            request, blocks, load_tokens: same as in `allocated`.
             known: state of the request.
 
         Returns:
             Index of the child that loads the request; None if nothing is loaded.
         """
-        taken = self.phases.admit(known, external)
+        taken = self.phases.admit(known, load_tokens)
         answers = zip(self._names, known.answers, strict=True)
-        self.counts.admitted(answers, None if taken is None else taken[0].bid.source, external)
+        self.counts.admitted(answers, None if taken is None else taken[0].bid.source, load_tokens)
         if taken is None:
             known.load = None
             return None
         plan, local_tokens = taken
         known.load = _Load(plan, blocks, self._clock())
         if plan.asynchronous:
-            self.phases.wait(known, request, local_tokens + external)
+            self.phases.wait(known, request, local_tokens + load_tokens)
             self._loads[request.request_id] = known.load
             self._new[request.request_id] = plan.place
             self.counts.pending[plan.bid.source] += 1

@@ -158,7 +158,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         for place, child in enumerate(self._connectors):
             if loader not in (None, place) and isinstance(child, KVFerryConnector):
                 # A failed load is known only after the step, which would have stored KV computed from it.
-                child.scheduler.half.parts.doubt(request.request_id)
+                child.scheduler.half.parts.distrust_all(request.request_id)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
