@@ -64,7 +64,7 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """Check that the queues are consistent, and that their bytes and the target are within the limits.
+        """Check that the queues are consistent, and that no queue or target exceeds its limit in bytes.
 
         Raises:
             AssertionError: a check fails.
@@ -94,7 +94,8 @@ class ARC(EvictionPolicy):
     def _learn(self, key: bytes, size: int) -> bool:
         """If the policy remembers an earlier eviction of a new key, adapt the target and forget the eviction.
 
-        The *target* is the number of bytes that `recent`, the queue of keys used once, should have.
+        The *target* is the number of bytes that `recent`, the queue of keys used once, should have. It grows
+        if the key was evicted from `recent`, and shrinks if the key was evicted from `frequent`.
 
         Args:
             key: key of the chunk.
@@ -117,8 +118,8 @@ class ARC(EvictionPolicy):
     def _trim(self) -> None:
         """Forget the oldest remembered keys of evicted chunks (ghosts), to stay within the byte limits.
 
-        The queue `recent` and its ghosts may stand for as many bytes as the capacity. All keys, including
-        ghosts, may stand for twice as many bytes.
+        The limits are in bytes of the chunks that the keys belong to, evicted or not: the capacity for the
+        queue `recent` with its ghosts, and twice the capacity for all queues with their ghosts.
         """
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total

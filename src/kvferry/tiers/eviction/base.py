@@ -34,7 +34,7 @@ from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
 
 class EvictionPolicy(ABC):
-    """A policy that chooses the chunks to evict when a tier is full. The policy ranks the keys of the chunks.
+    """A policy that chooses the chunks to evict when a tier is full. It ranks the keys of the chunks.
 
     Every admitted key is in one of the policy's *resident* queues, and `evict` chooses among these keys. The
     other queues hold *ghosts*, which are remembered keys of evicted chunks. A subclass decides which queue a
@@ -133,7 +133,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a newly admitted key into a queue, and forget an earlier eviction of the key.
+        """Put a newly admitted key into a queue. If the key is remembered as evicted, forget that.
 
         The caller has checked that the chunk fits into the capacity.
 

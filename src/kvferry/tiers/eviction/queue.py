@@ -59,7 +59,7 @@ class ByteQueue:
             self._unpinned.move_to_end(key)
 
     def pin(self, key: bytes) -> None:
-        """Exclude a key from the order of the queue, so that `pop` does not return the key before `unpin`."""
+        """Exclude a key from the order of the queue, so that `pop` cannot return it until `unpin`."""
         self._pinned[key] = self._unpinned.pop(key)
 
     def unpin(self, key: bytes) -> None:

@@ -28,7 +28,11 @@ _MOST_USES, _PROMOTED_FROM = 3, 2
 
 
 class S3FIFO(EvictionPolicy):
-    """The S3-FIFO policy. Keys used only once pass through a small queue, and do not enter the main queue.
+    """The S3-FIFO eviction policy, which keeps keys that are hardly used out of its main queue.
+
+    A new key enters a small queue. At the end of this queue, the key moves to the main queue if it was used
+    at least twice since it was admitted; otherwise it is evicted, and remembered for a while. A remembered
+    key that is admitted again enters the main queue directly.
 
     Args:
         capacity_bytes: maximum sum of the bytes of all chunks.
@@ -52,7 +56,7 @@ class S3FIFO(EvictionPolicy):
     def evict(self) -> bytes | None:
         """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
 
-        On average, the time of a call is proportional to the number of uses recorded since the last call.
+        A call takes amortised constant time. It may move several keys, but every move uses up a recorded use.
         """
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
@@ -62,7 +66,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check that the queues, the bytes of remembered keys, and the counts of uses are valid.
+        """Check that the queues are consistent, that ghosts stay within their limit, and the counts of uses.
 
         Raises:
             AssertionError: a check fails.

@@ -51,8 +51,8 @@ def zero_padding(chunk: Chunk, body: memoryview) -> None:
 def make_header(chunk: Chunk, body: memoryview) -> bytes:
     """Return the header of a chunk file, with the digests of all units of its body.
 
-    A unit is a part of a section with a digest of its own. Set the padding of `body` to zero before the file
-    is written, for example with `zero_padding`.
+    A unit is a part of a section with a digest of its own. The padding of `body` does not affect the header,
+    but it must be zero when the file is written (see `zero_padding`).
 
     Args:
         chunk: identity and layout of the chunk.
@@ -171,9 +171,9 @@ def _arriving(view: memoryview, begin: int, end: int, wait: Callable[[int], obje
 
 
 def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Split a range into pieces of `size` bytes, the last one shorter if need be.
+    """Yield the (begin, end) pairs of pieces of `size` bytes that together cover a range of bytes.
 
-    Return their (begin, end) pairs.
+    The last piece is shorter if the length of the range is not a multiple of `size`.
 
     >>> list(_pieces(10, 25, 10))
     [(10, 20), (20, 25)]

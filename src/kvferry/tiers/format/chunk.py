@@ -118,7 +118,7 @@ class ChunkLayout:
         """Compute the layout of a chunk file from the KV cache groups of the chunk.
 
         Raises:
-            ChunkError: the groups do not form a chunk.
+            ChunkError: there is no group, two groups have the same name, or the file would be too large.
         """
         _check_different("chunk", "group", [group.name for group in groups])
         sections = tuple(section for group in groups for section in group.sections)
@@ -240,7 +240,7 @@ def _check_different(whole: str, what: str, names: Sequence[str]) -> None:
     """Check that there is at least one name, and that no two names are equal.
 
     Args:
-        whole: object that the names belong to, for the message, such as ``chunk``.
+        whole: kind of object that contains the named objects, for the message, such as ``chunk``.
         what: kind of the named objects, for the message, such as ``group``.
         names: names to check.
 

@@ -56,9 +56,11 @@ class ChunkHeader:
     def digests_of(self, section: int, first: int, units: int) -> bytes:
         """Return the digests of consecutive units of a section, 16 bytes each, concatenated.
 
+        A unit is a part of a section that has a digest of its own.
+
         Args:
-            section: index of the section.
-            first: index of the first unit in the section.
+            section: index of the section in `Chunk.sections`.
+            first: index, in the section, of the first unit.
             units: number of units.
         """
         before = sum(one.units for one in self.chunk.sections[:section]) + first
@@ -135,9 +137,11 @@ def decode_header(data: Buffer) -> ChunkHeader:
 def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
     """Check units of a chunk against their digests in the header of the chunk file.
 
+    A unit is a part of a section that has a digest of its own.
+
     Args:
         header: decoded header of the file.
-        section: index of the section.
+        section: index of the section in `Chunk.sections`.
         first: index, in the section, of the first unit in `data`.
         data: one or more consecutive whole units.
 

@@ -46,9 +46,9 @@ class KeyTable:
 
     It stores the *tag* of each chunk's key (the last 8 bytes), with one bit for each tier that has the chunk.
 
-    Any thread may use the table. Look-ups take no lock. A look-up during a change sees the state before or
-    after the change. If a slot of the table gets another tag meanwhile, the look-up may return the tiers of
-    that tag, and a fetch then misses.
+    Any thread may use the table. Look-ups take no lock, so a look-up during a change sees the state before or
+    after the change. In rare cases, it returns the tiers of another chunk, whose tag has just taken the same
+    slot of the table; then a fetch misses.
     """
 
     def __init__(self) -> None:
@@ -125,10 +125,11 @@ class KeyTable:
             return self._rows.count(bit)
 
     def _grow(self) -> None:
-        """Move some rows of the hash table to a table of twice the size.
+        """Move some rows of the hash table to a table of twice the size, and return.
 
-        When all rows have moved, that table replaces the current one. Until then, changes go to both tables,
-        and look-ups use the current one.
+        Only some rows are moved in each call, so that no single `update` takes long. When all rows have
+        moved, the larger table replaces the current one. Until then, look-ups use the current table, and
+        changes of moved rows are made in both tables.
         """
         if self._next is self._rows:
             self._next = TagRows(2 * len(self._rows))

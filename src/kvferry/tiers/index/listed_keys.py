@@ -21,16 +21,16 @@ _ALL_PARTS = range(PARTS)
 class ListedKeys:
     """The keys of the chunks that a tier is known to have. Listings of the storage add and remove keys.
 
-    The keys are in 256 *parts* by their first byte. Every change is also made in a `TierKeys`, where the
-    engine looks keys up. Any thread may use the object, but each part must be in only one listing at a time.
-    The lock is held for one part, or for one page of a listing, so that no engine waits long.
+    The keys are divided by first byte into 256 *parts*. Every change is also made in a `TierKeys`, where the
+    engine looks keys up. Any thread may use the object, but a part must not be in two listings at a time.
+    A call holds the lock only for one part or one page of a listing, so that the engine does not wait long.
 
     Attributes:
         changes: number of keys that listings have added or removed.
 
     Args:
         keys: set of keys in which the engine looks up the chunks of the tier, initially empty.
-        max_keys: number of keys above which listings add no more.
+        max_keys: maximum number of keys up to which listings add keys. `add` ignores it.
     """
 
     def __init__(self, keys: TierKeys, max_keys: int = sys.maxsize) -> None:

@@ -144,9 +144,10 @@ class TagRows:
 
 
 def row_of(tag: int) -> int:
-    """Return a hash of a tag (last 8 bytes of a chunk key). Its lowest bits are the index of the tag's row.
+    """Return a hash of a tag (last 8 bytes of a chunk key). Modulo the number of rows, it is the tag's row.
 
-    The tags of one chunk's groups differ in the last byte only. The hash puts them into distant rows.
+    The keys of one run of tokens for different KV cache groups have tags that differ in the last byte only.
+    The hash puts these tags into distant rows.
     """
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 

@@ -27,7 +27,7 @@ class GuardedBucket:
 
     Args:
         bucket: client that makes the requests.
-        pause_seconds: length of the pause after three consecutive failures.
+        pause_seconds: time for which requests are refused after three consecutive failures.
         clock: function that returns monotonic seconds.
     """
 
@@ -72,10 +72,11 @@ class GuardedBucket:
     def _through(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
         """Return a context manager that gives the client if a circuit breaker admits a request.
 
-        At the end of the ``with`` statement, the breaker records whether the request has failed.
+        At the end of the ``with`` statement, the breaker records a failure if the statement raised
+        `Unavailable`.
 
         Args:
-            breaker: circuit breaker, which refuses requests for a while after several have failed.
+            breaker: circuit breaker for reads or for writes.
 
         Raises:
             Unavailable: the breaker refuses requests now.

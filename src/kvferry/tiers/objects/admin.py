@@ -27,7 +27,7 @@ class BucketAdmin(CacheAdmin):
 
     Args:
         url: URL of the tier.
-        options: client settings of the tier, by obstore's names.
+        options: settings of the client, by option name of the obstore library.
 
     Raises:
         ConfigError: URL or options cannot be used, the store cannot be reached, or it has no kvferry objects.
@@ -83,7 +83,7 @@ class BucketAdmin(CacheAdmin):
     def collect(self, capacity: int | None = None) -> CollectResult:
         """Remove chunks and quarantined objects until at most `capacity` bytes remain, the oldest first.
 
-        The age of an object counts from the time of storing.
+        The oldest object is the one that was stored first; object storage does not record uses.
 
         Args:
             capacity: maximum bytes of all kvferry objects that remain. It must not be None.
@@ -134,7 +134,7 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def _as_config_error(self) -> Iterator[None]:
-        """Return a context manager that converts an `Unavailable` to a ConfigError with advice."""
+        """Return a context manager that converts `Unavailable` in its body to a ConfigError with advice."""
         try:
             yield
         except Unavailable as error:

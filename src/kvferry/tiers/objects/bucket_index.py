@@ -64,14 +64,16 @@ class BucketIndex:
 
     @property
     def due(self) -> bool:
-        """Return whether a new listing is due, because the last one is too old or incomplete."""
+        """Return whether it is time for a new listing, because the last one is too old or incomplete."""
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
         """List the chunks of the namespace, and update the known keys.
 
-        Do nothing if another thread is listing them. The listing takes at most about `seconds`. If it fails,
-        no exception is raised.
+        Do nothing if another thread is already doing this. If the listing fails, no exception is raised.
+
+        Args:
+            seconds: approximate time after which the listing stops, even if it is incomplete.
 
         Returns:
             1 if the listing added or removed keys, else 0.
@@ -87,9 +89,12 @@ class BucketIndex:
             self._listing.release()
 
     def _list(self, seconds: float) -> None:
-        """List the chunks of the namespace for at most about `seconds`, and update the known keys.
+        """List the chunks of the namespace, and update the known keys.
 
-        If the object that describes the namespace (its note) is missing, write it.
+        If the listing is complete and shows no note (object that describes the namespace), write the note.
+
+        Args:
+            seconds: approximate time after which the listing stops, even if it is incomplete.
 
         Raises:
             Unavailable: a request failed.
@@ -123,10 +128,10 @@ class BucketIndex:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
-        """List the objects of the namespace (scope of chunk keys), and yield them as pages of the listing.
+        """List the objects of the namespace (scope of chunk keys), and yield the pages of the listing.
 
-        If obstore cannot read the name of an object, the listing fails. Then list each of the 256 folders
-        separately, and skip folders with such a name.
+        If the obstore library cannot read the name of an object, the listing fails. Then list each of the 256
+        chunk folders separately, and skip the rest of a folder that contains such a name.
         """
         folder = self._namespace.digest.hex()
         try:

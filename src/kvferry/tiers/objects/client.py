@@ -80,8 +80,8 @@ class BucketClient:
     Any thread of the process that created the client may use it. A forked process must not use it.
 
     Args:
-        url: URL of scheme s3, gs, az or file, with the path above all objects.
-        options: client settings by obstore's names, as `objects.options` defines them.
+        url: URL of scheme s3, gs, az or file. Paths of objects are relative to it.
+        options: settings of the client, by option name of the obstore library (see `objects.options`).
         timeout_seconds: time limit for a call, for each page of a listing, and for each of the two steps of
             `move`. A single request has half of this time, so that a request that fails early can be retried.
 
@@ -217,12 +217,12 @@ class BucketClient:
                     obstore.delete(self._store, path)
 
     def _release_buffers(self, views: Sequence[memoryview]) -> None:
-        """Release the buffers of a request when no other thread reads them any more.
+        """Wait until no other thread reads the buffers of a request, and release them.
 
-        Wait at most for the time limit of a single request. After a timeout, a thread of the client closes
-        the connection, usually within a millisecond. If the connection is still open after the wait, the
-        store may receive changed bytes as part of an object. No store keeps such a partial object, and no
-        reader accepts it.
+        After a request has timed out, a thread of the client may still send the buffers, usually for less
+        than a millisecond. The wait ends after the time limit of a single request in any case. If the buffers
+        are then still being sent, the store may receive changed bytes as part of an object. No store keeps
+        such a partial object, and no reader accepts it.
 
         Args:
             views: views of the buffers.
@@ -235,7 +235,7 @@ class BucketClient:
 
 @contextmanager
 def _as_unavailable() -> Iterator[None]:
-    """Return a context manager for a request, which converts errors to FileNotFoundError or `Unavailable`.
+    """Return a context manager that converts errors of a request to FileNotFoundError or `Unavailable`.
 
     In a process that was forked after the first use of object storage, entering the context raises
     `Unavailable`.
@@ -341,5 +341,8 @@ def _etag(etag: str | None) -> str:
 
 @cache
 def _first_user() -> int:
-    """Return the id of the process that first used object storage: this process or an ancestor."""
+    """Return the id of the process that first used object storage.
+
+    It is the id of this process, or of an ancestor if this process was forked after the first use.
+    """
     return os.getpid()

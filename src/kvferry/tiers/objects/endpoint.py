@@ -63,7 +63,7 @@ def endpoint_of(scheme: str, variables: str, options: Mapping[str, str]) -> Stor
     Args:
         scheme: scheme of the URL: s3, gs, az or file.
         variables: prefix of the scheme's environment variables, such as ``AWS``.
-        options: client settings by obstore's names.
+        options: settings of the client, by option name of the obstore library.
 
     Raises:
         ConfigError: connections to the server are not encrypted, and the options do not allow that.
@@ -89,14 +89,14 @@ def restrict_to_endpoint(
 ) -> Mapping[str, str]:
     """Return connection settings that make requests to other servers than the configured one fail.
 
-    The settings direct such requests to a proxy that does not exist. They are empty if the credentials need
-    another server, or if a proxy is configured.
+    The settings direct such requests to a proxy that does not exist. The result is empty, so that all servers
+    can be reached, if the client must get its credentials from another server or if a proxy is configured.
 
     Args:
         endpoint: configured server.
         scheme: scheme of the URL: s3, gs or az.
         variables: prefix of the scheme's environment variables, such as ``AWS``.
-        options: client settings by obstore's names.
+        options: settings of the client, by option name of the obstore library.
     """
     needs_others = not any(
         value and (name != "skip_signature" or _is_true(value))
@@ -117,7 +117,7 @@ def _option_value(names: tuple[str, ...], variables: str, options: Mapping[str, 
     Args:
         names: names of options.
         variables: prefix of the environment variables, such as ``AWS``.
-        options: client settings by obstore's names.
+        options: settings of the client, by option name of the obstore library.
     """
     found = [options.get(name) for name in names]
     found += [os.environ.get(f"{variables}_{name.removeprefix('aws_').upper()}") for name in names]

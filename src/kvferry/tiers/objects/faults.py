@@ -15,10 +15,7 @@ from kvferry.tiers.objects.endpoint import BLACKHOLE_PROXY
 
 
 class Fault(StrEnum):
-    """The reason why a request to object storage failed.
-
-    The value is a clause for messages about the store.
-    """
+    """The reason why a request to object storage failed. The value is a text for log messages."""
 
     UNREACHABLE = "it cannot be reached"
     TIMEOUT = "no answer in time"

@@ -79,8 +79,8 @@ class StoreSettings:
     Attributes:
         scheme: scheme of the URL: s3, gs, az or file.
         url: URL without a slash at its end. It has no secrets.
-        store: settings that only this kind of store has, by obstore's names.
-        client: settings of the connections to the store, by obstore's names.
+        store: settings that only this kind of store has, by option name of the obstore library.
+        client: settings of the connections to the store, by option name of the obstore library.
         endpoint: configured server; None for the provider's own.
     """
 
@@ -101,7 +101,7 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
 
     Args:
         url: URL with bucket and path.
-        options: values of options by obstore's names.
+        options: settings of the client, by option name of the obstore library.
 
     Raises:
         ConfigError: the URL has an unknown form or contains credentials. Or an option is unknown; the message
@@ -135,7 +135,7 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
 
 
 def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:
-    """Check that obstore has an option with this name for a kind of object storage.
+    """Check that the obstore library has an option with this name for a kind of object storage.
 
     Args:
         name: name of the option.

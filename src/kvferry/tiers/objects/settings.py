@@ -23,7 +23,8 @@ class ObjectSettings(StorageSettings, frozen=True):
 
     Attributes:
         url: URL above all objects of the tier, such as ``s3://bucket/prefix``.
-        options: options of the client, by obstore's names. Credentials usually come from the environment.
+        options: settings of the client, by option name of the obstore library. Credentials usually come from
+            the environment.
         timeout_seconds: time limit for fetching one chunk. Storing a chunk may take twice as long.
     """
 
@@ -35,7 +36,14 @@ class ObjectSettings(StorageSettings, frozen=True):
     timeout_seconds: float = 20.0
 
     def check(self, where: str) -> None:
-        """Check that the timeout is in range. Raises ConfigError if it is not."""
+        """Check that the timeout is in range.
+
+        Args:
+            where: name of these settings in the configuration, for messages.
+
+        Raises:
+            ConfigError: the timeout is out of range.
+        """
         if not 0 < self.timeout_seconds < 3600:
             raise ConfigError(
                 f"{where}: timeout_seconds is {self.timeout_seconds}, it must be above 0 and below an hour"
@@ -52,6 +60,8 @@ class ObjectSettings(StorageSettings, frozen=True):
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> ObjectTier:
         """Connect to the store, and return the object tier.
+
+        The arguments are those of `StorageSettings.open`; `earlier` is not used.
 
         Raises:
             ConfigError: the URL or an option cannot be used.
@@ -73,7 +83,7 @@ class ObjectSettings(StorageSettings, frozen=True):
         return 4 * self.timeout_seconds
 
     def try_out(self) -> TrialResult:
-        """List the store, write a small object, remove it, and return the result.
+        """List objects in the store, write a small object, remove it, and return the result.
 
         Raises:
             ConfigError: URL or options cannot be used.

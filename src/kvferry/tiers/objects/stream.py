@@ -42,7 +42,7 @@ class ObjectStream:
         `read` must not be called afterwards.
 
         Args:
-            offset: offset in the object, at most the end of the bytes that `read` has received.
+            offset: byte offset in the object. All bytes before it must have been received by `read`.
             into: writable memory for the remaining bytes.
 
         Raises:

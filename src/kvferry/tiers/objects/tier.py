@@ -61,12 +61,13 @@ class ObjectTier(StorageTier):
         url: URL such as s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
         namespace: namespace of the chunks. If the object that describes the namespace is missing, it is
             written.
-        options: client settings by obstore's names, such as endpoint, region and allow_http. Settings that
-            are not given, such as credentials, are read from the environment.
+        options: settings of the client, by option name of the obstore library, such as endpoint, region and
+            allow_http. Settings that are not given, such as credentials, are read from the environment.
         timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is
             looked up first. A single request has half of the limit, to the end of its answer. So large chunks
             on a slow network need a higher limit.
-        pause_seconds: length of the pause after three consecutive failures.
+        pause_seconds: time for which fetches are refused after three of them in a row have failed; the same
+            for stores.
         listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
         clock: function that returns monotonic seconds.
         table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
@@ -144,7 +145,7 @@ class ObjectTier(StorageTier):
                 padding between the sections is set to zero.
 
         Raises:
-            ChunkError: key, group and body do not form a chunk; nothing was stored.
+            ChunkError: `key` or `body` has a wrong length, or `group` has too many units; nothing was stored.
         """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
@@ -253,12 +254,12 @@ class ObjectTier(StorageTier):
     def _set_aside(self, key: bytes, found: OpenObject) -> None:
         """Move a bad object to quarantine. If that fails, the next store of the chunk replaces the object.
 
-        If the object now has another length or ETag than the bad answer, it is not moved. Then the bad answer
-        came from a proxy, or another engine has stored the chunk again.
+        If the store now reports another length or ETag (content tag) for the object than `found` has, the
+        object is not moved: a proxy returned the bad content, or another engine has replaced the object.
 
         Args:
             key: key of the chunk.
-            found: answer that failed a check.
+            found: object as it was received, whose content failed a check.
         """
         name = chunk_name(self._namespace, key)
         with suppress(FileNotFoundError, Unavailable), self._bucket.writing() as bucket:
@@ -277,7 +278,7 @@ def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
 
     Returns:
         An empty string if the object is the expected chunk. If the object is a chunk of the same key with
-        other groups, a description of the difference. In that case, the body is not read.
+        other KV cache groups, tokens or sections, a description of the difference; its body is not read then.
 
     Raises:
         ChunkError: the object is damaged, or is another chunk.
