@@ -57,7 +57,7 @@ def still_known(engine: Any) -> dict[str, int]:
     worker = get_kv_transfer_group() if has_kv_transfer_group() else None  # of one rank, it is here
     counts = {
         "requests": len(ours._admission),
-        "holders": len(ours._endings._holders),
+        "holders": len(ours._block_holders._holders),
         "expected": len(worker._completions) if worker else 0,
         "pending": sum(ours._admission.counts.pending.values()),
     }

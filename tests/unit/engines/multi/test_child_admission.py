@@ -171,7 +171,11 @@ def test_a_child_that_failed_is_struck_out_and_the_request_lets_others_pass_once
     fail(ours, 100)
     assert ours.matched(request(), 0) == (None, False)
     assert ours.matched(request(), 0) == (0, False)
-    assert ours.counts.more["loads", "c0", "failed"] == ours.counts.more["loads", "c1", "failed"] == 1
+    assert (
+        ours.counts.increments["loads", "c0", "failed"]
+        == ours.counts.increments["loads", "c1", "failed"]
+        == 1
+    )
 
 
 def test_an_offer_after_a_failure_that_finds_no_room_is_withdrawn() -> None:
@@ -252,12 +256,12 @@ def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> 
     ours.take_results(set(), set(), {9})
     ours.take_results(set(), set(), {5})
     assert ours.matched(request(), 0) == (100, True), "preempted, it is asked for again"
-    assert ours.counts.more["loads", "c0", "failed"] == 1
+    assert ours.counts.increments["loads", "c0", "failed"] == 1
     good, *_ = admission_of((300, False))
     good.matched(request(), 0)
     good.allocated(request(), blocks(4), 300)
     good.finished("r")
-    assert good.counts.more["loads", "c0", "ready"] == 1
+    assert good.counts.increments["loads", "c0", "ready"] == 1
     assert len(good) == 0
 
 

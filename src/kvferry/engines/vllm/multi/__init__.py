@@ -9,7 +9,7 @@ sources.
 - `worker_hooks`: vLLM's hooks on a worker
 - `child_admission`: decides which child loads a request, and follows each load to its end
 - `completions`: merges the completions that children report
-- `endings`: records which children keep blocks of ended requests
+- `block_holders`: records which children keep blocks of ended requests
 - `meta`: messages between the two halves
 - `counts`: counts how often each child is chosen, and how its loads end
 - `stats`, `metrics`: send the counts to the engine's /metrics

@@ -32,12 +32,12 @@ class _Plan:
     """Plan to load a prompt prefix with one child connector.
 
     Attributes:
-        place: index of the child.
+        child_index: index of the child.
         bid: offer of the child: its name and the number of tokens that it can load.
         asynchronous: True if the load runs between steps and the child reports its end.
     """
 
-    place: int
+    child_index: int
     bid: Bid
     asynchronous: bool
 
@@ -103,13 +103,13 @@ class ChildAdmission:
         self.counts, self.phases = Counts(), RequestPhases(chooser, Headroom(), clock)
         self._names, self._children = tuple(names), tuple(children)
         self._chooser, self._attempts, self._clock = chooser, attempts, clock
-        self._known: dict[str, _RequestState] = {}
+        self._states: dict[str, _RequestState] = {}
         self._loads: dict[str, _Load] = {}
         self._new: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Return the number of known requests plus the number of asynchronous loads in flight."""
-        return len(self._known) + len(self._loads)
+        return len(self._states) + len(self._loads)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Ask all child connectors how many tokens of a request they can load, and choose one child.
@@ -122,19 +122,19 @@ class ChildAdmission:
             Number of tokens to load after the first `local_tokens`, and True if the load is asynchronous. The
             number is None if vLLM must ask again later.
         """
-        known = self._known.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
+        state = self._states.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
-        known.answers = tuple(tokens for tokens, _ in answers)
-        if known.phase is RequestPhase.SERVED:
-            self._settle(known)
-        action = self.phases.next_action(known)
+        state.answers = tuple(tokens for tokens, _ in answers)
+        if state.phase is RequestPhase.SERVED:
+            self._settle(state)
+        action = self.phases.next_action(state)
         if action is not AdmitAction.ASK:
             return (None if action is AdmitAction.SET_ASIDE else 0), False
         best = self.phases.best(
-            known, self._plans(request.num_tokens - local_tokens, answers), request, local_tokens
+            state, self._plans(request.num_tokens - local_tokens, answers), request, local_tokens
         )
         tokens = self.phases.propose(
-            known, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)
+            state, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)
         )
         return tokens, best is not None and best.asynchronous and bool(tokens)
 
@@ -149,7 +149,7 @@ class ChildAdmission:
         return [
             # A child that is still looking may find every token except the last one. That one is computed.
             _Plan(
-                place,
+                child_index,
                 Bid(
                     name,
                     (PlaceTokens(name, missing_tokens - 1 if tokens is None else tokens),),
@@ -157,7 +157,9 @@ class ChildAdmission:
                 ),
                 asynchronous,
             )
-            for place, (name, (tokens, asynchronous)) in enumerate(zip(self._names, answers, strict=True))
+            for child_index, (name, (tokens, asynchronous)) in enumerate(
+                zip(self._names, answers, strict=True)
+            )
         ]
 
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
@@ -175,12 +177,12 @@ class ChildAdmission:
 
     def chosen(self, request_id: str) -> int | None:
         """Return the index of the child connector chosen to load a request; None if there is none."""
-        known = self._known.get(request_id)
-        if known is None:
+        state = self._states.get(request_id)
+        if state is None:
             return None
-        if known.taken is not None:
-            return known.taken[0].place
-        return None if known.load is None else known.load.plan.place
+        if state.taken is not None:
+            return state.taken[0].child_index
+        return None if state.load is None else state.load.plan.child_index
 
     def allocated(self, request: Any, blocks: Any, load_tokens: int) -> int | None:
         """Give a request's blocks to all child connectors, and start the load of the chosen child.
@@ -196,38 +198,38 @@ class ChildAdmission:
             Index of the child if it loads synchronously, which happens in the coming step. None if the load
             is asynchronous, or if nothing is loaded.
         """
-        known = self._known.get(request.request_id)
+        state = self._states.get(request.request_id)
         loader = None
-        if known is not None and known.phase is RequestPhase.OPEN:
-            loader = self._admit(request, known, blocks, load_tokens)
-        for place, child in enumerate(self._children):
-            child.update_state_after_alloc(request, blocks, load_tokens if place == loader else 0)
-        return None if known is None or known.phase is RequestPhase.LOADING else loader
+        if state is not None and state.phase is RequestPhase.OPEN:
+            loader = self._admit(request, state, blocks, load_tokens)
+        for child_index, child in enumerate(self._children):
+            child.update_state_after_alloc(request, blocks, load_tokens if child_index == loader else 0)
+        return None if state is None or state.phase is RequestPhase.LOADING else loader
 
-    def _admit(self, request: Any, known: _RequestState, blocks: Any, load_tokens: int) -> int | None:
+    def _admit(self, request: Any, state: _RequestState, blocks: Any, load_tokens: int) -> int | None:
         """Record that vLLM has admitted a request, and that its load starts if a child connector is chosen.
 
         Args:
             request, blocks, load_tokens: same as in `allocated`.
-            known: state of the request.
+            state: state of the request.
 
         Returns:
             Index of the child that loads the request; None if nothing is loaded.
         """
-        taken = self.phases.admit(known, load_tokens)
-        answers = zip(self._names, known.answers, strict=True)
+        taken = self.phases.admit(state, load_tokens)
+        answers = zip(self._names, state.answers, strict=True)
         self.counts.admitted(answers, None if taken is None else taken[0].bid.source, load_tokens)
         if taken is None:
-            known.load = None
+            state.load = None
             return None
         plan, local_tokens = taken
-        known.load = _Load(plan, blocks, self._clock())
+        state.load = _Load(plan, blocks, self._clock())
         if plan.asynchronous:
-            self.phases.wait(known, request, local_tokens + load_tokens)
-            self._loads[request.request_id] = known.load
-            self._new[request.request_id] = plan.place
+            self.phases.wait(state, request, local_tokens + load_tokens)
+            self._loads[request.request_id] = state.load
+            self._new[request.request_id] = plan.child_index
             self.counts.pending[plan.bid.source] += 1
-        return plan.place
+        return plan.child_index
 
     def take_new(self) -> dict[str, int]:
         """Return the asynchronous loads that have started since the last call, and forget them.
@@ -249,7 +251,7 @@ class ChildAdmission:
             invalid: ids of blocks that could not be loaded.
         """
         if invalid:
-            self._strike_for(invalid)
+            self._exclude_children_of(invalid)
         for request_id in received:
             load = self._loads.pop(request_id, None)
             if load is None:
@@ -259,46 +261,46 @@ class ChildAdmission:
             self.counts.ended(name, succeeded=succeeded)
             if succeeded:
                 self._chooser.speeds.loaded(load.plan.bid.parts, self._clock() - load.began)
-            known = self._known.get(request_id)
-            if known is not None and known.load is load:
+            state = self._states.get(request_id)
+            if state is not None and state.load is load:
                 if succeeded:
-                    known.load = None
+                    state.load = None
                 else:
-                    known.bidding.exclude(name, "its load failed")
-                self.phases.ended(known, request_id, failed=not succeeded)
+                    state.bidding.exclude(name, "its load failed")
+                self.phases.ended(state, request_id, failed=not succeeded)
 
-    def _strike_for(self, invalid: set[int]) -> None:
+    def _exclude_children_of(self, invalid: set[int]) -> None:
         """Exclude child connectors that could not load some blocks, each for the request that it was loading.
 
         Args:
             invalid: ids of blocks that could not be loaded.
         """
-        for known in self._known.values():
-            load = known.load
+        for state in self._states.values():
+            load = state.load
             if load is None or not any(invalid.intersection(ids) for ids in load.blocks.get_block_ids()):
                 continue
             load.invalid = True
-            known.bidding.exclude(load.plan.bid.source, "blocks of its load failed")
+            state.bidding.exclude(load.plan.bid.source, "blocks of its load failed")
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended. An asynchronous load in flight is counted when it ends."""
         self.phases.forget(request_id)
-        known = self._known.pop(request_id, None)
-        if known is not None:
-            self._settle(known)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._settle(state)
 
-    def _settle(self, known: _RequestState) -> None:
+    def _settle(self, state: _RequestState) -> None:
         """Count the end of a request's synchronous load, as succeeded or failed.
 
         Child connectors report the end of asynchronous loads only. Does nothing if the request has no
         synchronous load.
 
         Args:
-            known: state of the request.
+            state: state of the request.
         """
-        load, known.load = known.load, None
+        load, state.load = state.load, None
         if load is not None and not load.plan.asynchronous:
             self.counts.ended(load.plan.bid.source, succeeded=not load.invalid)
             if not load.invalid:
-                known.bidding.on_succeeded()
-                known.bidding.on_computed()  # the step that loaded has also computed tokens
+                state.bidding.on_succeeded()
+                state.bidding.on_computed()  # the step that loaded has also computed tokens

@@ -44,7 +44,7 @@ class Child:
     config: Any
 
     @property
-    def ferry(self) -> bool:
+    def is_kvferry(self) -> bool:
         """True if the child connector is kvferry's own connector."""
         return isinstance(self.cls, type) and issubclass(self.cls, KVFerryConnector)
 
@@ -54,7 +54,7 @@ class Child:
 
         This is the case for kvferry's connector with transfers, and for vLLM's connectors in `_HAND_OVER`.
         """
-        if self.ferry:
+        if self.is_kvferry:
             return read_settings(self.config).transfers
         return self.cls.__name__ in _HAND_OVER
 
@@ -131,23 +131,23 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
     Raises:
         ConfigError: two children require different layouts.
     """
-    soft: str | None = None
-    wishes: dict[str, str] = {}
+    preferred: str | None = None
+    layouts: dict[str, str] = {}
     for child in children:
-        wish = child.cls.get_required_kvcache_layout(child.config)
-        if wish is None:
+        layout = child.cls.get_required_kvcache_layout(child.config)
+        if layout is None:
             continue
-        if child.ferry and read_settings(child.config).layout == "auto":
-            soft = soft or str(wish)
+        if child.is_kvferry and read_settings(child.config).layout == "auto":
+            preferred = preferred or str(layout)
         else:
-            wishes[child.name] = str(wish)
-    if len(set(wishes.values())) > 1:
-        said = ", ".join(f"{name} wants {wish}" for name, wish in wishes.items())
+            layouts[child.name] = str(layout)
+    if len(set(layouts.values())) > 1:
+        said = ", ".join(f"{name} wants {layout}" for name, layout in layouts.items())
         raise ConfigError(
             f"connectors need different layouts of the KV cache: {said}; an engine's cache has one, so leave "
             'one of them out, or set "layout": "auto" where it is a KVFerryConnector'
         )
-    return next(iter(wishes.values()), soft)
+    return next(iter(layouts.values()), preferred)
 
 
 def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:

@@ -36,7 +36,7 @@ class Completions:
             holders: indices of the children that keep blocks of the ended request, by request id.
         """
         self._loads.update(loads)
-        self._holders.update({name: set(places) for name, places in holders.items()})
+        self._holders.update({name: set(child_indices) for name, child_indices in holders.items()})
 
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
         """Merge the reports of all child connectors about a step into one report for the engine.
@@ -49,8 +49,8 @@ class Completions:
             reports: sent, received and failed requests of each child, in the order of the children.
         """
         sent, received, failed = set(), set(), set()
-        for place, report in enumerate(reports):
-            ours = {name for name in report.finished_recving if self._loads.get(name) == place}
+        for child_index, report in enumerate(reports):
+            ours = {name for name in report.finished_recving if self._loads.get(name) == child_index}
             received |= ours
             failed |= ours & report.failed_recving
             for name in ours:
@@ -59,7 +59,7 @@ class Completions:
                 holders = self._holders.get(name)
                 if holders is None:
                     continue
-                holders.discard(place)
+                holders.discard(child_index)
                 if not holders:
                     del self._holders[name]
                     sent.add(name)

@@ -5,7 +5,7 @@
 
 This class and its base class only forward vLLM's hooks to the children and merge their answers.
 `worker_hooks` has the hooks that vLLM calls on workers. All further logic is in `child_admission`,
-`completions` and `endings`.
+`completions` and `block_holders`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvferry.engines.vllm.compat.frees import defer_frees
 from kvferry.engines.vllm.compat.process import share_logging
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.info import cache_group, step_tokens
+from kvferry.engines.vllm.multi.block_holders import BlockHolders, Ending
 from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.engines.vllm.multi.children import (
     agreed_count,
@@ -37,7 +38,6 @@ from kvferry.engines.vllm.multi.children import (
     children_of,
     read_multi,
 )
-from kvferry.engines.vllm.multi.endings import Ending, Endings
 from kvferry.engines.vllm.multi.meta import MultiMeta
 from kvferry.engines.vllm.multi.metrics import MultiMetrics
 from kvferry.engines.vllm.multi.settings import parse_multi
@@ -75,19 +75,19 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
                 and what to do.
         """
         share_logging()
-        settings, of = read_multi(vllm_config), children_of(vllm_config)
-        check(of, vllm_config)
-        super().__init__(vllm_config, role, kv_cache_config, of)
+        settings, children = read_multi(vllm_config), children_of(vllm_config)
+        check(children, vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config, children)
         if role is KVConnectorRole.SCHEDULER:
             defer_frees(vllm_config)
             guard_arrivals()
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
-        weights = {child.name: child.load_weight for child in of}
+        weights = {child.name: child.load_weight for child in children}
         policy = policy_named(settings.source_policy, weights, self._speeds)
         chooser = BidChooser(policy, self._speeds, settings.patience_seconds)
         self._admission = ChildAdmission(self._names, self._connectors, chooser, settings.attempts)
-        self._endings = Endings(self._names)
+        self._block_holders = BlockHolders(self._names)
 
     @property
     def sub_connectors(self) -> list[Any]:
@@ -127,13 +127,13 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             child.bind_kv_cache_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        for place, child in enumerate(self._connectors):
-            if theirs := _of_child(metadata, place):
+        for child_index, child in enumerate(self._connectors):
+            if theirs := _of_child(metadata, child_index):
                 child.set_xfer_handshake_metadata(theirs)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        for place, child in enumerate(self._connectors):
-            if theirs := _of_child(metadata, place):
+        for child_index, child in enumerate(self._connectors):
+            if theirs := _of_child(metadata, child_index):
                 child.set_xfer_handshake_metadata_pp_aware(theirs)
 
     def get_finished_count(self) -> int | None:
@@ -148,39 +148,39 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         return self._admission.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        place = self._admission.chosen(request.request_id)
-        if place is None:
+        child_index = self._admission.chosen(request.request_id)
+        if child_index is None:
             return ()
-        return tuple(self._connectors[place].get_loaded_kv_cache_group_ids(request))
+        return tuple(self._connectors[child_index].get_loaded_kv_cache_group_ids(request))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         loader = self._admission.allocated(request, blocks, num_external_tokens)
-        for place, child in enumerate(self._connectors):
-            if loader not in (None, place) and isinstance(child, KVFerryConnector):
+        for child_index, child in enumerate(self._connectors):
+            if loader not in (None, child_index) and isinstance(child, KVFerryConnector):
                 # A failed load is known only after the step, which would have stored KV computed from it.
                 child.scheduler.half.parts.distrust_all(request.request_id)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        place = self._admission.chosen(request.request_id)
+        child_index = self._admission.chosen(request.request_id)
         found: dict[CacheHitSource, int] = {}
-        if place is not None:
-            found = self._connectors[place].get_external_cache_hit_sources(request, num_external_tokens)
+        if child_index is not None:
+            found = self._connectors[child_index].get_external_cache_hit_sources(request, num_external_tokens)
         return found
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output.total_num_scheduled_tokens)
         self._admission.phases.scheduled(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
-        return MultiMeta(children, self._admission.take_new(), self._endings.take_new())
+        return MultiMeta(children, self._admission.take_new(), self._block_holders.take_new())
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
         try:
-            for place, child in enumerate(self._connectors):
-                connector_output.kv_connector_worker_meta = _part(meta, place)
-                connector_output.kv_cache_events = _part(events, place)
+            for child_index, child in enumerate(self._connectors):
+                connector_output.kv_connector_worker_meta = _part(meta, child_index)
+                connector_output.kv_cache_events = _part(events, child_index)
                 child.update_connector_output(connector_output)
         finally:
             connector_output.kv_connector_worker_meta = meta
@@ -205,7 +205,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
     def _finish(self, request: Any, ended: Callable[[Any], Ending]) -> Ending:
         endings = [ended(child) for child in self._connectors]
         self._admission.finished(request.request_id)
-        return self._endings.join(request.request_id, endings)
+        return self._block_holders.join(request.request_id, endings)
 
     def register_finished_partial_tail(
         self,
@@ -217,7 +217,7 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             child.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
             for child in self._connectors
         ]
-        return self._endings.hold(request.request_id, held)
+        return self._block_holders.record(request.request_id, held)
 
     def take_events(self) -> Iterable[Any]:
         for child in self._connectors:
@@ -272,24 +272,25 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             raise failed[0]
 
 
-def _of_child(metadata: dict[Any, Any], place: int) -> dict[Any, Any]:
+def _of_child(metadata: dict[Any, Any], child_index: int) -> dict[Any, Any]:
     """Return the handshakes that the workers have sent for one child connector, by worker.
 
     Args:
         metadata: handshakes for all children (`MultiHandshake`), by worker.
-        place: index of the child.
+        child_index: index of the child.
     """
-    return {worker: of.children[place] for worker, of in metadata.items() if of.children[place] is not None}
+    found = {worker: handshake.children[child_index] for worker, handshake in metadata.items()}
+    return {worker: handshake for worker, handshake in found.items() if handshake is not None}
 
 
-def _part(whole: Any, place: int) -> Any:
+def _part(whole: Any, child_index: int) -> Any:
     """Return the part of a message that belongs to one child connector; None if the message has no such part.
 
     Args:
         whole: message with a field `children`, or None.
-        place: index of the child.
+        child_index: index of the child.
     """
-    return None if whole is None else whole.children[place]
+    return None if whole is None else whole.children[child_index]
 
 
 register_connector(FerryMultiConnector.__name__, __name__)

@@ -15,11 +15,11 @@ class Counts:
     """Counts of how often each child connector is chosen, and of how its loads end.
 
     Attributes:
-        more: increment of each counter since the last call of `take`.
+        increments: increment of each counter since the last call of `take`.
         pending: number of asynchronous loads in flight, by name of the child; not cleared by `take`.
     """
 
-    more: Counter[Count] = field(default_factory=Counter)
+    increments: Counter[Count] = field(default_factory=Counter)
     pending: Counter[str] = field(default_factory=Counter)
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
@@ -32,20 +32,20 @@ class Counts:
             tokens: number of tokens that the loader loads.
         """
         for name, answer in answers:
-            self.more["queries", name, ""] += 1
+            self.increments["queries", name, ""] += 1
             if name == loader:
-                self.more["hits", name, ""] += 1
-                self.more["hit_tokens", name, ""] += tokens
+                self.increments["hits", name, ""] += 1
+                self.increments["hit_tokens", name, ""] += tokens
             elif answer:
-                self.more["passed_over", name, ""] += 1
+                self.increments["passed_over", name, ""] += 1
             else:
-                self.more["misses", name, ""] += 1
+                self.increments["misses", name, ""] += 1
 
     def ended(self, name: str, *, succeeded: bool) -> None:
         """Count the end of a load, as succeeded or failed, for the child connector of this name."""
-        self.more["loads", name, "ready" if succeeded else "failed"] += 1
+        self.increments["loads", name, "ready" if succeeded else "failed"] += 1
 
     def take(self) -> Counter[Count]:
         """Return the increments of all counters since the last call, and clear these increments."""
-        taken, self.more = self.more, Counter()
+        taken, self.increments = self.increments, Counter()
         return taken

@@ -34,7 +34,7 @@ class WorkerHooks(KVConnectorBase_V1):
             children: class and configuration of each child, in the order of the configuration.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self._of, self._names = tuple(children), tuple(child.name for child in children)
+        self._child_specs, self._names = tuple(children), tuple(child.name for child in children)
         self._connectors = [child.cls(child.config, role, kv_cache_config) for child in children]
         self._completions = Completions()
 
@@ -49,9 +49,9 @@ class WorkerHooks(KVConnectorBase_V1):
         return with_pool[0][1] if with_pool else None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        for child, of in zip(self._connectors, self._of, strict=True):
-            with as_current_config(of.config):
-                child.register_kv_caches(kv_caches)
+        for connector, child in zip(self._connectors, self._child_specs, strict=True):
+            with as_current_config(child.config):
+                connector.register_kv_caches(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         for child in self._connectors:

@@ -16,7 +16,7 @@ Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 """Answer of a connector when a request has ended: (True if it keeps the blocks, ``kv_transfer_params``)."""
 
 
-class Endings:
+class BlockHolders:
     """Record of the child connectors that keep blocks of ended requests.
 
     Only the engine's thread may use it.
@@ -41,12 +41,12 @@ class Endings:
             True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that returns
             any.
         """
-        keeps = self.hold(request_id, [held for held, _ in endings])
+        keeps = self.record(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
         self._warn_once(tuple(name for name, _ in said))
         return keeps, said[0][1] if said else None
 
-    def hold(self, request_id: str, held: Sequence[bool]) -> bool:
+    def record(self, request_id: str, held: Sequence[bool]) -> bool:
         """Record which child connectors keep blocks of an ended request; return True if any of them does.
 
         Args:
@@ -54,8 +54,8 @@ class Endings:
             held: True for each child that keeps blocks, in the order of the children.
         """
         if any(held):
-            places = {place for place, holds in enumerate(held) if holds}
-            self._holders.setdefault(request_id, set()).update(places)
+            child_indices = {child_index for child_index, holds in enumerate(held) if holds}
+            self._holders.setdefault(request_id, set()).update(child_indices)
         return any(held)
 
     def take_new(self) -> dict[str, frozenset[int]]:
@@ -65,7 +65,7 @@ class Endings:
             Indices of the child connectors that keep blocks of the request, by request id.
         """
         holders, self._holders = self._holders, {}
-        return {request_id: frozenset(places) for request_id, places in holders.items()}
+        return {request_id: frozenset(child_indices) for request_id, child_indices in holders.items()}
 
     def _warn_once(self, names: tuple[str, ...]) -> None:
         if len(names) > 1 and names not in self._warned_of:
