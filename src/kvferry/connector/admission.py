@@ -121,7 +121,7 @@ class Admission:
             groups: the engine's KV cache groups.
             pins: record of the KV blocks that loads may still write to. The sources share this record.
             parts: record of the KV blocks that loads fill only in part.
-            headroom: check that a load leaves enough free blocks for requests that wait.
+            headroom: limit on loads that keeps enough blocks free for requests that wait for their loads.
             pool: the engine's block pool.
             workers: number of workers, each of which reports every load.
             attempts: maximum number of attempts to load one request's prefix.

@@ -200,8 +200,8 @@ class AdmissionEvents:
             source: source of the load.
             load: the load.
             report: merged report of all workers.
-            unwanted: reason why the request no longer waits for the load, empty if the reason is not known;
-                None if the request waits for the load.
+            unwanted: None if the request still waits for the load. Otherwise the reason why it does not;
+                empty if the reason is not known.
         """
         now, failed = time.monotonic(), report.failure is not None
         blame = source.failure_reason(load, report) if failed and unwanted is None else None

@@ -89,8 +89,8 @@ class Composition:
         Args:
             client: control channel to the peers that offer KV.
             ranks: geometry of this engine's ranks.
-            keepers: function that returns the addresses of the peers that keep turns. Each address maps to
-                the peer's incarnation, a random number of the peer's run.
+            keepers: function that returns the peers that keep turns: the incarnation (random number that
+                identifies the run) of each peer, by the peer's address.
             names: object that computes the names of prompt content, under which peers look up turns.
         """
         config = self.config

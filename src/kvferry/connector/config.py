@@ -114,7 +114,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def without_host(self) -> ConnectorConfig:
-        """Copy of the settings with an empty `host`. The copies of all ranks are equal on all machines."""
+        """Copy of the settings with an empty `host`, the only setting that differs between machines."""
         return msgspec.structs.replace(self, host="")
 
     @property

@@ -93,7 +93,7 @@ class BlockPool(Protocol):
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Remove the blocks with these ids from the prefix cache. Mutates the pool.
 
-        Requests that hold references to the blocks keep them.
+        The blocks stay allocated to requests that hold references to them.
         """
 
 
@@ -300,10 +300,11 @@ class EngineFacts:
         groups: KV cache groups of the engine.
         num_blocks: number of blocks in the engine's pool.
         longest_request: maximum number of tokens of a request.
-        steps_in_flight: maximum number of steps that are scheduled but not done at the same time.
+        steps_in_flight: maximum number of steps in flight, which are scheduled but not done.
         tokens_in_flight: maximum number of tokens of one request that all steps in flight compute together.
         step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
-        draft_lookahead: number of tokens after a position that a draft model reads to compute that position.
+        draft_lookahead: number of tokens after a position that a draft model reads to compute the KV of that
+            position; 0 without a draft model.
         speculates: True if the engine uses speculative decoding.
         reuses_prompts_only: True if only the KV of prompts may be stored and offered, because the KV of
             generated tokens differs from that of the same tokens in a prompt.

@@ -89,7 +89,7 @@ class LoadBegan:
         peer: name of the peer; for tiers, the name of the source.
         parts: number of tokens by place (``peer`` or the name of a tier), as offered.
         begin, end: range of the loaded tokens, half-open.
-        attempt: name of the attempt. If two sources load one prefix together, both loads share it.
+        attempt: name of the attempt. If two sources load one prefix together, both loads have the same one.
     """
 
     request_id: str

@@ -126,8 +126,8 @@ class StepReports:
         moved: merged report of each order to copy chunks, by order key.
         raised: number of workers that have raised (incremented) the lease word of each ended lease of a kept
             turn, by lease name. Peers that read check this integer in registered memory.
-        stale: last epoch in which the weights changed; None if they have not changed. An epoch is the time
-            between two cache resets.
+        stale: number of the last epoch in which the weights changed; None if they have not changed. An epoch
+            is the time between two cache resets, numbered from 0.
     """
 
     reports: dict[str, Report] = field(default_factory=dict)

@@ -79,8 +79,8 @@ class PartBlocks:
     def distrust_all(self, request_id: str) -> None:
         """Treat all blocks of a request as partly loaded, because another connector loads its KV.
 
-        If the other connector's load fails, this connector learns of the failure too late to avoid storing
-        wrong KV.
+        Partly loaded blocks are neither stored nor offered to peers. This connector would learn too late that
+        the other connector's load has failed, and would store wrong KV.
         """
         self._distrusted.add(request_id)
 

@@ -133,7 +133,7 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
 
 @dataclass(frozen=True, slots=True)
 class BidChooser:
-    """The policy that chooses between sources' offers, and how long a request may wait.
+    """Chooses between sources' offers by a policy, and limits how long a request waits for an offer.
 
     Attributes:
         policy: policy that assigns a value to each offer.
@@ -157,7 +157,8 @@ class BidChooser:
             bids: bids in the order of their sources, each of at least one token.
             missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
             waited: seconds that the request has waited so far.
-            before: bid chosen for this request before; None if there is none.
+            before: bid chosen for this request before, which stays chosen unless another bid is better by a
+                factor of `MARGIN`; None if there is none.
         """
         return choose(self.policy, bids, missing_tokens, waits=waited < self.patience_seconds, before=before)
 

@@ -96,7 +96,7 @@ class RequestPhases:
     Its methods mutate the states that they are given. Only the engine's thread calls it.
 
     Attributes:
-        headroom: check that a load leaves enough free blocks for requests that wait.
+        headroom: limit on loads that keeps enough blocks free for requests that wait for their loads.
     """
 
     def __init__(self, chooser: BidChooser, headroom: Headroom, clock: Callable[[], float]) -> None:
@@ -104,7 +104,7 @@ class RequestPhases:
 
         Args:
             chooser: policy that chooses between the offers of sources.
-            headroom: check that a load leaves enough free blocks for requests that wait.
+            headroom: limit on loads that keeps enough blocks free for requests that wait for their loads.
             clock: function that returns monotonic seconds.
         """
         self.headroom = headroom

@@ -185,7 +185,7 @@ class SchedulerHalf:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether stores or ended leases hold blocks that become free soon, without preempting a request."""
+        """Whether blocks become free soon without a preemption: stores or ended leases still hold them."""
         return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:

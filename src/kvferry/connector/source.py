@@ -66,8 +66,8 @@ class Source(Protocol):
         Args:
             request: the request.
             local_tokens: number of the request's tokens in the engine's own prefix cache, as in `bids`.
-            alignment_tokens: number of tokens. The offer ends at a multiple of this number, counted from the
-                start of the prompt.
+            alignment_tokens: alignment of the offer's end in tokens. The offer must end at a multiple of this
+                number, counted from the start of the prompt.
         """
 
     def tail(self, request: Request, local_tokens: int, first: int) -> Bid | None:
@@ -131,7 +131,8 @@ class Source(Protocol):
     def ended(self, load: Load, report: Report) -> None:
         """Handle a load that all workers have reported as ended.
 
-        If the load has failed, exclude the peer or the tiers that caused the failure for this request.
+        If the load has failed, exclude its peer, or the tiers that were too slow, from further loads of the
+        same request.
 
         Args:
             load: the load.

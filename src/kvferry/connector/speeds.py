@@ -101,8 +101,9 @@ class Speeds:
     def loaded(self, parts: Sequence[PlaceTokens], seconds: float) -> None:
         """Record the time of a load.
 
-        The time is recorded for only one of the places that the load used: a place of unknown speed if there
-        is one, else the place that was expected to take longest.
+        The places of a load work in parallel, so the time is that of the slowest place. It is recorded for
+        one place only: a place of unknown speed if there is one, else the place that was expected to take
+        longest.
 
         Args:
             parts: number of loaded tokens by place.

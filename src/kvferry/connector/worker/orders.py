@@ -73,7 +73,8 @@ class LoadPart:
         key: unique name of the part.
         load: the load.
         pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
-        first: True for the first part of the load.
+        first: True for the first part of the load. Blocks that the load fills only in part are zeroed before
+            this part is copied.
     """
 
     key: str

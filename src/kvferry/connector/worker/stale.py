@@ -33,7 +33,7 @@ class StaleEpochs:
     _current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Return whether the weights have changed in an epoch or in a later one, so that its KV is not valid.
+        """Return whether KV of an epoch is stale: the weights have changed in this epoch or in a later one.
 
         Args:
             epoch: number of cache resets before the epoch, which is the time between two resets.
