@@ -27,7 +27,7 @@ class Medium(Enum):
 
 
 def tier_name(kind: str, earlier: int) -> str:
-    """Return the name of a tier in a list of tiers.
+    """Return the unique name of a tier in a list of tiers: its kind, and a number if the kind is repeated.
 
     Args:
         kind: kind of the tier.

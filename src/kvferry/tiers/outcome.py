@@ -73,7 +73,7 @@ class TierStats:
 
 @dataclass
 class OutcomeCounter:
-    """A thread-safe counter of the outcomes that `TierStats` reports."""
+    """A thread-safe counter of everything that `TierStats` reports."""
 
     _puts: Counter[PutOutcome] = field(default_factory=Counter)
     _gets: Counter[GetOutcome] = field(default_factory=Counter)

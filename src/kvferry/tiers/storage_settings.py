@@ -91,8 +91,9 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Args:
             namespace: namespace (scope of chunk keys) of the chunks.
             table: hash table of the chunk keys of all tiers of a cache.
-            earlier: settings of the storage tiers before this one in the configuration. Their locations
-                differ, but a link or a mount can make two locations the same storage.
+            earlier: settings of the storage tiers before this one in the configuration, to refuse a storage
+                that one of them uses. Their locations differ, but a link or a mount can lead to the same
+                storage.
 
         Raises:
             ConfigError: the storage cannot be used; the engine continues without this tier.

@@ -34,8 +34,8 @@ class NamespaceUsage:
         tokens: sum of the tokens of all chunks. If a chunk contains several KV cache groups, only the group
             with the most tokens counts.
         total_bytes: bytes of all chunk files.
-        oldest, newest: times of the least and of the most recently used chunk, in seconds since 1970; times
-            of storing if the cache does not record uses. None if there is no chunk.
+        oldest, newest: time of last use of the least and of the most recently used chunk, in seconds since
+            1970; time of storing if the cache does not record uses. None if there is no chunk.
         unreadable: number of chunks with an unreadable or invalid header.
     """
 

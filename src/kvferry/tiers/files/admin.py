@@ -161,7 +161,9 @@ class _OpenFile(StoredFile):
 def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
     """Return a context manager that locks the ledger of a directory and gives its content.
 
-    The ledger is a file with the capacity and the bytes in use.
+    Args:
+        root: path of the directory, for messages.
+        ledger: ledger of the directory: a file with its capacity and its bytes in use, and a lock.
 
     Raises:
         ConfigError: the ledger cannot be used.

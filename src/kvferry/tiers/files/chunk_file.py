@@ -31,7 +31,7 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
         fd: descriptor of the file, open for writing.
         chunk: identity and layout of the chunk.
         body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The padding
-            between the sections is set to zero.
+            after each section is set to zero.
 
     Raises:
         ChunkError: `body` does not have the length of the chunk's body.

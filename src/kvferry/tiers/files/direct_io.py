@@ -62,7 +62,7 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
 def read_more(fd: int, piece: memoryview, begin: int) -> int:
     """Continue to read a file after `read_all`: fill a buffer, and return the number of bytes read.
 
-    A full read takes one system call less than with `read_all`, which has already turned direct I/O on.
+    A full read takes one system call fewer than with `read_all`, which has already turned direct I/O on.
 
     Args:
         fd: descriptor of the file.

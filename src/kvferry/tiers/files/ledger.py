@@ -138,8 +138,8 @@ class Ledger:
 
         Raises:
             LockTimeout: other threads or processes held the ledger for that long.
-            OSError: the ledger cannot be opened or written, or its version is unknown; ESTALE if another disk
-                is mounted at the directory than before.
+            OSError: the ledger cannot be opened or written, or its version is unknown; ESTALE if the
+                directory is now on another disk than at its first use.
         """
         with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as held_ledger:
             yield held_ledger

@@ -54,7 +54,7 @@ class _WalkResult:
     """The result of a walk, which visits all kvferry files of a directory.
 
     Attributes:
-        temporary: entries of the temporary files, of live and dead writers.
+        temporary: entries of all temporary files, whether their writers are alive or dead.
         listed: rank and path of evictable files, in the order of eviction. The rank is the time of last use,
             as `DirectorySpace._rank` returns it.
         more: whether there are more evictable files than `listed` contains.
@@ -75,7 +75,7 @@ class DirectorySpace:
     Args:
         root: path of the directory.
         ledger: ledger of the directory: a file with its capacity and its bytes in use, and a lock.
-        counter: counter for evicted files, and for removed temporary files.
+        counter: counter to which evicted files and removed temporary files are added.
         on_evicted: callback that gets the path of every evicted file.
         clock: function that returns seconds since 1970.
     """
@@ -136,7 +136,7 @@ class DirectorySpace:
                 raise DirectoryFull(size, held_ledger)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
-        """Rename a complete file to its final name, unless another writer has stored the chunk first.
+        """Rename a complete file to its final name, unless another writer has created a file there first.
 
         Args:
             temporary: path of the complete file.

@@ -225,7 +225,7 @@ def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]
 
     Args:
         header: encoded header.
-        groups, sections: number of groups and of sections.
+        groups, sections: number of rows in the group table, and in the section table.
 
     Raises:
         ChunkError: the tables do not describe valid groups.

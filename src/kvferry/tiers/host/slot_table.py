@@ -124,7 +124,7 @@ class SlotTable:
         slot is freed instead.
 
         Args:
-            slot: that hold.
+            slot: hold to release.
 
         Returns:
             Whether the chunk is READY now.
@@ -142,7 +142,7 @@ class SlotTable:
         """Free the slot of a chunk that could not be filled, and release the hold that `reserve` returned.
 
         Args:
-            slot: that hold.
+            slot: hold to release.
 
         Returns:
             Whether the slot was FILLING (being filled); False if `clear` has evicted the chunk since.
@@ -170,7 +170,7 @@ class SlotTable:
         """Release a hold that `open` returned. If the chunk was evicted and has no other hold, free its slot.
 
         Args:
-            slot: that hold.
+            slot: hold to release.
 
         Returns:
             Whether the chunk is still READY (readable) and has no other hold.

@@ -67,13 +67,13 @@ class ListedKeys:
 
     @contextmanager
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
-        """Return a context manager that replaces known keys by the keys that a listing of the storage shows.
+        """Return a context manager that updates the known keys to those that a listing of the storage shows.
 
         In the ``with`` statement, call `show` with every page of the listing. At the end of the statement,
         keys that no page showed are removed. If an exception ends the statement, no keys are removed.
 
         Args:
-            parts: first bytes of the keys that the listing covers. Other keys do not change.
+            parts: first bytes of the keys that the listing covers. Keys with other first bytes do not change.
         """
         with self._lock:
             for part in parts:

@@ -113,7 +113,7 @@ class TagRows:
     def copy_rows(self, smaller: TagRows, first: int, last: int) -> None:
         """Copy the tags and bits of some rows from a table with half as many rows.
 
-        Tags in the `overflow` of that table, which did not fit into their rows, are not copied.
+        Tags that did not fit into their rows (`smaller.overflow`) are not copied.
 
         Args:
             smaller: table to copy from.

@@ -164,7 +164,7 @@ class BucketClient:
             return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
     def list(self, prefix: str = "") -> Iterator[Sequence[ListedObject]]:
-        """Yield all objects below a path as pages of a listing, in no particular order.
+        """List all objects below a path, and yield the pages of the listing, in no particular order.
 
         Args:
             prefix: path of a folder below the URL; empty for all objects.
@@ -308,9 +308,9 @@ def _redacted_message(error: Exception, options: Mapping[str, str]) -> str:
     """Return the text of an error about client settings, without secrets.
 
     Args:
-        error: error of obstore.
-        options: options of the client by name. The text contains ``<name>`` instead of the value, which may
-            be secret.
+        error: error that the obstore library raised.
+        options: options of the client by name. The text contains ``<name>`` in place of an option's value,
+            which may be secret.
     """
     said = str(error).partition("\n\nDebug source")[0]
     for name, value in options.items():

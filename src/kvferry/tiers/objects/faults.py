@@ -86,8 +86,8 @@ def _fault(said: str, debug: str) -> Fault:
     """Return the reason of a failed request.
 
     Args:
-        said: message of obstore's error.
-        debug: debug part of the error.
+        said: message of the error that the obstore library raised, without its debug part.
+        debug: debug part of the error's text.
     """
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
@@ -115,8 +115,8 @@ def _detail(said: str, debug: str) -> str:
     """Return the detail of an error for a message: the HTTP status with the store's error code, or the cause.
 
     Args:
-        said: message of obstore's error.
-        debug: debug part of the error.
+        said: message of the error that the obstore library raised, without its debug part.
+        debug: debug part of the error's text.
 
     Returns:
         A short text; empty if the error has no known detail.
@@ -128,12 +128,12 @@ def _detail(said: str, debug: str) -> str:
 
 
 def _reason(said: str) -> str:
-    """Return the end of obstore's error message, without the description of the request.
+    """Return the end of an error message of the obstore library, without the description of the request.
 
     Queries of URLs are removed, because they may contain a signature. The text has at most 200 characters.
 
     Args:
-        said: message of obstore's error.
+        said: message of the error, without its debug part.
     """
     return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
 
