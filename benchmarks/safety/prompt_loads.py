@@ -98,7 +98,7 @@ class PromptLoads:
         self._cache = ChunkCache(
             host, ranks.arena.bytes_at, canonical.groups, [SlowTier(TierQueue(store, FileSettings.kind))]
         )
-        mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.name, (geometry,), CHUNK_TOKENS)))
+        mover.load(ChunkOrders(arena=ArenaCard(ranks.arena.handle, (geometry,), CHUNK_TOKENS)))
 
     def close(self) -> None:
         """Stop the tier's threads."""

@@ -44,5 +44,5 @@ def owner_process(size, pipe):
     """Creates an arena, tells its name, and waits to be killed."""
     arena = Arena.create(size)
     arena.memory[:] = 7
-    pipe.send(arena.name)
+    pipe.send(arena.handle)
     pipe.recv()

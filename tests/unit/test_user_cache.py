@@ -52,7 +52,7 @@ def test_a_user_without_a_home_is_told_what_to_set():
 @pytest.mark.parametrize("environment", [{}, {"HOME": "/root"}, {"XDG_CACHE_HOME": "/root/cache"}], ids=str)
 def test_costs_and_digests_are_done_without_where_they_cannot_be_looked_for(environment):
     costs = "kvferry.transport.costs_file.load_costs() == kvferry.planning.strategy.Costs()"
-    assert said(f"print({costs}, kvferry.cache.weights.remembered()[1])", **environment) == "True 0"
+    assert said(f"print({costs}, kvferry.cache.weights.cached_digests()[1])", **environment) == "True 0"
 
 
 @pytest.mark.parametrize("environment", [{}, {"HOME": "/root"}], ids=str)

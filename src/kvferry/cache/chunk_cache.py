@@ -47,7 +47,7 @@ class ChunkCache:
     def __init__(
         self,
         host: HostTier,
-        body: Callable[[int, int], memoryview],
+        memory_at: Callable[[int, int], memoryview],
         groups: Sequence[CanonicalGroup],
         slow_tiers: Sequence[SlowTier] = (),
     ) -> None:
@@ -55,7 +55,7 @@ class ChunkCache:
 
         Args:
             host: empty host tier. From now on, only the cache may change it.
-            body: function that maps an offset and a size, in bytes, to writable host memory of the arena
+            memory_at: function that maps an offset and a size, in bytes, to writable host memory of the arena
                 (host memory that holds chunks).
             groups: KV cache groups of the model with the byte formats of their chunks. A chunk's group is an
                 index into this sequence.
@@ -69,11 +69,11 @@ class ChunkCache:
         self.counts, self._events = CacheCounts(), 0
         self._times = TransferTimes()
         self._host = host
-        self._memory, self._groups = body, tuple(groups)
-        self._files: dict[tuple[int, int], ChunkGroup] = {}
-        self.writing = tuple(Writing(one, host, self._body) for one in slow_tiers)
+        self._memory_at, self._groups = memory_at, tuple(groups)
+        self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
+        self.writing = tuple(Writing(one, host, self._slot_memory) for one in slow_tiers)
         self._queues = [one.queue for one in slow_tiers]
-        self.reading = Reading(host, self.writing, self._body, self._file, self.counts)
+        self.reading = Reading(host, self.writing, self._slot_memory, self._describe_chunk, self.counts)
 
     @property
     def events(self) -> int:
@@ -166,7 +166,7 @@ class ChunkCache:
         elif self._host.commit(slot):
             self.counts.stored += 1
             for writing in self.writing:
-                writing.owe(slot.key, self._file(slot.group, tokens))
+                writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens))
 
     def close(self, slot: Slot) -> None:
         """Release a slot (memory of one chunk in host memory) after a load. The chunk can then be evicted."""
@@ -233,17 +233,17 @@ class ChunkCache:
         for queue in self._queues:
             queue.close(max(ends - time.monotonic(), 0))
 
-    def _body(self, slot: Slot) -> memoryview:
+    def _slot_memory(self, slot: Slot) -> memoryview:
         """Return the writable memory of a slot (space of one chunk in host memory)."""
-        return self._memory(slot.offset, self._groups[slot.group].chunk_bytes)
+        return self._memory_at(slot.offset, self._groups[slot.group].chunk_bytes)
 
-    def _file(self, group: int, tokens: int) -> ChunkGroup:
+    def _describe_chunk(self, group: int, tokens: int) -> ChunkGroup:
         """Return the description that a slow tier stores with a chunk: group, number of tokens and layout.
 
         Args:
             group: index of the KV cache group.
             tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
         """
-        if (group, tokens) not in self._files:
-            self._files[group, tokens] = chunk_group(self._groups[group], tokens)
-        return self._files[group, tokens]
+        if (group, tokens) not in self._descriptions:
+            self._descriptions[group, tokens] = chunk_group(self._groups[group], tokens)
+        return self._descriptions[group, tokens]

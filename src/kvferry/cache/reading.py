@@ -57,8 +57,8 @@ class Reading:
         self,
         host: HostTier,
         writing: Sequence[Writing],
-        body: Callable[[Slot], memoryview],
-        file: Callable[[int, int], ChunkGroup],
+        slot_memory: Callable[[Slot], memoryview],
+        describe_chunk: Callable[[int, int], ChunkGroup],
         counts: CacheCounts,
     ) -> None:
         """Create the reader of a cache, with no read in flight.
@@ -67,17 +67,23 @@ class Reading:
             host: host tier that chunks are read into.
             writing: write queues of the slow tiers, the fastest tier first. A chunk that was read from one
                 tier is queued for all faster ones.
-            body: function that returns the writable memory of a slot (space of one chunk in host memory).
-            file: function that takes the index of a KV cache group and the number of tokens in a chunk, and
-                returns the description of the chunk's content for storage.
+            slot_memory: function that returns the writable memory of a slot (space of one chunk in host
+                memory).
+            describe_chunk: function that takes the index of a KV cache group and the number of tokens in a
+                chunk, and returns the description of the chunk's content for storage.
             counts: counts of the cache; reads update them.
         """
         self.incoming: dict[bytes, _Incoming] = {}
         self.fetches: list[Fetch] = []
         self.events = 0
-        self._host, self._writing, self._body, self._file = host, writing, body, file
+        self._host, self._writing, self._slot_memory, self._describe_chunk = (
+            host,
+            writing,
+            slot_memory,
+            describe_chunk,
+        )
         self._queues = [one.slow_tier.queue for one in writing]
-        self._firsts: dict[tuple[bool, ...], TierNumbers] = {}
+        self._fastest_tier_tables: dict[tuple[bool, ...], TierNumbers] = {}
         self._counts = counts
 
     def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
@@ -92,10 +98,10 @@ class Reading:
             without: names of tiers to exclude.
         """
         names = frozenset(without)
-        asked = (True, *(queue.name not in names and not queue.refuses_reads for queue in self._queues))
-        found = self._first_of(asked).take(self._host.keys.table.tier_bits(tags))
+        allowed = (True, *(queue.name not in names and not queue.refuses_reads for queue in self._queues))
+        found = self._fastest_tier_table(allowed).take(self._host.keys.table.tier_bits(tags))
         if self.incoming:
-            coming = np.maximum(found, self._coming(tags, names))
+            coming = np.maximum(found, self._incoming_tiers(tags, names))
             found = np.where((found > 0) & (found < NO_TIER), coming, found)
         return found
 
@@ -117,7 +123,7 @@ class Reading:
             if slot is None:
                 fetch.remaining.append(want)
             else:
-                self._give(fetch, want, slot, HOST)
+                self._add_ready(fetch, want, slot, HOST)
         self.fetches.append(fetch)
         self._advance(fetch)
         return fetch
@@ -151,8 +157,8 @@ class Reading:
         Args:
             fetch: set of chunks that one load needs.
         """
-        asked = self.awaited_tiers(fetch) | fetch.tiers
-        return next((queue.name for queue in reversed(self._queues) if queue.name in asked), HOST)
+        names = self.awaited_tiers(fetch) | fetch.tiers
+        return next((queue.name for queue in reversed(self._queues) if queue.name in names), HOST)
 
     def on_read_ended(self, key: bytes, what: GetOutcome) -> None:
         """Process the end of a read from a slow tier.
@@ -168,7 +174,7 @@ class Reading:
         name = self._queues[incoming.source].name
         if what is GetOutcome.HIT:
             del self.incoming[key]
-            self._keep(incoming, name)
+            self._commit_read(incoming, name)
             return
         self._counts.missed[name, what] += 1
         for fetch in incoming.waiting:
@@ -192,25 +198,25 @@ class Reading:
             self._advance(fetch)
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
 
-    def _first_of(self, asked: tuple[bool, ...]) -> TierNumbers:
+    def _fastest_tier_table(self, allowed: tuple[bool, ...]) -> TierNumbers:
         """Return a table that maps a set of tiers to the number of the fastest allowed tier in the set.
 
         The index is the bitwise OR of the bits of the tiers. The table is int64 of shape (1 << MAX_TIERS,).
         It contains `NO_TIER` where no tier of the set is allowed.
 
         Args:
-            asked: True for each allowed tier, by tier number.
+            allowed: True for each allowed tier, by tier number.
         """
-        if asked not in self._firsts:
+        if allowed not in self._fastest_tier_tables:
             marks = np.arange(1 << MAX_TIERS)
-            found = self._firsts[asked] = np.full(len(marks), NO_TIER)
+            found = self._fastest_tier_tables[allowed] = np.full(len(marks), NO_TIER)
             bits = [self._host.keys.bit, *(queue.tier.keys.bit for queue in self._queues)]
-            for place in reversed(range(len(bits))):
-                if asked[place]:
-                    found[(marks & bits[place]) != 0] = place
-        return self._firsts[asked]
+            for number in reversed(range(len(bits))):
+                if allowed[number]:
+                    found[(marks & bits[number]) != 0] = number
+        return self._fastest_tier_tables[allowed]
 
-    def _coming(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
+    def _incoming_tiers(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
         """Return the number of the tier that each chunk is being read from, or 0 if it is not being read.
 
         The number is `NO_TIER` if that tier hangs or is excluded. At least one chunk must be in `incoming`.
@@ -240,10 +246,10 @@ class Reading:
         Args:
             fetch: set of chunks that one load needs.
         """
-        while fetch.remaining and fetch.failure is None and self._bring(fetch, fetch.remaining[0]):
+        while fetch.remaining and fetch.failure is None and self._advance_chunk(fetch, fetch.remaining[0]):
             fetch.remaining.popleft()
 
-    def _bring(self, fetch: Fetch, want: WantedChunk) -> bool:
+    def _advance_chunk(self, fetch: Fetch, want: WantedChunk) -> bool:
         """Hold a chunk that is in host memory, start its read, or wait for a read that another load started.
 
         If no tier has the chunk any more, the fetch fails.
@@ -259,12 +265,12 @@ class Reading:
             incoming.waiting.append(fetch)
             fetch.reading[want.key] = want
         elif (slot := self._host.hold(want.key)) is not None:
-            self._give(fetch, want, slot, HOST)
+            self._add_ready(fetch, want, slot, HOST)
         elif sources := self._sources(fetch, want.key):
             slot = self._host.reserve(want.key, want.group, counted=False)
             if slot is None:
                 return False
-            group = self._file(want.group, want.tokens)
+            group = self._describe_chunk(want.group, want.tokens)
             incoming = _Incoming(slot, group, sources[0], sources[1:], [fetch])
             self.incoming[want.key] = incoming
             fetch.reading[want.key] = want
@@ -289,9 +295,9 @@ class Reading:
     def _read(self, incoming: _Incoming) -> None:
         """Start to read a chunk from its source tier into its slot (memory of one chunk in host memory)."""
         slot = incoming.slot
-        self._queues[incoming.source].read(slot.key, incoming.group, self._body(slot))
+        self._queues[incoming.source].read(slot.key, incoming.group, self._slot_memory(slot))
 
-    def _keep(self, incoming: _Incoming, name: str) -> None:
+    def _commit_read(self, incoming: _Incoming, name: str) -> None:
         """Make a chunk readable after its read, and hand it to the loads that wait for it.
 
         The chunk is also queued for writing to all faster tiers. If the cache was reset during the read, the
@@ -306,13 +312,13 @@ class Reading:
             self._fail(incoming, "the cache was reset")
             return
         for writing in self._writing[: incoming.source]:
-            writing.owe(key, incoming.group)
+            writing.enqueue(key, incoming.group)
         for fetch in incoming.waiting:
             want, slot = fetch.reading.pop(key, None), None
             if want is not None and (slot := self._host.hold(key)) is not None:
-                self._give(fetch, want, slot, name)
+                self._add_ready(fetch, want, slot, name)
 
-    def _give(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
+    def _add_ready(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
         """Add a chunk in host memory to the ready chunks of a fetch.
 
         Args:

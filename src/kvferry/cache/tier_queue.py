@@ -96,7 +96,7 @@ class TierQueue:
         """
         self.name = name
         self.tier, self.usage = tier, StoreUsage()
-        self._clock, self._looking = clock, threading.Lock()
+        self._clock, self._usage_lock = clock, threading.Lock()
         self._reading, self._writing = _Operations(clock), _Operations(clock)
         self._most_writes = 4 * writers
         self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
@@ -241,13 +241,13 @@ class TierQueue:
             logger.exception("%s tier: store of %s", self.name, key.hex())
             what = PutOutcome.IO_ERROR
         seconds = self._clock() - began
-        self._look_around()
+        self._read_usage()
         self._writing.end(WriteEnded(key, what, seconds))
 
-    def _look_around(self) -> None:
+    def _read_usage(self) -> None:
         """Read the usage (capacity and fill) of the tier's storage, and keep the result in `usage`."""
         try:
-            with self._looking:  # so that an older result does not replace a newer one
+            with self._usage_lock:  # so that an older result does not replace a newer one
                 self.usage = self.tier.usage()
         except Exception:
             logger.exception("%s tier: what lies around", self.name)
@@ -259,9 +259,9 @@ class TierQueue:
         chunks of other processes.
         """
         while True:
-            self._look_around()
+            self._read_usage()
             closing = self._closing.wait(REFRESH_SECONDS)
-            self._note_uses()
+            self._record_uses()
             if closing:
                 return
             try:
@@ -269,7 +269,7 @@ class TierQueue:
             except Exception:
                 logger.exception("%s tier: refresh", self.name)
 
-    def _note_uses(self) -> None:
+    def _record_uses(self) -> None:
         """Record in the tier which chunks the queued prompts have used, and clear the queue of prompts.
 
         The tier evicts chunks in the order of this record. So the later chunks of a prompt come before its

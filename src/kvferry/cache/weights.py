@@ -1,11 +1,11 @@
 """Digests of the weights in a checkpoint.
 
 A model's name does not identify its weights, and files of different weights can have equal headers and sizes.
-So all bytes are digested, at several GB/s, with BLAKE3 on all cores. A JSON file, the *memory file*, keeps
+So all bytes are digested, at several GB/s, with BLAKE3 on all cores. A JSON file, the *digest file*, keeps
 the digest of each weight file by device, inode, size, modification time and change time. A file that is
 copied over another of the same size can keep the modification time, but not the change time.
 
-The memory file is only a cache. If it is missing, damaged or not writable, the weights are read again.
+The digest file is only a cache. If it is missing, damaged or not writable, the weights are read again.
 Concurrent writers may lose each other's new digests, but do not damage the file.
 """
 
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _BUFFER_BYTES = 4 << 20
-_TOLD_BYTES = 8 << 30
+_PROGRESS_BYTES = 8 << 30
 """Number of bytes read between two progress messages. Reading so many takes seconds."""
 _SETTLED_SECONDS = 2.0
 """Granularity of file times on some file systems. A file changed more recently may change again unnoticed."""
 _MOST_FILES = 4096
-"""Maximum number of digests in the memory file."""
+"""Maximum number of digests in the digest file."""
 
 
 def weights_of(model: Path) -> str | None:
@@ -54,30 +54,30 @@ def weights_of(model: Path) -> str | None:
 
 
 def digest_of_files(
-    files: Sequence[Path], memory: Path | None = None, now: Callable[[], float] = time.time
+    files: Sequence[Path], digest_file: Path | None = None, now: Callable[[], float] = time.time
 ) -> str:
     """Return the digest of the content of files, in the given order: 32 hex digits.
 
     Args:
         files: paths of the files.
-        memory: path of the memory file (JSON file that caches digests); None for the one in the user's cache
+        digest_file: path of the JSON file that caches digests; None for the one in the user's cache
             directory.
         now: function that returns the time of the file system's clock, in seconds since 1970.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
     """
-    memory = memory or _default_memory()
-    known, news = _read_memory(memory), {}
+    digest_file = digest_file or _default_digest_file()
+    known, news = _read_digest_file(digest_file), {}
     whole, progress = hashlib.blake2b(digest_size=16), _Progress(files)
     for file in files:
         try:
             with file.open("rb", buffering=0) as opened:
                 stat = os.fstat(opened.fileno())
-                key = _key(stat)
+                key = _file_key(stat)
                 if key not in known:
                     known[key] = _digest(opened, progress)
-                    if _key(os.fstat(opened.fileno())) != key:
+                    if _file_key(os.fstat(opened.fileno())) != key:
                         raise ConfigError(
                             f"weights {file.name} changed while they were read; wait until they are complete"
                         )
@@ -89,11 +89,11 @@ def digest_of_files(
             ) from error
         whole.update(bytes.fromhex(known[key]))
     if news:
-        _remember(memory, news)
+        _add_digests(digest_file, news)
     return whole.hexdigest()
 
 
-def _key(stat: os.stat_result) -> str:
+def _file_key(stat: os.stat_result) -> str:
     """Return the key under which a file's digest is cached: its device, inode, size and times.
 
     If the file changes, its key changes.
@@ -101,18 +101,18 @@ def _key(stat: os.stat_result) -> str:
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
-def remembered() -> tuple[Path | None, int]:
-    """Return (path of this user's memory file, number of digests in the file).
+def cached_digests() -> tuple[Path | None, int]:
+    """Return (path of this user's digest file, number of digests in the file).
 
-    The memory file is a JSON file that caches digests of weights. The path is None if the user has no cache
+    The digest file is a JSON file that caches digests of weights. The path is None if the user has no cache
     directory. The file need not exist.
     """
-    memory = _default_memory()
-    return memory, len(_read_memory(memory))
+    digest_file = _default_digest_file()
+    return digest_file, len(_read_digest_file(digest_file))
 
 
 class _Progress:
-    """Logs a message each time `_TOLD_BYTES` more bytes of weight files have been read.
+    """Logs a message each time `_PROGRESS_BYTES` more bytes of weight files have been read.
 
     Args:
         files: files to read; the messages contain their number.
@@ -125,7 +125,7 @@ class _Progress:
     def add(self, count: int) -> None:
         """Count `count` more bytes, and log a message when it is due."""
         before, self._read = self._read, self._read + count
-        if before // _TOLD_BYTES != self._read // _TOLD_BYTES:
+        if before // _PROGRESS_BYTES != self._read // _PROGRESS_BYTES:
             logger.info("hashing %s, once: %.1f GB so far", self._of, self._read / 1e9)
 
 
@@ -147,8 +147,8 @@ def _digest(file: FileIO, progress: _Progress) -> str:
     return str(hasher.hexdigest())
 
 
-def _default_memory() -> Path | None:
-    """Return the path of the memory file (JSON file that caches digests) in the user's cache directory.
+def _default_digest_file() -> Path | None:
+    """Return the path of the digest file (JSON file that caches digests) in the user's cache directory.
 
     Return None if the user has no cache directory.
     """
@@ -158,18 +158,18 @@ def _default_memory() -> Path | None:
         return None
 
 
-def _read_memory(memory: Path | None) -> dict[str, str]:
-    """Return the digests in the memory file (JSON file that caches digests of weights), by file key.
+def _read_digest_file(digest_file: Path | None) -> dict[str, str]:
+    """Return the digests in the digest file (JSON file that caches digests of weights), by file key.
 
     The result is empty if the file is missing or damaged.
 
     Args:
-        memory: path of the memory file; None for a user without a cache directory.
+        digest_file: path of the digest file; None for a user without a cache directory.
     """
-    if memory is None:
+    if digest_file is None:
         return {}
     try:
-        read = json.loads(memory.read_text())
+        read = json.loads(digest_file.read_text())
         files: dict[str, str] = read["files"]
         return files if read["check"] == _check(files) else {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -177,7 +177,7 @@ def _read_memory(memory: Path | None) -> dict[str, str]:
 
 
 def _check(files: dict[str, str]) -> str:
-    """Return the checksum of cached digests. The memory file contains it, so that damage is detected.
+    """Return the checksum of cached digests. The digest file contains it, so that damage is detected.
 
     Args:
         files: digests by file key.
@@ -185,26 +185,26 @@ def _check(files: dict[str, str]) -> str:
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _remember(memory: Path | None, news: dict[str, str]) -> None:
-    """Add new digests to the memory file (JSON file that caches digests of weights).
+def _add_digests(digest_file: Path | None, news: dict[str, str]) -> None:
+    """Add new digests to the digest file (JSON file that caches digests of weights).
 
     The oldest digests beyond `_MOST_FILES` are dropped. If the file cannot be written, it stays as it is.
 
     Args:
-        memory: path of the memory file; None for a user without a cache directory.
+        digest_file: path of the digest file; None for a user without a cache directory.
         news: new digests by file key.
     """
-    if memory is None:
+    if digest_file is None:
         return
-    kept = {key: digest for key, digest in _read_memory(memory).items() if key not in news} | news
+    kept = {key: digest for key, digest in _read_digest_file(digest_file).items() if key not in news} | news
     files = dict(list(kept.items())[-_MOST_FILES:])
     try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f"{memory.name}.", dir=memory.parent)
+        digest_file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f"{digest_file.name}.", dir=digest_file.parent)
         try:
             with os.fdopen(handle, "w") as temporary:
                 json.dump({"check": _check(files), "files": files}, temporary)
-            Path(name).replace(memory)
+            Path(name).replace(digest_file)
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise

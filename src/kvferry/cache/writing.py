@@ -43,13 +43,13 @@ class Writing:
     Attributes:
         slow_tier: slow tier to write to.
         host: host tier that holds the chunks.
-        body: function that returns the memory of a slot (space of one chunk in host memory).
+        slot_memory: function that returns the memory of a slot (space of one chunk in host memory).
         lost: number of queued chunks that host memory evicted before their write started.
     """
 
     slow_tier: SlowTier
     host: HostTier
-    body: Callable[[Slot], memoryview]
+    slot_memory: Callable[[Slot], memoryview]
     lost: int = 0
     _owed: OrderedDict[bytes, ChunkGroup] = field(default_factory=OrderedDict)
     _held: dict[bytes, Slot] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Writing:
         """Return the number of chunks that are queued or being written."""
         return len(self._owed) + len(self._held)
 
-    def owe(self, key: bytes, group: ChunkGroup) -> None:
+    def enqueue(self, key: bytes, group: ChunkGroup) -> None:
         """Queue a chunk for writing to the slow tier, unless the tier has the chunk or is writing it.
 
         Args:
@@ -123,4 +123,4 @@ class Writing:
             self.lost += 1
             return
         self._held[key] = slot
-        self.slow_tier.queue.write(key, group, self.body(slot))
+        self.slow_tier.queue.write(key, group, self.slot_memory(slot))

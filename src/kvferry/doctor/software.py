@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import kvferry
-from kvferry.cache.weights import remembered
+from kvferry.cache.weights import cached_digests
 from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.doctor.limits import ProcessResult, run_python
 from kvferry.doctor.probes import MODULE, parse_output
@@ -117,4 +117,4 @@ def check() -> list[Finding]:
     found = [python(), vllm(version)]
     if version is not None:
         found += connector()
-    return [*found, hash_seed(), weights_cache(*remembered())]
+    return [*found, hash_seed(), weights_cache(*cached_digests())]

@@ -195,7 +195,7 @@ def test_the_digest_is_fixed_for_ever(file, memory):
 
 
 def test_progress_is_told_for_large_checkpoints_only(file, memory, monkeypatch, caplog):
-    monkeypatch.setattr(weights, "_TOLD_BYTES", 10)
+    monkeypatch.setattr(weights, "_PROGRESS_BYTES", 10)
     with caplog.at_level(logging.INFO, "kvferry"):
         digest_of_files([file("a", b"123456789")], memory)
         assert not caplog.messages
@@ -232,7 +232,7 @@ def test_many_threads_at_once_leave_one_whole_memory(file, memory):
     with ThreadPool(8) as pool:
         found = pool.map(lambda path: digest_of_files([path], memory), paths)
     assert found == [digest_of_files([path], memory) for path in paths]
-    assert weights._read_memory(memory)
+    assert weights._read_digest_file(memory)
     assert [path.name for path in memory.parent.iterdir()] == ["weights.json"]
 
 
@@ -249,7 +249,7 @@ def test_many_processes_at_once_leave_one_whole_memory(file, memory):
     ]
     said = {process.communicate()[0] for process in running}
     assert said == {"".join(digest_of_files([path], memory) + "\n" for path in paths)}
-    assert weights._read_memory(memory)
+    assert weights._read_digest_file(memory)
     assert [path.name for path in memory.parent.iterdir()] == ["weights.json"]
 
 
@@ -325,7 +325,7 @@ def test_files_that_differ_in_one_of_these_alone_are_not_one(file, name):
     stat = file("a", b"weights").stat()
     one = SimpleNamespace(**{each: getattr(stat, each) for each in dir(stat) if each.startswith("st_")})
     other = SimpleNamespace(**{**vars(one), name: getattr(one, name) + 1})
-    assert weights._key(one) != weights._key(other)
+    assert weights._file_key(one) != weights._file_key(other)
 
 
 def test_two_that_write_the_memory_at_once_do_not_write_one_file(memory, monkeypatch):
@@ -333,9 +333,9 @@ def test_two_that_write_the_memory_at_once_do_not_write_one_file(memory, monkeyp
 
     def interrupted(*args):
         monkeypatch.setattr(weights.json, "dump", dump)
-        weights._remember(memory, {f"other {number}": "cd" * 32 for number in range(9)})
+        weights._add_digests(memory, {f"other {number}": "cd" * 32 for number in range(9)})
         dump(*args)
 
     monkeypatch.setattr(weights.json, "dump", interrupted)
-    weights._remember(memory, {"one": "ab" * 32})
-    assert weights._read_memory(memory) == {"one": "ab" * 32}
+    weights._add_digests(memory, {"one": "ab" * 32})
+    assert weights._read_digest_file(memory) == {"one": "ab" * 32}

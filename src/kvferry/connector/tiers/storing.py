@@ -4,7 +4,7 @@ A chunk, a fixed number of tokens of a KV cache group, is complete in the step t
 Its store is ordered in that step (`store_orders`): its blocks are pinned, and ranks copy them after the
 forward pass. A chunk is not stored if host memory has it already, if its tokens have left the attention
 window, or if there is no room. If the engine computes a chunk although a slow tier has it, host memory gets a
-copy, and that tier is not written again (`Writing.owe`).
+copy, and that tier is not written again (`Writing.enqueue`).
 
 A snapshot is the recurrent state at one position. The engine reports in each step which snapshots the step
 writes (``boundary_state_offloads``): at a position, one block of every group of recurrent state. A snapshot

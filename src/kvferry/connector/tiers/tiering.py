@@ -108,7 +108,7 @@ class Tiering:
             orders=self._stores,
             snapshot_tokens=every,
         )
-        self._card: ArenaCard | None = ArenaCard(self._arena.name, tuple(ranks), canonical.chunk_tokens)
+        self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), canonical.chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)
         self._moved: dict[str, MergedCopyReport] = {}
         self._failures: Counter[str] = Counter()

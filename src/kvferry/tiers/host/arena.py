@@ -66,24 +66,24 @@ class Arena:
     Use `create` in the process that owns the arena, and `attach` in other processes.
 
     Attributes:
-        name: handle with which other processes attach.
+        handle: handle with which other processes attach.
         memory: bytes of the arena, uint8 of shape (size,), initially zero. Do not use it after `close`.
         region: address range of the same memory in this process.
         collapsing: thread that moves the memory to large pages; None in other processes than the owner.
     """
 
-    def __init__(self, fd: int, name: ArenaHandle) -> None:
+    def __init__(self, fd: int, handle: ArenaHandle) -> None:
         """Map the file of an arena into this process. Call `create` or `attach` instead.
 
         Args:
             fd: descriptor of the file, which `close` closes.
-            name: handle with which other processes attach.
+            handle: handle with which other processes attach.
         """
         self._fd = fd
-        self.name = name
-        self._map, self._skip = map_shared(fd, name.size)
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, name.size, self._skip)
-        self.region = Region(self.memory.ctypes.data, name.size, "DRAM", 0)
+        self.handle = handle
+        self._map, self._skip = map_shared(fd, handle.size)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, handle.size, self._skip)
+        self.region = Region(self.memory.ctypes.data, handle.size, "DRAM", 0)
         self._space = AddressSpace([self.region])
         self.collapsing: HugePageCollapser | None = None
 
@@ -112,17 +112,17 @@ class Arena:
         return arena
 
     @classmethod
-    def attach(cls, name: ArenaHandle) -> Arena:
+    def attach(cls, handle: ArenaHandle) -> Arena:
         """Map an arena (shared host memory) that another process of this machine created.
 
         Args:
-            name: handle of the arena.
+            handle: handle of the arena.
 
         Raises:
             TransferError: the owner has ended, its descriptor now refers to another file, or this process may
                 not open it.
         """
-        path = f"/proc/{name.pid}/fd/{name.fd}"
+        path = f"/proc/{handle.pid}/fd/{handle.fd}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -132,12 +132,12 @@ class Arena:
             ) from error
         try:
             found, size = str(Path(f"/proc/self/fd/{fd}").readlink()), os.fstat(fd).st_size
-            if _file_name(name.token) not in found or size != name.size:
+            if _file_name(handle.token) not in found or size != handle.size:
                 raise TransferError(
-                    f"{path} is {found} of {size} bytes, expected arena {name.token} of {name.size} "
+                    f"{path} is {found} of {size} bytes, expected arena {handle.token} of {handle.size} "
                     "bytes: its owner has ended"
                 )
-            return cls(fd, name)
+            return cls(fd, handle)
         except BaseException:
             os.close(fd)
             raise
@@ -181,7 +181,7 @@ class Arena:
         Raises:
             ConfigError: there is not enough memory.
         """
-        size = self.name.size
+        size = self.handle.size
         try:
             for at in range(0, size, _STEP_BYTES):  # in steps, so that other threads can run
                 step = min(_STEP_BYTES, size - at)

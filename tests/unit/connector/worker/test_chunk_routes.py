@@ -227,7 +227,7 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     mover = ChunkMover((0, 0))
     waited = []
     mover.store(ChunkOrders(stores=[StoreOrder("early", pieces, tables, WHOLE)]), lambda: waited.append(1))
-    mover.load(ChunkOrders(arena=ArenaCard(arena.name, tuple(a.ranks), CHUNK)))
+    mover.load(ChunkOrders(arena=ArenaCard(arena.handle, tuple(a.ranks), CHUNK)))
     mover.store(ChunkOrders(stores=[StoreOrder("s", pieces, tables, WHOLE)]), lambda: waited.append(1))
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), [tables[0].ids])
     part = LoadPart("p", load, pieces, first=True)

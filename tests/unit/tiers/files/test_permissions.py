@@ -99,8 +99,8 @@ def test_another_user_can_open_neither_chunks_nor_host_memory():
     try:
         folder.chmod(0o755)
         keep(open_store(folder, capacity=1 << 20), 1)
-        memory = Path(f"/proc/{arena.name.pid}/fd/{arena.name.fd}")
-        assert memory.stat().st_size == arena.name.size
+        memory = Path(f"/proc/{arena.handle.pid}/fd/{arena.handle.fd}")
+        assert memory.stat().st_size == arena.handle.size
         for path in (*folder.rglob("*"), memory):
             assert refused_to_others(str(path)), path
         assert not refused_to_others(str(folder))

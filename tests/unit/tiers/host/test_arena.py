@@ -81,8 +81,8 @@ def test_ranks_in_other_processes_store_and_load_through_one_arena():
     host = HostTier(SIZE, [CHUNK_BYTES], EVICTION_POLICIES["lru"])
     with (
         arena_of() as arena,
-        started(rank_process, arena.name, 0) as (_, one),
-        started(rank_process, arena.name, 1) as (_, other),
+        started(rank_process, arena.handle, 0) as (_, one),
+        started(rank_process, arena.handle, 1) as (_, other),
     ):
         for number in range(30):
             slot = host.reserve(b"chunk %d" % number, 0)
@@ -104,8 +104,8 @@ def test_a_killed_rank_leaves_nothing_behind_and_another_takes_its_place():
     host = HostTier(SIZE, [CHUNK_BYTES], EVICTION_POLICIES["lru"])
     with (
         arena_of() as arena,
-        started(rank_process, arena.name, 0) as (_, one),
-        started(rank_process, arena.name, 1) as (process, other),
+        started(rank_process, arena.handle, 0) as (_, one),
+        started(rank_process, arena.handle, 1) as (process, other),
     ):
         slot = host.reserve(b"chunk", 0)
         ask([one], "fill", slot.offset, slot.key)
@@ -114,7 +114,7 @@ def test_a_killed_rank_leaves_nothing_behind_and_another_takes_its_place():
         assert process.exitcode == -9
         assert ask([one], "check", slot.offset, slot.key) == [False]
         host.abort(slot)
-        with started(rank_process, arena.name, 1) as (_, again):
+        with started(rank_process, arena.handle, 1) as (_, again):
             slot = host.reserve(b"chunk", 0)
             ask((one, again), "fill", slot.offset, slot.key)
             assert host.commit(slot)
@@ -140,18 +140,18 @@ def test_a_killed_owner_leaves_nothing_behind_and_a_new_one_starts_clean():
 
 def test_another_file_under_the_same_number_is_not_taken_for_the_arena():
     with arena_of() as one, arena_of() as other:
-        for name in (replace(other.name, fd=one.name.fd), replace(one.name, size=SIZE // 2)):
+        for name in (replace(other.handle, fd=one.handle.fd), replace(one.handle, size=SIZE // 2)):
             with pytest.raises(TransferError, match="its owner has ended"):
                 Arena.attach(name)
         before = open_files()
         with pytest.raises(TransferError):
-            Arena.attach(replace(other.name, fd=one.name.fd))
+            Arena.attach(replace(other.handle, fd=one.handle.fd))
         assert open_files() == before
 
 
 def test_nobody_can_shrink_an_arena_under_its_users():
     with arena_of() as arena, pytest.raises(OSError, match="not permitted") as caught:
-        os.ftruncate(arena.name.fd, 0)
+        os.ftruncate(arena.handle.fd, 0)
     assert caught.value.errno == errno.EPERM
 
 
@@ -162,14 +162,14 @@ def test_memory_that_the_machine_has_not_is_refused_in_words():
 
 def test_the_memory_is_there_from_the_start():
     with arena_of(SIZE + 1) as arena:
-        assert arena.name.size == SIZE + 4096
-        assert os.fstat(arena.name.fd).st_blocks * 512 >= SIZE
+        assert arena.handle.size == SIZE + 4096
+        assert os.fstat(arena.handle.fd).st_blocks * 512 >= SIZE
 
 
 def test_the_memory_takes_no_room_of_dev_shm():
     """Containers have 64 MiB there unless they are told otherwise."""
     with arena_of() as arena:
-        assert os.fstat(arena.name.fd).st_dev != Path("/dev/shm").stat().st_dev
+        assert os.fstat(arena.handle.fd).st_dev != Path("/dev/shm").stat().st_dev
 
 
 def test_a_closed_arena_is_unmapped_once_nobody_looks_at_it():
@@ -218,7 +218,7 @@ def test_the_memory_is_copied_to_large_pages_for_all_who_attach():
         arena.memory[:] = 7
         arena.collapsing.wait()
         assert large_bytes() - before == 64 << 20
-        attached = Arena.attach(arena.name)
+        attached = Arena.attach(arena.handle)
         assert (attached.memory == 7).all()
         assert large_bytes() - before == 128 << 20
         attached.close()
