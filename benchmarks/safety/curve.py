@@ -156,7 +156,7 @@ def _talk_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) ->
     redeemed = Redeemed(1, 1, Grant.of(0, 1, tables))
     talk = [(encode_control(redeem), encode_control(redeemed))]
     ranks = plan.ranks if plan is not None else ()
-    for packed in (each for rank in ranks for each in rank.packed if each.method.gather >= 0):
+    for packed in (each for rank in ranks for each in rank.packed if each.method.announced_route >= 0):
         for cells in segments_of(packed.method, packed.cells):
             talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * len(cells)), 0)), _SMALL_ANSWER))
             talk.append((encode(Done(1)), b""))

@@ -65,7 +65,7 @@ class RawReads:
         cards = reader.cards[peer]
         self._peer = ConnectedPeer(
             agent=self._agent,
-            ours=ours,
+            own_geometry=ours,
             cards=cards,
             words=region,
             landing=area,

@@ -53,7 +53,7 @@ class AllowedPeers:
         """Return whether a host name is one of the allowed names, so that the engine may resolve it."""
         return normalize_name(name) in self.names
 
-    def could_be(self, host: str) -> bool:
+    def may_allow(self, host: str) -> bool:
         """Return False if a host is certainly not an allowed peer. No host name is resolved for this check.
 
         An address outside the allowed networks may still be an allowed peer if the setting has any host name,
@@ -68,7 +68,7 @@ class AllowedPeers:
         return self.allows(address) or (bool(self.names) and not address.is_unspecified)
 
     @property
-    def only_here(self) -> bool:
+    def loopback_only(self) -> bool:
         """True if only loopback addresses are allowed, so that all peers run on this machine."""
         return self.networks == _LOOPBACK and not self.names
 

@@ -51,7 +51,7 @@ class ConnectedPeer:
     def __init__(
         self,
         agent: Agent,
-        ours: RankGeometry,
+        own_geometry: RankGeometry,
         cards: Sequence[RankCard],
         words: Region,
         landing: StagingArea,
@@ -62,7 +62,7 @@ class ConnectedPeer:
 
         Args:
             agent: NIXL agent of the lane (reading thread) that owns this connection.
-            ours: geometry of this rank.
+            own_geometry: geometry of this rank.
             cards: descriptions of all ranks of the peer.
             words: registered memory of this rank into which the peer's lease words are read. A lease word is
                 an integer in the peer's memory that changes before leased blocks are freed.
@@ -77,14 +77,14 @@ class ConnectedPeer:
         """
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
-        self._ours, self._settings = ours, settings
-        templates = build_templates([card.geometry for card in cards], ours)
-        self._absent = page_clearings(absent_layers(templates, ours))
+        self._own_geometry, self._settings = own_geometry, settings
+        templates = build_templates([card.geometry for card in cards], own_geometry)
+        self._absent = page_clearings(absent_layers(templates, own_geometry))
         self.src_groups = len(cards[0].geometry.groups)
         with ExitStack() as made:
             prepare = _Preparing(
                 agent=agent,
-                ours=ours,
+                own_geometry=own_geometry,
                 words=words,
                 landing=landing,
                 context=context,
@@ -106,7 +106,7 @@ class ConnectedPeer:
         started = time.perf_counter()
         self._check(order)
         pinned = order.strategy or self._settings.strategy
-        by_group = [0] * len(self._ours.groups)
+        by_group = [0] * len(self._own_geometry.groups)
         strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
         ranks, tallies = [], []
         clears = self._clears_of_absent(order)
@@ -115,7 +115,7 @@ class ConnectedPeer:
             direct, packed = list[DescriptorIndices](), list[PackedCells]()
             for prepared in source.routes:
                 route = prepared.route
-                group = self._ours.groups[route.dst_group]
+                group = self._own_geometry.groups[route.dst_group]
                 dst_table = order.dst_tables[route.dst_group]
                 cells = select_cells(
                     route,
@@ -173,7 +173,7 @@ class ConnectedPeer:
             return []
         found = []
         for number, loops in self._absent:
-            group = self._ours.groups[number]
+            group = self._own_geometry.groups[number]
             table = order.dst_tables[number]
             ids = unwritten_blocks_needed(
                 group.kind, group.attention_span, group.block_tokens, order.span, table
@@ -182,10 +182,12 @@ class ConnectedPeer:
         return found
 
     def _check(self, order: ReadOrder) -> None:
-        if len(order.src_tables) != self.src_groups or len(order.dst_tables) != len(self._ours.groups):
+        if len(order.src_tables) != self.src_groups or len(order.dst_tables) != len(
+            self._own_geometry.groups
+        ):
             raise TransferError(
                 f"block tables for {len(order.src_tables)} and {len(order.dst_tables)} groups, "
-                f"the engines have {self.src_groups} and {len(self._ours.groups)}"
+                f"the engines have {self.src_groups} and {len(self._own_geometry.groups)}"
             )
         fewest = min(source.leases for source in self.sources)
         if not 0 <= order.lease.slot < fewest:
@@ -198,7 +200,7 @@ class _Preparing:
 
     Attributes:
         agent: NIXL agent of the lane (reading thread) that owns the connection.
-        ours: geometry of this rank.
+        own_geometry: geometry of this rank.
         words: registered memory of this rank into which the peer's lease words are read. A lease word is an
             integer that changes before leased blocks are freed.
         landing: staging area into which packed cells (parts of blocks) are read.
@@ -208,7 +210,7 @@ class _Preparing:
     """
 
     agent: Agent
-    ours: RankGeometry
+    own_geometry: RankGeometry
     words: Region
     landing: StagingArea
     context: zmq.Context[Any]
@@ -216,7 +218,10 @@ class _Preparing:
     made: ExitStack
 
     def source(self, card: RankCard, routes: Sequence[Route]) -> SourceRank:
-        agent, preparation = self.agent, RoutePreparation(self.ours, self.landing, card, self.settings.costs)
+        agent, preparation = (
+            self.agent,
+            RoutePreparation(self.own_geometry, self.landing, card, self.settings.costs),
+        )
         for route in routes:
             preparation.add(route)
         src, dst = preparation.src, preparation.dst
@@ -229,7 +234,7 @@ class _Preparing:
         self.made.callback(agent.drop_peer, name)
         there = Region(card.words_address, card.words * WORD_BYTES)
         lists = RankLists(
-            local=self._list(None, self.ours.regions[0], dst.table()) if dst.entries else None,
+            local=self._list(None, self.own_geometry.regions[0], dst.table()) if dst.entries else None,
             remote=self._list(name, card.geometry.regions[0], src.table()) if src.entries else None,
             local_words=self._list(None, self.words, _word_rows(self.words)),
             remote_words=self._list(name, there, _word_rows(there)),

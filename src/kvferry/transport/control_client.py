@@ -287,14 +287,14 @@ class ControlClient:
             delay.after_wait()
             stop = self._stop  # messages queued before `close` are still sent
             try:
-                self._turn(poller, [source for source, _ in heard])
+                self._run_once(poller, [source for source, _ in heard])
             except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
         for peer in self._peers.values():
             peer.socket.close(_LINGER_MILLISECONDS)
         self._context.term()
 
-    def _turn(self, poller: zmq.Poller, heard: list[Any]) -> None:
+    def _run_once(self, poller: zmq.Poller, heard: list[Any]) -> None:
         """Run one iteration of the thread: receive replies, execute queued commands, handle deadlines.
 
         Args:

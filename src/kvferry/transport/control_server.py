@@ -234,7 +234,7 @@ class ControlServer:
             self.events.put(sender, LeasesReleased(leases), force=True)
 
     def _met(self, peer: Facts) -> None:
-        if peer.keeps_turns is not None and self._peers.could_be(peer.keeps_turns[0]):
+        if peer.keeps_turns is not None and self._peers.may_allow(peer.keeps_turns[0]):
             self._keepers.pop(peer.keeps_turns, None)
             self._keepers[peer.keeps_turns] = peer.incarnation
             if len(self._keepers) > _MOST_KEEPERS:

@@ -156,7 +156,7 @@ class Handshakes:
         if isinstance(answer, PeerInfo) and incarnation not in (None, answer.facts.incarnation):
             now = self._clock()
             if now - self._asked_anew.get(address, -REFRESH_SECONDS) >= REFRESH_SECONDS:
-                _put(self._asked_anew, address, now)
+                _store_limited(self._asked_anew, address, now)
                 return None
         return answer
 
@@ -221,7 +221,7 @@ class Handshakes:
         self._running.pop(address, None)
         self._looking.pop(address, None)
         self._answers[address] = Unusable(reason)
-        if (oldest := _put(self._refused_at, address, self._clock())) is not None and isinstance(
+        if (oldest := _store_limited(self._refused_at, address, self._clock())) is not None and isinstance(
             self._answers.get(oldest), Unusable
         ):
             self._answers.pop(oldest, None)
@@ -290,7 +290,7 @@ class Handshakes:
         del self._running[address]
         self._looking.pop(address, None)
         self._answers[address] = PeerInfo(facts, ranks)
-        if (oldest := _put(self._known_since, address, self._clock())) is not None and isinstance(
+        if (oldest := _store_limited(self._known_since, address, self._clock())) is not None and isinstance(
             self._answers.get(oldest), PeerInfo
         ):
             self._answers.pop(oldest, None)
@@ -306,7 +306,7 @@ class Handshakes:
         return self._clock() - self._refused_at.get(address, -REFUSAL_SECONDS) > REFUSAL_SECONDS
 
 
-def _put(times: dict[Address, float], address: Address, now: float) -> Address | None:
+def _store_limited(times: dict[Address, float], address: Address, now: float) -> Address | None:
     """Store the current time for a peer in `times`. If there are too many peers, remove the oldest entry.
 
     Args:

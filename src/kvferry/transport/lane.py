@@ -181,7 +181,7 @@ class Lane:
         self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
         self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
         self._validator = validator
-        self._asked: deque[ReadOrder | _Connect] = deque()
+        self._queue: deque[ReadOrder | _Connect] = deque()
         self._held: deque[ReadOrder] = deque()
         self._results: deque[ReadResult] = deque()
         self._reads: list[_Read] = []
@@ -213,7 +213,7 @@ class Lane:
             peer: name of the peer.
             cards: descriptions of all ranks of the peer.
         """
-        self._asked.append(_Connect(peer, tuple(cards)))
+        self._queue.append(_Connect(peer, tuple(cards)))
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
@@ -221,7 +221,7 @@ class Lane:
 
         Later orders to read from the peer fail.
         """
-        self._asked.append(_Connect(peer, None))
+        self._queue.append(_Connect(peer, None))
         self._wake.set()
 
     def submit(self, order: ReadOrder) -> None:
@@ -229,7 +229,7 @@ class Lane:
 
         The lane's thread executes it; `results` returns its result.
         """
-        self._asked.append(order)
+        self._queue.append(order)
         self._wake.set()
 
     def results(self) -> list[ReadResult]:
@@ -267,7 +267,7 @@ class Lane:
             lambda cards: self._validator.validate(cards, self._wake.set),
             lambda: [read.peer for read in self._reads],
         )
-        self._bench = PackedReadResources(
+        self._resources = PackedReadResources(
             agent,
             self._images,
             self._landing,
@@ -275,7 +275,7 @@ class Lane:
         )
         nap = _SHORTEST_NAP
         while not (self._stop and not self._reads):
-            busy = self._take_asked(agent)
+            busy = self._execute_queued(agent)
             busy |= self._progress(agent)
             if busy:
                 nap = _SHORTEST_NAP
@@ -287,31 +287,31 @@ class Lane:
                 self._wake.clear()
         self._shut(agent)
 
-    def _take_asked(self, agent: Agent) -> bool:
+    def _execute_queued(self, agent: Agent) -> bool:
         """Execute the queued commands and read orders, oldest first. Return whether there was anything to do.
 
         An order stays in the queue while the maximum number of reads is in progress.
         """
         busy = self._links.process_verdicts()
         if busy:
-            self._asked.extendleft(reversed(self._held))
+            self._queue.extendleft(reversed(self._held))
             self._held.clear()
-        while self._asked and (self._free_landings or isinstance(self._asked[0], _Connect)):
+        while self._queue and (self._free_landings or isinstance(self._queue[0], _Connect)):
             busy = True
-            asked = self._asked.popleft()
-            if isinstance(asked, ReadOrder):
-                self._start(agent, asked)
-            elif asked.cards is not None:
-                self._links.connect(asked.peer, asked.cards)
+            command = self._queue.popleft()
+            if isinstance(command, ReadOrder):
+                self._start(agent, command)
+            elif command.cards is not None:
+                self._links.connect(command.peer, command.cards)
             else:
-                self._links.disconnect(asked.peer)
+                self._links.disconnect(command.peer)
         self._links.close_unused()
         return busy
 
     def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> ConnectedPeer:
         return ConnectedPeer(
             agent=agent,
-            ours=self._geometry,
+            own_geometry=self._geometry,
             cards=cards,
             words=self._landing_region,
             landing=self._images,
@@ -350,7 +350,7 @@ class Lane:
             lists = rank.source.lists
             read.packed += [
                 PackedRead(
-                    self._bench,
+                    self._resources,
                     lists,
                     rank.source.client,
                     route=part.route,

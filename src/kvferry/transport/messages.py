@@ -260,10 +260,10 @@ class KeptTurn(msgspec.Struct, frozen=True):
         grant: block tables, and the word (integer in registered memory) that shows whether the lease is
             valid.
         tokens: number of tokens whose KV the blocks hold.
-        least: number of tokens in the shortest prefix that a reader can continue from. With sliding windows,
-            earlier blocks are gone; recurrent state exists only after the last token.
+        min_prefix_tokens: number of tokens in the shortest prefix that a reader can continue from. With
+            sliding windows, earlier blocks are gone; recurrent state exists only after the last token.
         chunks: number of chunks at the start of the turn that equal those of the query's prompt.
-        after: token ids that follow these chunks, at most one chunk of them.
+        next_tokens: token ids that follow these chunks, at most one chunk of them.
     """
 
     engine_id: EngineId
@@ -271,18 +271,18 @@ class KeptTurn(msgspec.Struct, frozen=True):
     ticket: Ticket
     grant: Grant
     tokens: _Count
-    least: _Count
+    min_prefix_tokens: _Count = msgspec.field(name="least")
     chunks: _Count
-    after: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)]
+    next_tokens: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)] = msgspec.field(name="after")
 
-    def found(self, chunks: int, after: list[int]) -> KeptTurn:
+    def found(self, chunks: int, next_tokens: list[int]) -> KeptTurn:
         """Return a copy of this turn of a conversation for the reply to a query.
 
         Args:
             chunks: number of chunks that the turn shares with the query's prompt.
-            after: token ids of the turn that follow these chunks.
+            next_tokens: token ids of the turn that follow these chunks.
         """
-        return msgspec.structs.replace(self, chunks=chunks, after=after)
+        return msgspec.structs.replace(self, chunks=chunks, next_tokens=next_tokens)
 
 
 class Turns(msgspec.Struct, frozen=True, tag="turns"):

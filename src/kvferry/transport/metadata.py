@@ -76,9 +76,9 @@ def parse_metadata(data: bytes) -> Metadata:
     name = items.text(b"Agent", MAX_NAME_BYTES)
     if (backends := items.number(b"Conns")) != 1:
         raise ProtocolError(f"transport metadata of {backends} backends, expected {BACKEND.decode()} alone")
-    items.exactly(b"t", BACKEND)
-    items.followed(b"c", MAX_ADDRESS_BYTES, _AFTER_ADDRESS)
-    items.exactly(b"", b"MemSection")
+    items.expect_item(b"t", BACKEND)
+    items.read_item(b"c", MAX_ADDRESS_BYTES, _AFTER_ADDRESS)
+    items.expect_item(b"", b"MemSection")
     sections = items.number(b"nixlSecElms")
     if sections > len(KINDS):
         raise ProtocolError(f"transport metadata of {sections} kinds of memory; there are {len(KINDS)}")
@@ -114,8 +114,8 @@ def _section(items: _ItemReader) -> Iterator[Region]:
     Args:
         items: reader, positioned at the start of the section.
     """
-    items.exactly(b"bknd", BACKEND)
-    items.exactly(b"nixlDList", b"nixlSDList")
+    items.expect_item(b"bknd", BACKEND)
+    items.expect_item(b"nixlDList", b"nixlSDList")
     kind = int.from_bytes(items.fixed(b"t", 4), "little")
     if kind >= len(KINDS):
         raise ProtocolError(f"transport metadata names memory kind {kind}, known are 0 to {len(KINDS) - 1}")
@@ -125,7 +125,7 @@ def _section(items: _ItemReader) -> Iterator[Region]:
             f"transport metadata registers {count} regions of a kind, expected 1 to {MAX_ROWS}"
         )
     for _ in range(count):
-        row = items.followed(b"", MAX_AGENT_BYTES, _AFTER_KEY)
+        row = items.read_item(b"", MAX_AGENT_BYTES, _AFTER_KEY)
         address, length, device = (int.from_bytes(row[at : at + 8], "little") for at in range(0, _ROW, 8))
         if len(row) < _ROW or length < 1 or address + length > _MOST_ADDRESS or device >= 1 << 31:
             raise ProtocolError(
@@ -162,7 +162,7 @@ class _ItemReader:
     The methods raise ProtocolError if the next item is not as expected.
 
     Attributes:
-        sealed: copy of the items read so far, with the endings that `followed` appends to values.
+        sealed: copy of the items read so far, with the endings that `read_item` appends to values.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -173,7 +173,7 @@ class _ItemReader:
         self._data, self._at = data, len(_START)
         self.sealed = bytearray(_START)
 
-    def followed(self, tag: bytes, most: int, ending: bytes) -> bytes:
+    def read_item(self, tag: bytes, most: int, ending: bytes) -> bytes:
         """Read the next item and return its value. Append `ending` to the value in the copy `sealed`.
 
         Args:
@@ -200,7 +200,7 @@ class _ItemReader:
         self.sealed += tag + len(whole).to_bytes(_LENGTH_BYTES, "little") + whole + _END
         return found
 
-    def exactly(self, tag: bytes, wanted: bytes) -> None:
+    def expect_item(self, tag: bytes, wanted: bytes) -> None:
         """Read the next item, and check that it has this tag and this value.
 
         Args:
@@ -210,7 +210,7 @@ class _ItemReader:
         Raises:
             ProtocolError: the item has another tag or value.
         """
-        if (found := self.followed(tag, MAX_NAME_BYTES, b"")) != wanted:
+        if (found := self.read_item(tag, MAX_NAME_BYTES, b"")) != wanted:
             raise ProtocolError(f"transport metadata names {found[:64]!r}, expected {wanted!r}")
 
     def fixed(self, tag: bytes, length: int) -> bytes:
@@ -223,7 +223,7 @@ class _ItemReader:
         Raises:
             ProtocolError: the item has another tag or length.
         """
-        if len(found := self.followed(tag, length, b"")) != length:
+        if len(found := self.read_item(tag, length, b"")) != length:
             raise ProtocolError(f"transport metadata: {len(found)} bytes of {tag!r}, expected {length}")
         return found
 
@@ -249,7 +249,7 @@ class _ItemReader:
             ProtocolError: the item has another tag, is too long, or is not UTF-8 text.
         """
         try:
-            return self.followed(tag, most, b"").decode()
+            return self.read_item(tag, most, b"").decode()
         except UnicodeDecodeError as error:
             raise ProtocolError("transport metadata has a name that is not UTF-8 text") from error
 

@@ -102,7 +102,7 @@ class SandboxValidator:
         self._trials = 0
         self._passed: dict[bytes, None] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}
-        self._asked: queue.SimpleQueue[_ValidationRequest | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_ValidationRequest | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvferry-validator", daemon=True)
         self._thread.start()
 
@@ -113,32 +113,32 @@ class SandboxValidator:
             cards: descriptions of all ranks of the peer.
             wake: function that the thread calls when the result is set.
         """
-        encode_trial = _ValidationRequest(tuple(cards), ValidationResult(), wake)
-        self._asked.put(encode_trial)
-        return encode_trial.verdict
+        request = _ValidationRequest(tuple(cards), ValidationResult(), wake)
+        self._requests.put(request)
+        return request.verdict
 
     def warm_up(self) -> None:
         """Start the child process now, so that the first peer does not wait until the child has started."""
-        self._asked.put(_ValidationRequest((), ValidationResult(), _nobody))
+        self._requests.put(_ValidationRequest((), ValidationResult(), _ignore_result))
 
     def close(self, patience_seconds: float = 2.0) -> None:
         """End the child process and the thread.
 
         Wait at most `patience_seconds`. If the child is busy for longer, both end later.
         """
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join(patience_seconds)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (encode_trial := self._asked.get()) is not None:
+        while (request := self._requests.get()) is not None:
             try:
-                encode_trial.verdict.reason = self._judge(encode_trial.cards)
+                request.verdict.reason = self._judge(request.cards)
             except Exception as error:
                 logger.exception("transport metadata")
-                encode_trial.verdict.reason = f"its transport metadata cannot be tried: {error}"
-            encode_trial.wake()
+                request.verdict.reason = f"its transport metadata cannot be tried: {error}"
+            request.wake()
         if self._sandbox is not None:
             self._sandbox.kill()
 
@@ -214,7 +214,7 @@ class SandboxValidator:
             )
 
 
-def _nobody() -> None:
+def _ignore_result() -> None:
     """Do nothing. This is the `wake` function of `warm_up`: no thread waits for that result."""
 
 

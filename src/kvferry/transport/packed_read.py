@@ -153,8 +153,8 @@ def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
     Returns:
         Cells of each segment, in the order of `cells`.
     """
-    per_chunk = method.segment_cells(len(cells))
-    return [cells[at : at + per_chunk] for at in range(0, len(cells), per_chunk)]
+    per_segment = method.segment_cells(len(cells))
+    return [cells[at : at + per_segment] for at in range(0, len(cells), per_segment)]
 
 
 class PackedRead:
@@ -170,7 +170,7 @@ class PackedRead:
 
     def __init__(
         self,
-        bench: PackedReadResources,
+        resources: PackedReadResources,
         lists: RankLists,
         client: GatherClient | None,
         route: PreparedRoute,
@@ -184,7 +184,7 @@ class PackedRead:
         A cell is the part of a block that moves as one unit.
 
         Args:
-            bench: resources that all packed reads of the lane (reading thread) share.
+            resources: resources that all packed reads of the lane (reading thread) share.
             lists: prepared descriptor lists of the peer's rank.
             client: client for requests that ask the peer's rank to pack cells; None if no method needs it.
             route: prepared route (set of layers that are copied alike) of the cells.
@@ -197,10 +197,10 @@ class PackedRead:
         """
         self.failure: str | None = None
         self.peer_lost = False
-        self._bench, self._lists, self._client = bench, lists, client
-        self._route, self._way, self._lease, self._clock = route, method, lease, clock
+        self._resources, self._lists, self._client = resources, lists, client
+        self._route, self._method, self._lease, self._clock = route, method, lease, clock
         self._rest = segments_of(method, cells)[::-1]
-        self._chunks: list[_Segment] = []
+        self._segments: list[_Segment] = []
 
     @property
     def finished(self) -> bool:
@@ -208,17 +208,17 @@ class PackedRead:
 
         A segment is a run of packed cells (parts of blocks) that move together.
         """
-        return not self._chunks and (not self._rest or self.failure is not None)
+        return not self._segments and (not self._rest or self.failure is not None)
 
     @property
     def waits_for_source(self) -> bool:
         """True while the source has been asked to pack cells (parts of blocks), and has not replied."""
-        return any(segment.state is _SegmentState.ASKED for segment in self._chunks)
+        return any(segment.state is _SegmentState.ASKED for segment in self._segments)
 
     @property
     def in_flight(self) -> bool:
         """True while a READ (one-sided read of the peer's memory) of any of the cells is in flight."""
-        return any(segment.handle is not None for segment in self._chunks)
+        return any(segment.handle is not None for segment in self._segments)
 
     def advance(self) -> bool:
         """Advance the read of every segment as far as possible without blocking.
@@ -227,9 +227,9 @@ class PackedRead:
         to `AHEAD` at a time. Return whether any segment advanced.
         """
         moved = self._ask_ahead()
-        for segment in list(self._chunks):
+        for segment in list(self._segments):
             # Advance this segment as far as possible before the next, so the source can reuse its memory.
-            while segment in self._chunks and self._stepped(segment):
+            while segment in self._segments and self._try_step(segment):
                 moved = True
             moved |= self._ask_ahead()
         return moved
@@ -248,13 +248,13 @@ class PackedRead:
 
     def _ask_ahead(self) -> bool:
         moved = False
-        while self._rest and len(self._chunks) < AHEAD and self.failure is None:
+        while self._rest and len(self._segments) < AHEAD and self.failure is None:
             segment = _Segment(self._rest.pop(), _SegmentState.NEW, self._clock())
-            self._chunks.append(segment)
-            moved |= self._stepped(segment)
+            self._segments.append(segment)
+            moved |= self._try_step(segment)
         return moved
 
-    def _stepped(self, segment: _Segment) -> bool:
+    def _try_step(self, segment: _Segment) -> bool:
         """Take the next step of a segment if it is possible now.
 
         If the transport raises an exception, the whole packed read fails.
@@ -272,14 +272,14 @@ class PackedRead:
             return True
 
     def _begin(self, segment: _Segment) -> bool:
-        if self._way.gather < 0:
+        if self._method.announced_route < 0:
             segment.state = _SegmentState.GATHERED
         elif self._source.is_silent(self._clock()):
-            self._go_direct(segment, "it has not answered lately")
+            self._read_unpacked(segment, "it has not answered lately")
         else:
             cells = segment.cells
             segment.number = self._source.ask(
-                self._way.gather, self._lease, cells.src_block, self._route.src_cell(cells)
+                self._method.announced_route, self._lease, cells.src_block, self._route.src_cell(cells)
             )
             segment.state = _SegmentState.ASKED
         return True
@@ -296,10 +296,10 @@ class PackedRead:
             return self._handle_answer(segment)
         if segment.state is _SegmentState.GATHERED:
             return self._read(segment)
-        state = self._bench.agent.state(segment.handle)
+        state = self._resources.agent.state(segment.handle)
         if state is ReadState.IN_FLIGHT:
             return False
-        self._bench.agent.release(segment.handle)
+        self._resources.agent.release(segment.handle)
         if state is ReadState.FAILED:
             self._fail(segment, "the transport failed while reading", peer_lost=True)
         elif segment.state is _SegmentState.READING and segment.gathered is not None and not segment.direct:
@@ -310,19 +310,19 @@ class PackedRead:
 
     def _handle_answer(self, segment: _Segment) -> bool:
         if self.failure is not None:
-            self._over(segment)
+            self._remove_segment(segment)
             return True
         answer = self._source.answer(segment.number)
         if isinstance(answer, Gathered):
             if not self._is_sound(segment, answer):
-                self._go_direct(segment, f"it names image {answer.position} and word {answer.word}")
+                self._read_unpacked(segment, f"it names image {answer.position} and word {answer.word}")
             else:
                 segment.gathered, segment.state, segment.since = answer, _SegmentState.GATHERED, self._clock()
         elif answer is not None:
-            self._go_direct(segment, answer.reason)
+            self._read_unpacked(segment, answer.reason)
         elif self._clock() - segment.since > ASK_SECONDS:
             self._source.silent_until = self._clock() + SILENT_SECONDS
-            self._go_direct(segment, f"no answer within {ASK_SECONDS:g} s")
+            self._read_unpacked(segment, f"no answer within {ASK_SECONDS:g} s")
         else:
             return False
         return True
@@ -337,10 +337,10 @@ class PackedRead:
             segment: segment (run of cells that move together) that the source has packed.
             answer: reply of the source.
         """
-        inside = answer.position + len(segment.cells) <= self._way.src.blocks
+        inside = answer.position + len(segment.cells) <= self._method.src.blocks
         return inside and answer.word in self._lists.area_words
 
-    def _go_direct(self, segment: _Segment, reason: str) -> None:
+    def _read_unpacked(self, segment: _Segment, reason: str) -> None:
         """Read the cells of a segment straight into blocks, because they cannot be read packed.
 
         There is one descriptor per contiguous run. If the cells cannot be read in this way, fail the read.
@@ -352,23 +352,23 @@ class PackedRead:
         if self._route.direct is None:
             self._fail(segment, f"cells that can only move packed were not packed: {reason}")
             return
-        self._give_back(segment)
+        self._free_segment(segment)
         segment.direct = True
         self._post(segment, self._route.direct_indices(segment.cells))
 
     def _read(self, segment: _Segment) -> bool:
         if self.failure is not None:
-            self._over(segment)
+            self._remove_segment(segment)
             return True
         if not self._has_room(segment):
             if self._clock() - segment.since <= ROOM_SECONDS:
                 return False
-            self._go_direct(segment, f"no room to land for {ROOM_SECONDS:g} s")
+            self._read_unpacked(segment, f"no room to land for {ROOM_SECONDS:g} s")
             return True
         outgoing = segment.gathered.position if segment.gathered else 0
         self._post(
             segment,
-            self._way.indices(
+            self._method.indices(
                 segment.cells, outgoing, segment.allocation.position if segment.allocation else 0
             ),
         )
@@ -388,16 +388,16 @@ class PackedRead:
             False if staging memory or a local word is needed and not free now.
         """
         if segment.gathered is not None and segment.word < 0:
-            if not self._bench.free_words:
+            if not self._resources.free_words:
                 return False
-            segment.word = self._bench.free_words.pop()
-        if self._way.scatter is not None:
-            segment.allocation = self._bench.landing.allocate(len(segment.cells), self._way.stride)
+            segment.word = self._resources.free_words.pop()
+        if self._method.scatter is not None:
+            segment.allocation = self._resources.landing.allocate(len(segment.cells), self._method.stride)
             return segment.allocation is not None
         return True
 
     def _post(self, segment: _Segment, indices: DescriptorIndices) -> None:
-        agent = self._bench.agent
+        agent = self._resources.agent
         segment.handle = agent.read(self._lists.local, indices.dst, self._lists.remote, indices.src)
         segment.state = _SegmentState.READING
         self._start(segment)
@@ -413,9 +413,9 @@ class PackedRead:
             gathered: reply of the source, which names the word.
         """
         expected = self._word(gathered)
-        self._bench.words[segment.word] = ~np.uint64(expected)
+        self._resources.words[segment.word] = ~np.uint64(expected)
         here, there = np.array([segment.word], np.int32), np.array([gathered.word], np.int32)
-        segment.handle = self._bench.agent.read(
+        segment.handle = self._resources.agent.read(
             self._lists.local_words, here, self._lists.remote_words, there
         )
         segment.state = _SegmentState.CHECKING
@@ -423,7 +423,7 @@ class PackedRead:
 
     def _start(self, segment: _Segment) -> None:
         try:
-            self._bench.agent.post(segment.handle)
+            self._resources.agent.post(segment.handle)
         except Exception as error:  # noqa: BLE001 - the handle is polled until the READ has ended
             self.abandon(f"the transport failed: {error}")
             self.peer_lost = True
@@ -433,25 +433,25 @@ class PackedRead:
 
     def _land(self, segment: _Segment) -> None:
         gathered = segment.gathered if segment.state is _SegmentState.CHECKING else None
-        if gathered and int(self._bench.words[segment.word]) != self._word(gathered):
+        if gathered and int(self._resources.words[segment.word]) != self._word(gathered):
             self._fail(segment, "the source used its staging area for others before it was read")
             return
         if segment.allocation is not None and self.failure is None:
             self._scatter(segment, segment.allocation)
-        self._over(segment)
+        self._remove_segment(segment)
 
     def _scatter(self, segment: _Segment, allocation: Allocation) -> None:
-        loops, cells = self._way.scatter, segment.cells
+        loops, cells = self._method.scatter, segment.cells
         assert loops is not None  # noqa: S101 - only a method that scatters has an allocation
-        slots = self._bench.landing.images(self._way.stride)
+        slots = self._resources.landing.images(self._method.stride)
         loops.scatter(cells.dst_block, cells.number, slots, allocation.position)
 
     def _fail(self, segment: _Segment, reason: str, *, peer_lost: bool = False) -> None:
         self.abandon(reason)
         self.peer_lost |= peer_lost
-        self._over(segment)
+        self._remove_segment(segment)
 
-    def _over(self, segment: _Segment) -> None:
+    def _remove_segment(self, segment: _Segment) -> None:
         """Remove a segment from the read, and free all memory that the segment holds.
 
         None of the segment's READs (one-sided reads) may be in flight.
@@ -459,10 +459,10 @@ class PackedRead:
         Args:
             segment: run of packed cells (parts of blocks) that move together.
         """
-        self._chunks.remove(segment)
-        self._give_back(segment)
+        self._segments.remove(segment)
+        self._free_segment(segment)
 
-    def _give_back(self, segment: _Segment) -> None:
+    def _free_segment(self, segment: _Segment) -> None:
         """Free everything that a segment holds: staging memory of the source and of this worker, and a word.
 
         The word is a local integer into which a word of the source is read, to see whether the packed cells
@@ -474,7 +474,7 @@ class PackedRead:
         if segment.number and self._client is not None:
             self._client.done(segment.number)
         if segment.allocation is not None:
-            self._bench.landing.free(segment.allocation)
+            self._resources.landing.free(segment.allocation)
         if segment.word >= 0:
-            self._bench.free_words.append(segment.word)
+            self._resources.free_words.append(segment.word)
         segment.number, segment.allocation, segment.word = 0, None, -1

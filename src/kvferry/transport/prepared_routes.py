@@ -141,8 +141,8 @@ class PreparedMethod:
         rows: number of descriptors per cell.
         src, dst: position of the method's descriptors in the list of the source's memory, and in the list of
             this worker's memory.
-        gather: index of the route in the message that announces routes to the source; -1 if the source packs
-            nothing.
+        announced_route: index of the route in the message that announces routes to the source; -1 if the
+            source packs nothing.
         scatter: copies that unpack cells from staging memory into blocks; None if this worker unpacks
             nothing.
     """
@@ -151,7 +151,7 @@ class PreparedMethod:
     rows: int
     src: PreparedEntries
     dst: PreparedEntries
-    gather: int = -1
+    announced_route: int = -1
     scatter: StagingCopies | None = None
 
     @property
@@ -167,9 +167,9 @@ class PreparedMethod:
         Args:
             cells: total number of cells to move.
         """
-        areas = [self.src.blocks] if self.gather >= 0 else []
+        areas = [self.src.blocks] if self.announced_route >= 0 else []
         areas += [self.dst.blocks] if self.scatter is not None else []
-        size = segment_bytes(cells * self.stride) if self.gather >= 0 else FETCHED_SEGMENT_BYTES
+        size = segment_bytes(cells * self.stride) if self.announced_route >= 0 else FETCHED_SEGMENT_BYTES
         wanted = size // self.stride
         return max(1, min(wanted, *(room // 4 for room in areas)))
 
@@ -186,7 +186,7 @@ class PreparedMethod:
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
         dst: Int64s | Int32s = cells.dst_block
-        if self.gather >= 0:
+        if self.announced_route >= 0:
             src = np.arange(outgoing, outgoing + count, dtype=np.int32)
         if self.scatter is not None:
             dst = np.arange(landing, landing + count, dtype=np.int32)
@@ -271,11 +271,13 @@ class RoutePreparation:
         routes: prepared routes, in the order of the `add` calls.
     """
 
-    def __init__(self, ours: RankGeometry, landing: StagingArea, card: RankCard, costs: Costs) -> None:
+    def __init__(
+        self, own_geometry: RankGeometry, landing: StagingArea, card: RankCard, costs: Costs
+    ) -> None:
         """Create empty descriptor lists for reading from one rank of a peer.
 
         Args:
-            ours: geometry of this rank.
+            own_geometry: geometry of this rank.
             landing: staging area into which images (packed cells) are read.
             card: description of the peer's rank.
             costs: measured costs of this machine. They decide whether a gap is read or the descriptor is
@@ -284,7 +286,7 @@ class RoutePreparation:
         self.src, self.dst = DescriptorList(), DescriptorList()
         self.gathers: list[GatherRoute] = []
         self.routes: list[PreparedRoute] = []
-        self._space = AddressSpace(ours.regions)
+        self._space = AddressSpace(own_geometry.regions)
         self._landing, self._card, self._costs = landing, card, costs
         self._region_starts = [region.address for region in card.geometry.regions]
 

@@ -146,7 +146,7 @@ class PeerResolver:
             )
 
     def _refusal(self, address: IP) -> str:
-        if self._peers.only_here:
+        if self._peers.loopback_only:
             return (
                 f"{address} is another machine, and this engine listens on loopback; set host to an address "
                 "that others reach, or list it in peers"

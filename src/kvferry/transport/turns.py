@@ -59,11 +59,11 @@ class TurnContent:
             other: content to look for at the start of this content.
         """
         chunks = len(other.keys)
-        rest, told = len(other.tokens) - chunks * other.chunk_tokens, other.tokens_after(chunks)
+        rest, rest_ids = len(other.tokens) - chunks * other.chunk_tokens, other.tokens_after(chunks)
         return (
             self.keys[:chunks] == other.keys
-            and len(told) == rest
-            and self.tokens_after(chunks)[:rest] == told
+            and len(rest_ids) == rest
+            and self.tokens_after(chunks)[:rest] == rest_ids
         )
 
     def tokens_after(self, chunks: int) -> Sequence[int]:
@@ -90,7 +90,7 @@ def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
     """
     if kept.chunks > len(prompt.keys):
         return 0
-    both = zip(prompt.tokens_after(kept.chunks), kept.after, strict=False)
+    both = zip(prompt.tokens_after(kept.chunks), kept.next_tokens, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
     return min(kept.chunks * prompt.chunk_tokens + same, kept.tokens)
 
@@ -234,7 +234,7 @@ class TurnQueries:
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
             self._silent.pop(gone, None)
-        asked = {one: run for one, run in peers.items() if not self._is_left_alone(one, run, now)}
+        asked = {one: run for one, run in peers.items() if not self._is_paused(one, run, now)}
         self._open[number] = _TurnQuery(asked, now)
         return number, list(asked)
 
@@ -277,18 +277,18 @@ class TurnQueries:
             return None
         del self._open[number]
         for address, run in list(question.waiting.items()):
-            self._silent[address] = self._silence(address, run, question.began, now)
+            self._silent[address] = self._next_pause(address, run, question.began, now)
         return question.answers
 
     def drop(self, number: int) -> None:
         """Forget a query for earlier turns of a conversation. Later replies to the query are ignored."""
         self._open.pop(number, None)
 
-    def _is_left_alone(self, address: Address, run: int, now: float) -> bool:
+    def _is_paused(self, address: Address, run: int, now: float) -> bool:
         silence = self._silent.get(address)
         return silence is not None and silence.run == run and now < silence.until
 
-    def _silence(self, address: Address, run: int, asked: float, now: float) -> _Silence:
+    def _next_pause(self, address: Address, run: int, asked: float, now: float) -> _Silence:
         """Return the pause during which a peer is not asked, because it has not replied to a query in time.
 
         The first pause takes `SILENT_SECONDS`. Each further pause takes twice as long as the one before, at

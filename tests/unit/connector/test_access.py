@@ -54,7 +54,7 @@ def test_an_engine_of_tiers_alone_needs_no_key(monkeypatch, tmp_path):
 
 
 def test_who_may_be_a_peer_follows_the_host_unless_it_is_set():
-    assert peers_allowed(parse_config({})).only_here
+    assert peers_allowed(parse_config({})).loopback_only
     assert peers_allowed(parse_config(FAR)) == ANY_PEER
     assert peers_allowed(parse_config({**FAR, "advertise_host": "n7"})).names == ("n7",)
     listed = peers_allowed(parse_config({"peers": ["10.0.0.0/8", "svc"]}))

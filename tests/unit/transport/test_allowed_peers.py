@@ -19,8 +19,8 @@ def test_an_engine_on_loopback_has_peers_on_its_machine_alone():
         assert allowed(peers, "127.0.0.9", "::1", "::ffff:127.0.0.1", FAR, "0.0.0.0", "::") == [
             True, True, True, False, False, False,
         ]  # fmt: skip
-        assert not peers.could_be("node7")
-        assert peers.could_be("localhost")
+        assert not peers.may_allow("node7")
+        assert peers.may_allow("localhost")
 
 
 def test_an_engine_on_loopback_may_have_other_peers_by_its_configuration():
@@ -46,7 +46,7 @@ def test_addresses_networks_and_names_are_listed():
     assert [peers.lists(name) for name in ("prefill.svc", "PREFILL.svc.", "other", "a-b_c.d")] == [
         True, True, False, True,
     ]  # fmt: skip
-    assert [peers.could_be(host) for host in ("10.9.9.9", "0.0.0.0", "other")] == [True, False, False]
+    assert [peers.may_allow(host) for host in ("10.9.9.9", "0.0.0.0", "other")] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ class Source:
 class Table:
     """A read of some cells, and everything it touches."""
 
-    def __init__(self, cells=2, src_cells=1, gathers=True, scatters=True, direct=True, per_chunk=1, words=2):
+    def __init__(
+        self, cells=2, src_cells=1, gathers=True, scatters=True, direct=True, per_segment=1, words=2
+    ):
         self.now = 100.0
         self.landing = StagingArea(4 * UNIT_BYTES, Region(0, 1))
         places = np.zeros(words, np.uint64)
@@ -110,8 +112,8 @@ class Table:
         self.scattered: list[tuple[list[int], list[int], int]] = []
         loops = SimpleNamespace(scatter=self._scatter)
         self.method = SimpleNamespace(
-            gather=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
-            src=PreparedEntries(0, 40), segment_cells=lambda _: per_chunk, indices=self._indices,
+            announced_route=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
+            src=PreparedEntries(0, 40), segment_cells=lambda _: per_segment, indices=self._indices,
         )  # fmt: skip
         route = SimpleNamespace(
             direct=direct or None,
@@ -227,7 +229,7 @@ def test_a_word_that_was_raised_is_a_failure_and_nothing_is_scattered():
 
 
 def test_chunks_begin_where_their_first_cell_lies_in_its_block():
-    table = Table(cells=5, src_cells=3, per_chunk=3)
+    table = Table(cells=5, src_cells=3, per_segment=3)
     table.run()
     assert table.source.asked == [(3, [1, 2, 3], 2), (3, [4, 5], 2)]
     table.answer()
@@ -280,7 +282,7 @@ def test_what_the_source_refuses_goes_direct_or_fails_in_words(direct):
 
 @pytest.mark.parametrize("reply", [Gathered(1, 39, 71, 9), Gathered(1, 0, 69, 9), Gathered(1, 0, 80, 9)])
 def test_an_answer_that_names_other_memory_is_not_followed(reply):
-    table = Table(cells=2, per_chunk=2)
+    table = Table(cells=2, per_segment=2)
     table.gather(reply)
     assert table.transport.posted == ["direct"]
     table.land()
@@ -288,7 +290,7 @@ def test_an_answer_that_names_other_memory_is_not_followed(reply):
 
 
 def test_the_last_images_of_the_area_are_in_it():
-    table = Table(cells=2, per_chunk=2)
+    table = Table(cells=2, per_segment=2)
     table.gather(Gathered(1, 38, 71, 9))
     assert table.transport.posted == ["images"]
 

@@ -109,4 +109,4 @@ def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
         tokens: length of the prompt in tokens.
     """
     shared = min(shared_tokens(content, kept), tokens - 1)
-    return shared if shared >= kept.least else 0
+    return shared if shared >= kept.min_prefix_tokens else 0

@@ -153,9 +153,9 @@ class TurnKeeper:
             ticket=new_ticket(),
             grant=Grant.of(word.slot, word.generation, offered),
             tokens=tokens,
-            least=least,
+            min_prefix_tokens=least,
             chunks=0,
-            after=[],
+            next_tokens=[],
         )
         self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
         self._turns[request.request_id] = _Turn(content, kept, len(blocks), 1 + self._engine.steps_in_flight)

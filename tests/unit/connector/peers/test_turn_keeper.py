@@ -134,7 +134,7 @@ def test_a_state_is_that_after_what_was_computed_be_it_a_token_ahead(ahead, toke
     engine = Engine((FULL, STATE))
     assert engine.finish(turn(ahead=ahead))
     (kept,) = [one.kept for one in engine.keeper._turns.values()]
-    assert (kept.tokens, kept.least) == (tokens, tokens)
+    assert (kept.tokens, kept.min_prefix_tokens) == (tokens, tokens)
     assert kept.grant.block_ids[1].tolist() == [(tokens - 1) // BLOCK + 1]
 
 
@@ -159,7 +159,9 @@ def test_a_window_can_be_continued_from_where_it_is_whole():
     engine, blocks = Engine((FULL, SLIDING)), list(range(1, 20))
     assert engine.finish(turn(), [blocks, [0] * 14 + blocks[14:]])
     (kept,) = [one.kept for one in engine.keeper._turns.values()]
-    assert kept.least == 14 * BLOCK + WINDOW - 1  # whose window begins with the first block that is there
+    assert (
+        kept.min_prefix_tokens == 14 * BLOCK + WINDOW - 1
+    )  # whose window begins with the first block that is there
     assert not Engine((FULL, SLIDING)).finish(turn(), [blocks, [0] * 18 + blocks[18:]])
 
 
