@@ -71,7 +71,7 @@ class StorageTier(Protocol):
             key: key of the chunk, 16 to 32 bytes.
             group: description of the content: KV cache group, number of tokens and sections.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. `put` sets
-                the padding between the sections to zero. The sections must not change during the call.
+                the padding after each section to zero. The sections must not change during the call.
                 Page-aligned memory is not copied.
 
         Raises:
@@ -120,8 +120,8 @@ class StorageTier(Protocol):
         The method blocks. A background thread calls it every few seconds.
 
         Returns:
-            A number above 0 if a change was found: in a directory, the number of folders that changed since
-            the last call; in object storage, 1.
+            In a directory, the number of folders that were read because they may have changed. In object
+            storage, 1 if a listing added or removed keys, else 0.
         """
         ...
 

@@ -64,7 +64,7 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """Check that the queues are consistent, and that no queue or target exceeds its limit in bytes.
+        """Check that the queues are consistent, and that they and the target size are within their limits.
 
         Raises:
             AssertionError: a check fails.

@@ -66,7 +66,7 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check that the queues are consistent, that ghosts stay within their limit, and the counts of uses.
+        """Check that queues and counts of uses are consistent, and that remembered keys are within the limit.
 
         Raises:
             AssertionError: a check fails.

@@ -18,7 +18,7 @@ MAX_LISTED = 1 << 15
 def least_recently_used(
     files: Iterable[tuple[int, str]], most: int = MAX_LISTED
 ) -> tuple[list[tuple[int, str]], bool]:
-    """Return the least recently used files of a directory, with bounded memory.
+    """Return the `most` least recently used files of a directory, without keeping all files in memory.
 
     >>> least_recently_used([(30, "c"), (10, "a"), (20, "b")], most=2)
     ([(10, 'a'), (20, 'b')], True)

@@ -148,7 +148,7 @@ class Ledger:
         """Lock and read the ledger file. If the file was lost, create a new one and call `after_loss`.
 
         Args:
-            deadline: time at which to give up, in seconds of the clock.
+            deadline: time at which to give up, in monotonic seconds.
 
         Raises:
             LockTimeout: other processes held the lock until the deadline.
@@ -173,7 +173,7 @@ class Ledger:
         """Open and lock the ledger file, and return its descriptor.
 
         Args:
-            deadline: time at which to give up, in seconds of the clock.
+            deadline: time at which to give up, in monotonic seconds.
 
         Raises:
             LockTimeout: other processes held the lock until the deadline.

@@ -24,8 +24,9 @@ class FileSettings(StorageSettings, frozen=True):
     Attributes:
         path: path of the directory, which must exist; None for the default directory, which is created in the
             user's cache directory.
-        capacity: maximum bytes of all kvferry files in the directory, or a text such as ``50GiB``; None for
-            the capacity that the directory had before, or a tenth of the free space.
+        capacity: maximum size of all kvferry files in the directory: a number of bytes, or a text such as
+            ``50GiB``. None for the current capacity of the directory; a new directory gets a tenth of the
+            free space.
         durable: whether to flush every chunk to the disk before it counts as stored.
     """
 

@@ -161,7 +161,7 @@ class FileTier(StorageTier):
             key: key of the chunk, 16 to 32 bytes.
             group: description of the content: KV cache group, number of tokens and sections.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
-                padding between the sections is set to zero.
+                padding after each section is set to zero.
 
         Raises:
             ChunkError: `key` or `body` has a wrong length, or `group` has too many units; nothing was stored.

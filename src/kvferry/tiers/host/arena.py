@@ -201,7 +201,7 @@ def _file_name(token: str) -> str:
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that this process can still allocate, by its machine and control groups.
+    """Return how many bytes this process can still allocate on its machine and in its control groups.
 
     Raises:
         ConfigError: /proc/meminfo cannot be read.

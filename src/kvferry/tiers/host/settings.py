@@ -18,7 +18,8 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Every chunk passes through this tier on its way to or from the other tiers.
 
     Attributes:
-        capacity: number of bytes, or a text such as ``4GiB``; None for a tenth of the available memory.
+        capacity: size of the shared memory: a number of bytes, or a text such as ``4GiB``; None for a tenth
+            of the available memory.
         eviction_policy: name of the policy that chooses the chunk to evict (`tiers.eviction`).
         load_weight: value of each token that this tier offers to load. Source policy ``weight`` multiplies
             the number of offered tokens by it; other policies ignore it.

@@ -179,8 +179,8 @@ class Slabs:
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
     """Choose the size of the slabs (equal parts of the arena) so that few bytes are wasted.
 
-    The result is a multiple of the largest slot size. Its waste is the number of arena bytes that remain
-    unused if all slabs are cut into slots of one size, for the slot size for which most bytes remain.
+    The result is a multiple of the largest slot size. The waste is the number of arena bytes outside all
+    slots if every slab is cut into slots of the same size. The slot size with the most waste decides.
 
     Args:
         capacity_bytes: bytes of the arena.

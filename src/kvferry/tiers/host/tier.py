@@ -253,7 +253,7 @@ class HostTier:
         return size
 
     def miss_reason(self, key: bytes) -> HostMissReason:
-        """Return the reason why host memory does not have a chunk. No miss is counted."""
+        """Return the reason why a chunk is not in this tier; it must not be readable. No miss is counted."""
         if key in self._slots.filling:
             return HostMissReason.FILLING
         return HostMissReason.EVICTED if self.keys.recently_evicted(key) else HostMissReason.ABSENT

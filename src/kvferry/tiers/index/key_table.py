@@ -125,11 +125,11 @@ class KeyTable:
             return self._rows.count(bit)
 
     def _grow(self) -> None:
-        """Move some rows of the hash table to a table of twice the size, and return.
+        """Move the next few rows of the hash table to a table of twice the size.
 
-        Only some rows are moved in each call, so that no single `update` takes long. When all rows have
-        moved, the larger table replaces the current one. Until then, look-ups use the current table, and
-        changes of moved rows are made in both tables.
+        A call moves only a few rows, so that no single `update` takes long. When all rows have moved, the
+        larger table replaces the current one. Until then, look-ups use the current table, and changes of
+        moved rows are made in both tables.
         """
         if self._next is self._rows:
             self._next = TagRows(2 * len(self._rows))

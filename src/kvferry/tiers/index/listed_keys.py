@@ -30,7 +30,7 @@ class ListedKeys:
 
     Args:
         keys: set of keys in which the engine looks up the chunks of the tier, initially empty.
-        max_keys: maximum number of keys up to which listings add keys. `add` ignores it.
+        max_keys: number of known keys at which listings stop adding keys. `add` ignores this limit.
     """
 
     def __init__(self, keys: TierKeys, max_keys: int = sys.maxsize) -> None:

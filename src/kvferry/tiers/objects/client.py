@@ -264,7 +264,7 @@ def _connect(found: StoreSettings, seconds: float) -> Store:
 
     Args:
         found: URL of the storage, and settings of the client.
-        seconds: time limit of a single request. With its retries, a request may take twice as long.
+        seconds: time limit of each attempt of a request. A request with its retries may take twice as long.
 
     Raises:
         ConfigError: the URL names a folder that the file tier uses.

@@ -136,13 +136,13 @@ class ObjectTier(StorageTier):
         return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk as an object, unless the store is known to have the chunk. The call blocks.
+        """Store a chunk as an object, unless the store already has a good object of it. The call blocks.
 
         Args:
             key: key of the chunk, 16 to 32 bytes.
             group: description of the content: KV cache group, number of tokens and sections.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
-                padding between the sections is set to zero.
+                padding after each section is set to zero.
 
         Raises:
             ChunkError: `key` or `body` has a wrong length, or `group` has too many units; nothing was stored.
