@@ -30,8 +30,8 @@ class Page:
     def _made(self, name: str, metric: Metric) -> Any:
         of = {"labelnames": [*COMMON, *metric.labels], "registry": self._registry}
         if metric.kind is MetricKind.HISTOGRAM:
-            return Histogram(name, metric.what, buckets=SECONDS, **of)
-        return (Counter if metric.kind is MetricKind.COUNTER else Gauge)(name, metric.what, **of)
+            return Histogram(name, metric.help_text, buckets=SECONDS, **of)
+        return (Counter if metric.kind is MetricKind.COUNTER else Gauge)(name, metric.help_text, **of)
 
     def vllm(self, name: str, *labels: str, engine: int = 0) -> Any:
         """A metric of vLLM's, as on the page."""

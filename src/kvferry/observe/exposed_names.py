@@ -16,12 +16,16 @@ VLLM_PREFIX = "vllm:"
 
 _VLLM = (
     Metric("num_requests_running", MetricKind.GAUGE, "Requests in the running batch."),
-    Metric("num_requests_waiting", MetricKind.GAUGE, "Requests that wait."),
-    Metric("kv_cache_usage_perc", MetricKind.GAUGE, "Share of the KV cache that is in use, up to 1."),
-    Metric("prompt_tokens", MetricKind.COUNTER, "Tokens of prompts."),
-    Metric("prompt_tokens_by_source", MetricKind.COUNTER, "The same, by where they come from.", ("source",)),
-    Metric("generation_tokens", MetricKind.COUNTER, "Tokens of answers."),
-    Metric("time_to_first_token_seconds", MetricKind.HISTOGRAM, "As the API server sees it."),
+    Metric("num_requests_waiting", MetricKind.GAUGE, "Requests that wait to be scheduled."),
+    Metric("kv_cache_usage_perc", MetricKind.GAUGE, "Used share of the engine's KV cache, from 0 to 1."),
+    Metric("prompt_tokens", MetricKind.COUNTER, "Prompt tokens."),
+    Metric("prompt_tokens_by_source", MetricKind.COUNTER, "Prompt tokens, by origin.", ("source",)),
+    Metric("generation_tokens", MetricKind.COUNTER, "Generated tokens."),
+    Metric(
+        "time_to_first_token_seconds",
+        MetricKind.HISTOGRAM,
+        "Time to first token, as the API server measures it.",
+    ),
 )
 
 

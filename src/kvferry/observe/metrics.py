@@ -30,66 +30,74 @@ class Metric:
     Attributes:
         name: name without `PREFIX` and, for counters, without ``_total``.
         kind: counter, gauge or histogram.
-        what: help text.
+        help_text: help text.
         labels: names of the metric's own labels, in the order in which their values are passed.
     """
 
     name: str
     kind: MetricKind
-    what: str
+    help_text: str
     labels: tuple[str, ...] = ()
 
 
-def _counter(name: str, what: str, *labels: str) -> Metric:
-    return Metric(name, MetricKind.COUNTER, what, labels)
+def _counter(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, MetricKind.COUNTER, help_text, labels)
 
 
-def _gauge(name: str, what: str, *labels: str) -> Metric:
-    return Metric(name, MetricKind.GAUGE, what, labels)
+def _gauge(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, MetricKind.GAUGE, help_text, labels)
 
 
-def _histogram(name: str, what: str, *labels: str) -> Metric:
-    return Metric(name, MetricKind.HISTOGRAM, what, labels)
+def _histogram(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, MetricKind.HISTOGRAM, help_text, labels)
 
 
 _ALL = (
-    _counter("queries", "Requests that a source was asked for.", "source"),
-    _counter("hits", "Requests that a source brought something.", "source"),
-    _counter("hit_tokens", "Tokens that a source brought requests.", "source", "tier"),
-    _counter("misses", "Requests that a source brought nothing.", "source", "reason", "group"),
-    _counter("recomputed_tokens", "Tokens computed although a source had bid them, and failed.", "source"),
-    _gauge("pending_loads", "Loads under way.", "source"),
+    _counter("queries", "Requests for which a source was asked for KV.", "source"),
+    _counter("hits", "Requests for which a source loaded tokens.", "source"),
+    _counter("hit_tokens", "Tokens that a source loaded, by the tier they came from.", "source", "tier"),
+    _counter("misses", "Requests for which a source loaded nothing.", "source", "reason", "group"),
+    _counter("recomputed_tokens", "Tokens that were computed because their load failed.", "source"),
+    _gauge("pending_loads", "Loads in flight.", "source"),
     _counter("loads", "Loads that have ended.", "source", "outcome"),
-    _histogram("load_seconds", "Of a load, from the order to the last rank's report.", "source"),
-    _counter("load_bytes", "Bytes that loads brought, over all ranks.", "source", "group", "strategy"),
-    _gauge("late_blocks", "Blocks that loads past their deadline still hold."),
-    _histogram("transfer_seconds", "Of a load from a peer, of the slowest rank.", "stage"),
-    _counter("transfer_pages", "Prepared descriptors of loads from peers."),
-    _counter("transfer_descriptors", "What was left of them, neighbours merged."),
-    _gauge("tier_used_bytes", "In use by all that share the tier.", "tier"),
-    _gauge("tier_capacity_bytes", "What the tier may use.", "tier"),
-    _gauge("tier_owed_chunks", "Chunks that wait to be written to a tier.", "tier"),
-    _counter("tier_fetched_chunks", "Chunks that loads took from a tier.", "tier"),
-    _counter("tier_missed_chunks", "Chunks that a tier did not give as expected.", "tier", "reason"),
-    _counter("tier_stored_chunks", "Chunks that a tier has taken.", "tier"),
-    _counter("tier_stored_bytes", "Bytes of chunks that a tier has taken.", "tier"),
-    _counter("tier_dropped_chunks", "Chunks that were not stored.", "tier", "reason"),
-    _counter("tier_evicted_chunks", "Chunks that made room for others.", "tier"),
-    _histogram("tier_fetch_seconds", "Of a chunk that was fetched from a tier.", "tier"),
-    _histogram("tier_store_seconds", "Of a chunk that was stored to a tier.", "tier"),
-    _gauge("leases", "Leases that hold blocks."),
-    _counter("leases_granted", "Leases that were granted."),
+    _histogram("load_seconds", "Time of a successful load, until the slowest rank has reported.", "source"),
+    _counter("load_bytes", "Bytes loaded, summed over all ranks.", "source", "group", "strategy"),
+    _gauge("late_blocks", "Blocks that loads still hold after their deadline or their request has ended."),
+    _histogram("transfer_seconds", "Time of a load from a peer, by stage, on the slowest rank.", "stage"),
+    _counter("transfer_pages", "Pages loaded from peers."),
+    _counter("transfer_descriptors", "Contiguous reads (descriptors) that loaded these pages from peers."),
+    _gauge("tier_used_bytes", "Bytes in use in a tier, by all engines that share it.", "tier"),
+    _gauge("tier_capacity_bytes", "Bytes that a tier may use.", "tier"),
+    _gauge("tier_owed_chunks", "Chunks that are not yet written to a tier.", "tier"),
+    _counter("tier_fetched_chunks", "Chunks that loads read from a tier.", "tier"),
+    _counter(
+        "tier_missed_chunks", "Chunks that a load expected in a tier but could not read.", "tier", "reason"
+    ),
+    _counter("tier_stored_chunks", "Chunks stored to a tier.", "tier"),
+    _counter("tier_stored_bytes", "Bytes of chunks stored to a tier.", "tier"),
+    _counter("tier_dropped_chunks", "Chunks that were not stored to a tier.", "tier", "reason"),
+    _counter("tier_evicted_chunks", "Chunks evicted from a tier to make room.", "tier"),
+    _histogram("tier_fetch_seconds", "Time to fetch one chunk from a tier.", "tier"),
+    _histogram("tier_store_seconds", "Time to store one chunk to a tier.", "tier"),
+    _gauge("leases", "Leases that keep blocks for other engines to read."),
+    _counter("leases_granted", "Leases granted."),
     _counter("leases_ended", "Leases that have ended.", "outcome"),
 )
 
 _MULTI = (
-    _counter("multi_queries", "Requests that a connector was asked for, per admission.", "connector"),
-    _counter("multi_hits", "Of those, that it was chosen to load.", "connector"),
-    _counter("multi_hit_tokens", "Tokens that it was to load for them.", "connector"),
-    _counter("multi_passed_over", "Of those, that it had tokens of, and another was chosen.", "connector"),
-    _counter("multi_misses", "Of those, that it had nothing of, or gave no answer in time.", "connector"),
-    _counter("multi_loads", "Loads of it that have ended.", "connector", "outcome"),
-    _gauge("multi_pending_loads", "Loads of it that are under way.", "connector"),
+    _counter("multi_queries", "Requests for which a connector was asked, once per admission.", "connector"),
+    _counter("multi_hits", "Requests that a connector was chosen to load.", "connector"),
+    _counter("multi_hit_tokens", "Tokens that a connector was chosen to load.", "connector"),
+    _counter(
+        "multi_passed_over", "Requests for which a connector had tokens but was not chosen.", "connector"
+    ),
+    _counter(
+        "multi_misses",
+        "Requests for which a connector had no tokens, or did not answer in time.",
+        "connector",
+    ),
+    _counter("multi_loads", "Loads by a connector that have ended.", "connector", "outcome"),
+    _gauge("multi_pending_loads", "Loads by a connector that are in flight.", "connector"),
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})

@@ -114,7 +114,7 @@ def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[st
     """
     of: dict[str, Any] = {
         "name": f"{PREFIX}{metric.name}",
-        "documentation": metric.what,
+        "documentation": metric.help_text,
         "labelnames": [*labels, *metric.labels],
     }
     if metric.kind is MetricKind.COUNTER:

@@ -67,69 +67,69 @@ ALERTS = (
         expression=f"{_FAILED} / {_LOADED} > 0.05",
         lasts="10m",
         summary=f"{_SHARE} of the loads from {{{{ $labels.source }}}} fail on {_WHO}",
-        action="Requests are computed instead: answers are right, and slower. The engine's log names each "
-        "failure, kvferry_misses_total has reasons: checksum is a disk (kvferry cache verify), "
-        "refused is a peer.",
+        action="The prompts are computed instead, so answers are correct but slower. The engine's log names "
+        "each failure. kvferry_misses_total has the reasons: checksum points to a disk (kvferry cache verify), "
+        "refused to a peer.",
     ),
     Alert(
         name="KVFerryDeadlinesPass",
         expression=f"{_gained('kvferry_loads_total', _SOURCE, '10m', outcome='expired')} > 2",
         lasts="2m",
-        summary=f"Loads from {{{{ $labels.source }}}} pass their deadline on {_WHO}: "
+        summary=f"Loads from {{{{ $labels.source }}}} exceed their deadline on {_WHO}: "
         "{{ $value | humanize }} in ten minutes",
-        action="Each held a request up for load_timeout_seconds. Look at kvferry_transfer_seconds by stage, "
-        "or at kvferry_tier_fetch_seconds: a hung mount, a dead peer, a network that is full.",
+        action="Each delayed a request by load_timeout_seconds. Look at kvferry_transfer_seconds by stage and "
+        "at kvferry_tier_fetch_seconds. Likely causes: a hung mount, a dead peer, a saturated network.",
     ),
     Alert(
         name="KVFerryLateBlocks",
         expression=f"{total(series('kvferry_late_blocks'), *ENGINE)} > 0",
         lasts="15m",
         summary=f"{{{{ $value }}}} blocks of {_WHO} are held by reads that should have ended long ago",
-        action="They are given back when the reads have ended; at the cap of late_blocks that peer is "
-        "refused. See whether the peer is stopped but not gone, and end it if so.",
+        action="The blocks become free when the reads end. If they reach the limit late_blocks, the engine "
+        "refuses that peer. If the peer's process is suspended or hangs, end it.",
     ),
     Alert(
         name="KVFerryLeasesExpire",
         expression=f"{_rate('kvferry_leases_ended_total', ENGINE, outcome='expired')}"
         f" / {_rate('kvferry_leases_ended_total', ENGINE)} > 0.05",
         lasts="10m",
-        summary=f"{_SHARE} of the prompts that {_WHO} prepared are never taken",
-        action="Their blocks are lost to the engine for lease_seconds each. See whether the router sends "
-        "both halves of a request, and whether decode engines reach this one's control channel.",
+        summary=f"{_SHARE} of the prompts that {_WHO} prepared are never read",
+        action="Each keeps its blocks for up to lease_seconds. Check that the router sends both halves of "
+        "each request, and that decode engines can reach this engine's control channel.",
     ),
     Alert(
         name="KVFerryTierDropsStores",
         expression=f"{_DROPPED} / ({_DROPPED} + {_STORED}) > 0.01",
         lasts="15m",
-        summary=f"{_WHICH} on {_WHO} does not take {_SHARE} of the chunks",
-        action="They will be misses. kvferry_tier_dropped_chunks_total has the reasons: a tier slower than "
-        "what is stored, host memory too small to wait for it, a disk that others fill.",
+        summary=f"{_WHICH} on {_WHO} drops {_SHARE} of the chunks to store",
+        action="Later requests will miss them. kvferry_tier_dropped_chunks_total has the reasons. Likely "
+        "causes: the tier is slower than the stores, host memory is too small to hold chunks until they are "
+        "written, or other programs fill the disk.",
     ),
     Alert(
         name="KVFerryTierFull",
         expression=f"{_USED} / {_CAPACITY} > 0.95 and {_DROPPED} > 0",
         lasts="15m",
         summary=f"{_WHICH} on {_WHO} is {_SHARE} full and drops stores",
-        action="Eviction should make room. See kvferry_tier_dropped_chunks_total by reason, the log, and "
-        "the free space of the disk (kvferry cache stat): the capacity may be more than the disk has left.",
+        action="Eviction should make room. Look at kvferry_tier_dropped_chunks_total by reason, the log, and "
+        "the free space of the disk (kvferry cache stat). The capacity may exceed what the disk has left.",
     ),
     Alert(
         name="KVFerryNoHits",
         expression=f"{_LOOKED} > 100 unless {_gained('kvferry_hits_total', _SOURCE, '30m')} > 0",
         lasts="15m",
         severity="info",
-        summary=f"No hit from {{{{ $labels.source }}}} on {_WHO} in {{{{ $value | humanize }}}} queries",
-        action="topk(5, sum by (reason, group) (rate(kvferry_misses_total[30m]))) says why; docs/metrics.md "
-        "says what each reason asks for.",
+        summary=f"No hits from {{{{ $labels.source }}}} on {_WHO} in {{{{ $value | humanize }}}} queries",
+        action="topk(5, sum by (reason, group) (rate(kvferry_misses_total[30m]))) shows why. docs/metrics.md "
+        "says what to do about each reason.",
     ),
     Alert(
         name="KVFerryTokensRecomputed",
         expression=f"{_RECOMPUTED} / {_PROMPTS} > 0.05",
         lasts="10m",
-        summary=f"{_SHARE} of the prompt tokens on {_WHO} are computed after a load of them failed",
-        action="First tokens wait for the load and then for the computing. Find out why loads fail "
-        "(kvferry_loads_total by outcome); until then a shorter load_timeout_seconds makes it "
-        "cheaper.",
+        summary=f"{_SHARE} of the prompt tokens on {_WHO} are computed because their load failed",
+        action="These requests wait for the load and then for the prefill. Find out why loads fail "
+        "(kvferry_loads_total by outcome). Until then, a shorter load_timeout_seconds reduces the wait.",
     ),
 )
 

@@ -8,11 +8,11 @@ from kvferry.observe.exposed_names import CONNECTOR
 _LINE = "{{connector}}"
 
 CONNECTORS = PanelRow(
-    "Connectors, where an engine has several",
+    "Connectors, if an engine has several",
     (
         Panel(
             "Hit rate by connector",
-            "Requests that it was chosen to load, of those that it was asked for.",
+            "Share of the requests for which a connector was asked that it was chosen to load.",
             "percentunit",
             (
                 Query(
@@ -24,29 +24,30 @@ CONNECTORS = PanelRow(
         ),
         Panel(
             "Tokens to load by connector",
-            "Of requests that it was chosen for, whatever came of its load.",
+            "Tokens that each connector was chosen to load. They count even if the load fails.",
             "short",
             (Query(rate("kvferry_multi_hit_tokens_total", CONNECTOR), _LINE),),
             stacked=True,
         ),
         Panel(
-            "Not served",
-            "passed over: another was better, or none; nothing: it had none of the request, or no answer.",
+            "Requests not loaded by connector",
+            "passed over: the connector had tokens, but another connector or none was chosen. "
+            "missed: the connector had no tokens, or did not answer in time.",
             "reqps",
             (
                 Query(rate("kvferry_multi_passed_over_total", CONNECTOR), f"{_LINE} passed over"),
-                Query(rate("kvferry_multi_misses_total", CONNECTOR), f"{_LINE} nothing"),
+                Query(rate("kvferry_multi_misses_total", CONNECTOR), f"{_LINE} missed"),
             ),
         ),
         Panel(
             "Loads by connector and outcome",
-            "After one that failed, the next best connector is asked.",
+            "Loads that have ended. After a failed load, another connector may load the request.",
             "ops",
             (Query(rate("kvferry_multi_loads_total", CONNECTOR, "outcome"), f"{_LINE} {{{{outcome}}}}"),),
         ),
         Panel(
-            "Loads under way by connector",
-            "Those that are loaded between steps.",
+            "Loads in flight by connector",
+            "Asynchronous loads that have not ended.",
             "short",
             (Query(level("kvferry_multi_pending_loads", CONNECTOR), _LINE),),
         ),

@@ -85,7 +85,7 @@ def _panel(panel: Panel, number: int, at: dict[str, int]) -> dict[str, Any]:
         "id": number,
         "type": "timeseries",
         "title": panel.title,
-        "description": panel.about,
+        "description": panel.description,
         "datasource": _SOURCE,
         "gridPos": {**at, "w": _WIDTH, "h": _HEIGHT},
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},

@@ -12,7 +12,7 @@ LOADS = PanelRow(
     (
         Panel(
             "Bytes by group and strategy",
-            "Over all ranks.",
+            "Bytes loaded, summed over all ranks, by KV cache group and transfer strategy.",
             "Bps",
             (
                 Query(
@@ -23,32 +23,32 @@ LOADS = PanelRow(
             stacked=True,
         ),
         Panel(
-            "Loads under way",
-            "More than a disk can serve add up.",
+            "Loads in flight",
+            "Loads that have not ended. If the number grows, loads start faster than the source serves them.",
             "short",
             (Query(level("kvferry_pending_loads", "source"), "{{source}}"),),
         ),
         Panel(
-            "Load seconds",
-            "As the request waited, of loads that are ready.",
+            "Load time",
+            "Time that requests waited for successful loads.",
             "s",
             quantiles("kvferry_load_seconds", "source"),
         ),
         Panel(
-            "Transfer seconds by stage",
-            "Of loads from peers, the slowest rank: plan, read, check of the lease.",
+            "Transfer time by stage",
+            "Time of loads from peers on the slowest rank: planning, reading, and checking the lease.",
             "s",
             quantiles("kvferry_transfer_seconds", "stage"),
         ),
         Panel(
             "Descriptors",
-            "Of loads from peers, after neighbours were merged.",
+            "Contiguous reads (descriptors) of loads from peers. Neighbouring pages share a descriptor.",
             "ops",
             (Query(_DESCRIPTORS, "descriptors"),),
         ),
         Panel(
             "Coalescing",
-            "Prepared pages by descriptors: what merging neighbours saves.",
+            "Pages per descriptor of loads from peers. More is better.",
             "short",
             (
                 Query(
@@ -59,7 +59,7 @@ LOADS = PanelRow(
         ),
         Panel(
             "Bytes per descriptor",
-            "Few make reading slow.",
+            "Mean size of the descriptors of loads from peers. Small descriptors make reading slow.",
             "bytes",
             (
                 Query(
@@ -75,8 +75,9 @@ FAILURES = PanelRow(
     "Failures and leases",
     (
         Panel(
-            "Loads that did not serve",
-            "failed; expired: passed load_timeout_seconds; dropped: nobody waited for it any more.",
+            "Failed, expired and dropped loads",
+            "failed: see the engine's log. expired: not ended after load_timeout_seconds. dropped: the "
+            "request ended first, or another part of its prefix failed.",
             "ops",
             (
                 Query(
@@ -87,25 +88,26 @@ FAILURES = PanelRow(
         ),
         Panel(
             "Recomputed tokens",
-            "Computed although a source had bid them, after its load had failed.",
+            "Tokens that were computed because their load failed.",
             "short",
             (Query(rate("kvferry_recomputed_tokens_total", "source"), "{{source}}"),),
         ),
         Panel(
             "Late blocks",
-            "Held by loads past their deadline.",
+            "Blocks that loads still hold after their deadline or their request has ended.",
             "short",
             (Query(level("kvferry_late_blocks", "instance"), "{{instance}}"),),
         ),
         Panel(
             "Leases",
-            "Prompts that wait for their consumer, with their blocks.",
+            "Leases on blocks of prompts that another engine has not read yet.",
             "short",
             (Query(level("kvferry_leases", "instance"), "{{instance}}"),),
         ),
         Panel(
             "Leases granted and ended",
-            "expired: the consumer was silent for lease_seconds.",
+            "released: the consumer has read the KV, or the lease was given up. expired: the consumer was "
+            "silent for lease_seconds, or the blocks were needed and nobody had claimed the lease.",
             "ops",
             (
                 Query(rate("kvferry_leases_granted_total"), "granted"),

@@ -30,14 +30,14 @@ class Panel:
 
     Attributes:
         title: title of the panel.
-        about: explanation that the panel shows.
+        description: explanation that the panel shows.
         unit: name of the values' unit in Grafana.
         queries: PromQL queries whose results are drawn.
         stacked: True to stack the values, which is useful if their sum is meaningful.
     """
 
     title: str
-    about: str
+    description: str
     unit: str
     queries: tuple[Query, ...]
     stacked: bool = False

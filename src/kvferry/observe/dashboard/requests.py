@@ -10,7 +10,7 @@ ENGINES = PanelRow(
     (
         Panel(
             "Requests",
-            "Of vLLM.",
+            "Requests that vLLM runs, and requests that wait.",
             "short",
             (
                 Query(level("vllm:num_requests_running", "instance"), "{{instance}} running"),
@@ -18,15 +18,15 @@ ENGINES = PanelRow(
             ),
         ),
         Panel(
-            "Prompt tokens, by where they come from",
-            "Computed, from the engine's own prefix cache, or brought from outside.",
+            "Prompt tokens by origin",
+            "Tokens that were computed, found in the engine's own prefix cache, or loaded by a connector.",
             "short",
             (Query(rate("vllm:prompt_tokens_by_source_total", "source"), "{{source}}"),),
             stacked=True,
         ),
         Panel(
             "Time to first token",
-            "As the API server sees it.",
+            "Time from a request to its first token, as the API server measures it.",
             "s",
             quantiles("vllm:time_to_first_token_seconds"),
         ),
@@ -38,7 +38,8 @@ HITS = PanelRow(
     (
         Panel(
             "Hit rate",
-            "Of requests that had something to look for: the engine's own cache lacked it.",
+            "Share of requests for which a source loaded tokens. Requests whose prompt was already in the "
+            "engine's own prefix cache do not count.",
             "percentunit",
             (
                 Query(
@@ -53,20 +54,20 @@ HITS = PanelRow(
         ),
         Panel(
             "Queries",
-            "Requests that a source was asked for.",
+            "Requests for which a source was asked for KV.",
             "reqps",
             (Query(rate("kvferry_queries_total", "source"), "{{source}}"),),
         ),
         Panel(
             "Hit tokens",
-            "Brought by a source, by the tier where they rested.",
+            "Tokens loaded by each source, by the tier they came from.",
             "short",
             (Query(rate("kvferry_hit_tokens_total", "source", "tier"), "{{source}} {{tier}}"),),
             stacked=True,
         ),
         Panel(
             "Misses by reason",
-            "One reason per query; docs/metrics.md says what each means.",
+            "Requests for which a source loaded nothing. docs/metrics.md explains the reasons.",
             "reqps",
             (
                 Query(

@@ -18,7 +18,7 @@ TIERS = PanelRow(
     (
         Panel(
             "Fullness",
-            "Of a directory, by all that share it.",
+            "Used share of a tier's capacity. All engines that share a directory report the same value.",
             "percentunit",
             (
                 Query(
@@ -30,7 +30,8 @@ TIERS = PanelRow(
         ),
         Panel(
             "Used and capacity",
-            "Engines, and connectors of one engine, that share a directory each say the whole of it.",
+            "Bytes in use and capacity of each tier. All engines and connectors that share a directory "
+            "report the whole directory, so do not add their values.",
             "bytes",
             (
                 Query(level("kvferry_tier_used_bytes", *_EACH), f"{_WHOSE} used"),
@@ -39,7 +40,7 @@ TIERS = PanelRow(
         ),
         Panel(
             "Chunks in and out",
-            "Stored to a tier, fetched from it.",
+            "Chunks stored to each tier, and chunks fetched from it by loads.",
             "ops",
             (
                 Query(rate("kvferry_tier_stored_chunks_total", "tier"), "{{tier}} stored"),
@@ -48,32 +49,43 @@ TIERS = PanelRow(
         ),
         Panel(
             "Bytes stored",
-            "Of chunks that a tier has taken.",
+            "Bytes of the chunks that were stored to each tier.",
             "Bps",
             (Query(rate("kvferry_tier_stored_bytes_total", "tier"), "{{tier}}"),),
         ),
         Panel(
-            "Owed",
-            "Chunks that wait to be written. Growing: the tier falls behind.",
+            "Chunks to be written",
+            "Chunks that are not yet written to a tier. If the number grows, the tier falls behind.",
             "short",
             (Query(level("kvferry_tier_owed_chunks", "instance", "tier"), "{{instance}} {{tier}}"),),
         ),
         Panel(
-            "Dropped",
-            "Chunks that were not stored, by reason.",
+            "Dropped chunks",
+            "Chunks that were not stored, by reason. docs/metrics.md explains the reasons.",
             "ops",
             (Query(rate("kvferry_tier_dropped_chunks_total", "tier", "reason"), "{{tier}} {{reason}}"),),
         ),
         Panel(
-            "Evicted and missed",
-            "Chunks that made room; chunks that were thought to be there and were not given.",
+            "Evicted and missed chunks",
+            "Chunks evicted to make room, and chunks that a load expected in a tier but could not read, "
+            "by reason.",
             "ops",
             (
                 Query(rate("kvferry_tier_evicted_chunks_total", "tier"), "{{tier}} evicted"),
                 Query(rate("kvferry_tier_missed_chunks_total", "tier", "reason"), "{{tier}} {{reason}}"),
             ),
         ),
-        Panel("Fetch seconds", "Of one chunk.", "s", quantiles("kvferry_tier_fetch_seconds", "tier")),
-        Panel("Store seconds", "Of one chunk.", "s", quantiles("kvferry_tier_store_seconds", "tier")),
+        Panel(
+            "Fetch time",
+            "Time to fetch one chunk from a tier.",
+            "s",
+            quantiles("kvferry_tier_fetch_seconds", "tier"),
+        ),
+        Panel(
+            "Store time",
+            "Time to store one chunk to a tier.",
+            "s",
+            quantiles("kvferry_tier_store_seconds", "tier"),
+        ),
     ),
 )
