@@ -136,7 +136,9 @@ class ObjectTier(StorageTier):
         return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview) -> PutOutcome:
-        """Store a chunk as an object, unless the store already has a good object of it. The call blocks.
+        """Store a chunk as an object, unless the store has an object of its name and length. The call blocks.
+
+        An object that failed a check earlier is replaced in any case.
 
         Args:
             key: key of the chunk, 16 to 32 bytes.
