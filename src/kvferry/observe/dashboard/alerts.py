@@ -68,8 +68,8 @@ ALERTS = (
         lasts="10m",
         summary=f"{_SHARE} of the loads from {{{{ $labels.source }}}} fail on {_WHO}",
         action="The prompts are computed instead, so answers are correct but slower. The engine's log names "
-        "each failure. kvferry_misses_total has the reasons: checksum points to a disk (kvferry cache verify), "
-        "refused to a peer.",
+        "each failure. kvferry_misses_total has the reasons: checksum points to a disk (kvferry cache "
+        "verify), refused to a peer.",
     ),
     Alert(
         name="KVFerryDeadlinesPass",
@@ -77,8 +77,8 @@ ALERTS = (
         lasts="2m",
         summary=f"Loads from {{{{ $labels.source }}}} exceed their deadline on {_WHO}: "
         "{{ $value | humanize }} in ten minutes",
-        action="Each delayed a request by load_timeout_seconds. Look at kvferry_transfer_seconds by stage and "
-        "at kvferry_tier_fetch_seconds. Likely causes: a hung mount, a dead peer, a saturated network.",
+        action="Each delayed a request by load_timeout_seconds. Look at kvferry_transfer_seconds by stage, "
+        "and at kvferry_tier_fetch_seconds. Likely causes: a hung mount, a dead peer, a saturated network.",
     ),
     Alert(
         name="KVFerryLateBlocks",
