@@ -173,7 +173,7 @@ class Storing:
         )  # the last token is always computed
         whole: list[int] = []
         for number, here in zip(keys, kept.tolist(), strict=True):
-            since = None if here else self._since(group, number, tables, until, progress.found)
+            since = None if here else self._first_storable_token(group, number, tables, until, progress.found)
             if since == number * self._chunk:
                 whole.append(number)
             elif since is not None:
@@ -227,7 +227,9 @@ class Storing:
         chunks = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
         self._orders.order(progress.request.request_id, group, chunks, table_slices, available)
 
-    def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
+    def _first_storable_token(
+        self, group: int, number: int, tables: BlockIds, until: int, found: int
+    ) -> int | None:
         """Return the position of the first token of a chunk that can be stored from the engine's blocks.
 
         A chunk may lack tokens before the window, because no request that continues from the chunk's end or
