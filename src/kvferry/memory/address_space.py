@@ -13,6 +13,7 @@ from math import gcd
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.errors import TransferError
@@ -132,6 +133,17 @@ class AddressSpace:
             )
             self._words[at, word] = whole.view(_WORDS[word])
         return self._words[at, word]
+
+    def bytes_at(self, address: int) -> tuple[npt.NDArray[np.uint8], int]:
+        """Return the memory of the region that contains `address`, and the address's byte offset in it.
+
+        The region must be in host memory.
+
+        Returns:
+            (array that shares the region's memory, uint8 of shape (length,); byte offset).
+        """
+        at = max(bisect.bisect_right(self._starts, address) - 1, 0)
+        return self._flat(at, 1).numpy(), address - self._starts[at]
 
     def base(self, address: int) -> int:
         """Return the start address of the region that contains `address`, which must lie in a region."""

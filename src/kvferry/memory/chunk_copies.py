@@ -5,28 +5,25 @@ the largest number of tokens that divides both a block and a chunk. The arena is
 the chunks.
 
 The planner treats the arena as a pool of chunks at address 0 (`geometry.canonical.chunk_pool`), so on that
-side the strided copies have offsets within a chunk. A chunk may start anywhere in the arena, so each copy
-creates a new view of it, which takes a microsecond.
+side the strided copies have offsets within a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.pool_cells import CopyView, PoolCells
+from kvferry.memory.host_copy import copy_cells, packed_cell
+from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import CellCopy, PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
-
-_WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 
 
 class ChunkCopies:
@@ -86,9 +83,9 @@ class ChunkCopies:
             offset: byte offset of the chunk in the host memory that holds the chunks.
         """
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
-            for at in _offsets(chunk_cells, offset, cells.number):
+            for at in _offsets(chunk_cells, offset, cells.number).tolist():
                 for view in part.copies:
-                    self._packed(view, at)[...] = 0
+                    packed_cell(view, self._memory, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
         """Zero the bytes in these KV blocks that belong to the layers of the route (layers copied together).
@@ -100,41 +97,17 @@ class ChunkCopies:
 
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
-            places: list[int] = part.places(blocks, cells.number).tolist()
-            for place, offset in zip(places, _offsets(chunk_cells, chunks, cells.number), strict=True):
-                for view in part.copies:
-                    self._move(view, place, offset)
+            places = part.places(blocks, cells.number)
+            offsets = _offsets(chunk_cells, chunks, cells.number)
+            for view in part.copies:
+                if view.on_host:
+                    copy_cells(view, places, self._memory, offsets)
+                    continue
+                for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
+                    there = torch.from_numpy(packed_cell(view, self._memory, offset))
+                    pages = view.elements[place]
+                    there.copy_(pages) if view.storing else pages.copy_(there)
         self._pool.wait()
-
-    def _move(self, view: CopyView, place: int, offset: int) -> None:
-        """Run one strided copy for one cell (run of tokens), from KV block to chunk or in reverse.
-
-        Args:
-            view: strided copy with its view of the block pool.
-            place: index of the cell on the first axis of that view.
-            offset: byte offset of the cell in the host memory that holds the chunks.
-        """
-        pages, packed = view.elements[place], self._packed(view, offset)
-        if not view.on_host:
-            there = torch.from_numpy(packed)
-            there.copy_(pages) if self._storing else pages.copy_(there)
-        elif self._storing:
-            np.copyto(packed, pages)
-        else:
-            np.copyto(pages, packed)
-
-    def _packed(self, view: CopyView, offset: int) -> npt.NDArray[Any]:
-        """Return a view of the bytes in a chunk that a strided copy reads or writes for one cell.
-
-        A cell is a run of tokens that is copied as one unit.
-
-        Args:
-            view: strided copy, which determines shape and strides.
-            offset: byte offset of the cell in the host memory that holds the chunks.
-        """
-        return np.ndarray(
-            view.shape, _WORDS[view.word], self._memory.data, offset + view.offset, view.strides
-        )
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
         """Return the strided copies of a cell (run of tokens) for use with the rank's block pool.
@@ -149,7 +122,7 @@ class ChunkCopies:
         return PoolCopies(at, tuple(copy for one in part.copies for copy in one.ascending()))
 
 
-def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[int]:
+def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64s:
     """Return the byte offset of each cell in the arena (host memory that holds chunks).
 
     A cell is a run of tokens that is copied as one unit.
@@ -160,8 +133,7 @@ def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> list[
         number: index of each cell, counted in cells from the start of the prompt, int64 of shape (n,). It
             determines the cell's position in its chunk.
     """
-    found: list[int] = (chunks + chunk_cells[number % len(chunk_cells)]).tolist()
-    return found
+    return chunks + chunk_cells[number % len(chunk_cells)]
 
 
 def offsets_of(offsets: Sequence[int]) -> Int64s:

@@ -33,20 +33,27 @@ class CopyView:
 
     Attributes:
         copy: strided copy to run.
+        storing: True if the pool is the source of the copy, False if it is the destination.
+        loops: loops of the copy, outermost first, int64 of shape (loops, 3): count, source stride, and
+            destination stride in bytes.
         word: size in bytes of an element of `elements`.
         elements: view of the pool, of shape (places, count of every loop, elements of a run). It is a numpy
             array for host memory, and a tensor for GPU memory.
         offset: byte offset of the first run within the other side.
         shape: shape of the view of the other side: (count of every loop, elements of a run).
         strides: strides of the view of the other side, in bytes.
+        extent: bytes from the start of the first run to the end of the last one on the other side.
     """
 
     copy: StridedCopy
+    storing: bool
+    loops: Int64s
     word: int
     elements: Any
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    extent: int
 
     @property
     def on_host(self) -> bool:
@@ -169,11 +176,18 @@ class PoolCells:
         address, offset = (copy.src, copy.dst) if storing else (copy.dst, copy.src)
         word = largest_word(copy, alignment, offset, address - self._pool.base(address))
         elements = self._pool.view(copy, self._side, *places, word)
+        distances = [loop.dst if storing else loop.src for loop in copy.loops]
         return CopyView(
             copy=copy,
+            storing=storing,
+            loops=np.array([(loop.count, loop.src, loop.dst) for loop in copy.loops], np.int64).reshape(
+                -1, 3
+            ),
             word=word,
             elements=elements if elements.is_cuda else elements.numpy(),
             offset=offset,
             shape=(*(loop.count for loop in copy.loops), copy.run // word),
-            strides=(*((loop.dst if storing else loop.src) for loop in copy.loops), word),
+            strides=(*distances, word),
+            extent=sum((loop.count - 1) * far for loop, far in zip(copy.loops, distances, strict=True))
+            + copy.run,
         )

@@ -6,14 +6,15 @@ packed image is one cell in contiguous memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.pool_cells import CellViews, CopyView, PoolCells
+from kvferry.memory.host_copy import copy_cells
+from kvferry.memory.pool_cells import CopyView, PoolCells
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
 
@@ -59,7 +60,6 @@ class StagingCopies:
         Raises:
             TransferError: the copies exceed the pool's memory.
         """
-        self._side = side
         self._pool = PoolCells(parts, pool, side=side, stride=stride, blocks=blocks)
 
     def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
@@ -75,18 +75,7 @@ class StagingCopies:
         Raises:
             TransferError: the images exceed the staging memory.
         """
-        for part, view, images in self._pairs(staged, first, len(blocks)):
-            places = part.places(blocks, cells)
-            if view.on_host:
-                # Numpy, because torch operations on more than some thousand elements wait for all compute
-                # threads of the process. While an engine is busy, `index_select` takes 20 ms instead of 0.5.
-                rows = images.numpy()
-                for row, place in enumerate(places.tolist()):
-                    np.copyto(rows[row], view.elements[place])
-            else:
-                index = torch.from_numpy(places).to(view.elements.device)
-                torch.index_select(view.elements, 0, index, out=images)
-        self._pool.wait()
+        self._copy(blocks, cells, staged, first)
 
     def scatter(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         """Copy cells (runs of tokens) from images (packed cells) in staging memory into KV blocks.
@@ -101,15 +90,7 @@ class StagingCopies:
         Raises:
             TransferError: the images exceed the staging memory.
         """
-        for part, view, images in self._pairs(staged, first, len(blocks)):
-            places = part.places(blocks, cells)
-            if view.on_host:
-                rows = images.numpy()
-                for row, place in enumerate(places.tolist()):
-                    np.copyto(view.elements[place], rows[row])
-            else:
-                view.elements.index_copy_(0, torch.from_numpy(places).to(view.elements.device), images)
-        self._pool.wait()
+        self._copy(blocks, cells, staged, first)
 
     def clear(self, blocks: Int64s) -> None:
         """Zero the bytes of these KV blocks that `gather` or `scatter` copies. Other bytes stay as they are.
@@ -119,27 +100,34 @@ class StagingCopies:
         """
         self._pool.clear(blocks)
 
-    def _pairs(
-        self, staged: StagedImages, first: int, count: int
-    ) -> Iterator[tuple[CellViews, CopyView, torch.Tensor]]:
-        """Yield the views that each strided copy needs: one of the block pool and one of some images.
+    def _copy(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
+        numbers = first + np.arange(len(blocks))
+        for part in self._pool.parts:
+            places = part.places(blocks, cells)
+            for view in part.copies:
+                if view.on_host:
+                    # Not torch: its operations on more than some thousand elements wait for all compute
+                    # threads of the process. While an engine is busy, `index_select` takes 20 ms, not 0.5.
+                    memory, start = staged.space.bytes_at(staged.address)
+                    copy_cells(view, places, memory, start + numbers * staged.stride)
+                else:
+                    self._copy_on_device(view, places, staged, first)
+        self._pool.wait()
 
-        An image is a cell (run of tokens) packed into contiguous memory.
+    def _copy_on_device(self, view: CopyView, places: Int64s, staged: StagedImages, first: int) -> None:
+        """Copy cells on a GPU.
 
         Args:
-            staged: images in staging memory.
-            first: index of the first image.
-            count: number of images.
-
-        Yields:
-            (views of the cells, view of the pool, view of the images). The view of the images has the shape
-            (`count`, count of every loop, elements of a run).
+            view: strided copy with its view of the block pool.
+            places: index of each cell on the first axis of that view, int64 of shape (n,).
+            staged: images (packed cells) in staging memory.
+            first: index of the image of the first cell.
         """
         address = staged.address + first * staged.stride
-        for part in self._pool.parts:
-            for view in part.copies:
-                if self._side == "src":
-                    side, copy = "dst", view.copy.at(0, address)
-                else:
-                    side, copy = "src", view.copy.at(address, 0)
-                yield part, view, staged.space.view(copy, side, staged.stride, count, view.word)
+        side, copy = ("dst", view.copy.at(0, address)) if view.storing else ("src", view.copy.at(address, 0))
+        images = staged.space.view(copy, side, staged.stride, len(places), view.word)
+        index = torch.from_numpy(places).to(view.elements.device)
+        if view.storing:
+            torch.index_select(view.elements, 0, index, out=images)
+        else:
+            view.elements.index_copy_(0, index, images)

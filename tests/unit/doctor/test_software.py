@@ -60,6 +60,13 @@ def test_a_connector_that_does_not_load(ended, words):
     assert words in found.found
 
 
+def test_it_is_said_what_copies_cells():
+    assert software.copies(kernel=True, why="").state is State.OK
+    found = software.copies(kernel=False, why="it was not built")
+    assert (found.state, found.found[-16:]) == (State.NOTE, "it was not built")
+    assert "C compiler" in found.advice
+
+
 def test_the_hash_seed_plays_no_part():
     assert "PYTHONHASHSEED (not set) plays no part" in software.hash_seed({}).found
     assert "(7)" in software.hash_seed({"PYTHONHASHSEED": "7"}).found

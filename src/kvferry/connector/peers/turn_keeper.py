@@ -188,7 +188,7 @@ class TurnKeeper:
     def ended(self, lease: str) -> None:
         """Withdraw the retained turn (KV of a finished request) whose lease has ended.
 
-        The blocks stay allocated until `on_workers_confirmed` has counted all workers.
+        The blocks stay allocated until `raised` has counted all workers.
 
         Args:
             lease: name of the lease. A lease of another kind is ignored.
@@ -197,7 +197,7 @@ class TurnKeeper:
             self._index.withdraw(turn.kept.ticket)
             self._leaving[lease] = turn.blocks
 
-    def on_workers_confirmed(self, lease: str, workers: int) -> bool:
+    def raised(self, lease: str, workers: int) -> bool:
         """Count the workers that have confirmed the end of a lease, and free its blocks after the last one.
 
         A worker confirms after it has changed the lease word, an integer in registered memory that readers

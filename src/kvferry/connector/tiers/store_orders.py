@@ -80,8 +80,8 @@ class StoreOrders:
         self,
         request_id: str,
         group: int,
-        chunks: Sequence[tuple[int, bytes, int]],
-        table_slices: Sequence[TableSlice | None],
+        wanted: Sequence[tuple[int, bytes, int]],
+        stretches: Sequence[TableSlice | None],
         available: range,
     ) -> None:
         """Order the ranks to copy chunks from KV blocks to host memory.
@@ -92,19 +92,19 @@ class StoreOrders:
         Args:
             request_id: id of the request that the chunks belong to.
             group: index of the KV cache group in the storage format.
-            chunks: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a snapshot
+            wanted: (index in the prompt, key, number of tokens) of each chunk; 0 tokens for a snapshot
                 (recurrent state at one position).
-            table_slices: for each KV cache group of the engine, the part of the block table that holds the
+            stretches: for each KV cache group of the engine, the part of the block table that holds the
                 chunks; None for groups without chunks in this order.
             available: range of prompt tokens that these blocks hold.
         """
-        ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
+        ids = {block for stretch in stretches if stretch for block in stretch.ids} - {NULL_BLOCK}
         if self._pinned + len(ids) > self.most_pinned:
-            self.dropped["too many stores under way"] += len(chunks)
+            self.dropped["too many stores under way"] += len(wanted)
             return
         slots: list[tuple[Slot, int]] = []
         pieces = []
-        for number, key, tokens in chunks:
+        for number, key, tokens in wanted:
             slot = self._cache.reserve(key, group)
             if slot is not None:
                 slots.append((slot, tokens))
@@ -117,41 +117,41 @@ class StoreOrders:
         name = f"store#{next(self._numbers)}"
         self._stores[name] = _Store(request_id, slots, blocks)
         self._events.emit(StoreBegan(request_id, time.monotonic(), name, self._labels[group], len(pieces)))
-        self._orders.append(StoreOrder(name, tuple(pieces), tuple(table_slices), available))
+        self._orders.append(StoreOrder(name, tuple(pieces), tuple(stretches), available))
 
     def take(self) -> list[StoreOrder]:
         """Return the orders to the ranks that were queued since the last call, and clear the queue."""
         orders, self._orders = self._orders, []
         return orders
 
-    def on_copied(self, report: MergedCopyReport) -> bool:
+    def moved(self, moved: MergedCopyReport) -> bool:
         """Complete a store (copy of chunks from KV blocks to host memory) that all ranks have reported.
 
         Release the store's blocks. If the store succeeded, make its chunks available to requests.
 
         Args:
-            report: merged report of all ranks about one order to copy chunks.
+            moved: merged report of all ranks about one order to copy chunks.
 
         Returns:
             False if the order is not a store, else True.
         """
-        store = self._stores.pop(report.key, None)
+        store = self._stores.pop(moved.key, None)
         if store is None:
             return False
         for slot, tokens in reversed(store.slots):
-            self._cache.filled(slot, tokens, report.failure)
+            self._cache.filled(slot, tokens, moved.failure)
         self._pool.free_blocks(reversed(store.blocks))
         self._pinned -= len(store.blocks)
         self._rank(store.request_id)
-        size, now = sum(report.bytes_by_group), time.monotonic()
+        size, now = sum(moved.bytes_by_group), time.monotonic()
         self._events.emit(
             StoreEnded(
                 store.request_id,
                 now,
-                store=report.key,
-                failure=report.failure or "",
+                store=moved.key,
+                failure=moved.failure or "",
                 size=size,
-                seconds=report.seconds,
+                seconds=moved.seconds,
             )
         )
         return True

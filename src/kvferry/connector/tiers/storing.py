@@ -146,8 +146,8 @@ class Storing:
             if one.kind is not GroupKind.STATE:
                 kept = [n for n in numbers if keeps_chunk(one, n, self._chunk, self._every, ends)]
                 keys = [chunks.key(group, number) for number in kept]
-                candidates = dict(zip(kept, keys, strict=True))
-                self._store(progress, group, candidates, tables, numbers.stop * self._chunk)
+                wanted = dict(zip(kept, keys, strict=True))
+                self._store(progress, group, wanted, tables, numbers.stop * self._chunk)
                 if with_tail:
                     tail = {prompt // self._chunk: chunks.tail(group, prompt)}
                     self._store(progress, group, tail, tables, prompt)
@@ -173,7 +173,7 @@ class Storing:
         )  # the last token is always computed
         whole: list[int] = []
         for number, here in zip(keys, kept.tolist(), strict=True):
-            since = None if here else self._first_storable_token(group, number, tables, until, progress.found)
+            since = None if here else self._since(group, number, tables, until, progress.found)
             if since == number * self._chunk:
                 whole.append(number)
             elif since is not None:
@@ -220,16 +220,14 @@ class Storing:
             available: range of prompt tokens that the blocks hold.
         """
         low, high = available.start, min((numbers[-1] + 1) * self._chunk, available.stop)
-        table_slices = [
+        stretches = [
             slice_table(tables[number], low, high, one.block_tokens) if number in self._parts[group] else None
             for number, one in enumerate(self._groups)
         ]
-        chunks = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
-        self._orders.order(progress.request.request_id, group, chunks, table_slices, available)
+        wanted = [(n, keys[n], min((n + 1) * self._chunk, high) - n * self._chunk) for n in numbers]
+        self._orders.order(progress.request.request_id, group, wanted, stretches, available)
 
-    def _first_storable_token(
-        self, group: int, number: int, tables: BlockIds, until: int, found: int
-    ) -> int | None:
+    def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
         """Return the position of the first token of a chunk that can be stored from the engine's blocks.
 
         A chunk may lack tokens before the window, because no request that continues from the chunk's end or
@@ -289,9 +287,7 @@ class Storing:
             key = chunks.key(self._state, number)
             if self._cache.host.contains([key])[0]:
                 continue
-            table_slices = [
+            stretches = [
                 TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._groups))
             ]
-            self._orders.order(
-                request.request_id, self._state, [(number, key, 0)], table_slices, range(tokens)
-            )
+            self._orders.order(request.request_id, self._state, [(number, key, 0)], stretches, range(tokens))

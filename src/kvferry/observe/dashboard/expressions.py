@@ -75,7 +75,7 @@ def per_second(selector: str, over: str) -> str:
     return f"rate({selector}[{over}])"
 
 
-def increase(selector: str, over: str) -> str:
+def gained(selector: str, over: str) -> str:
     """Return a PromQL expression for the increase of a counter in a time range such as ``30m``."""
     return f"increase({selector}[{over}])"
 
@@ -92,6 +92,6 @@ def quantile(q: float, selector: str, over: str, *by: str) -> str:
     return f"histogram_quantile({q:g}, {total(per_second(selector, over), *by, 'le')})"
 
 
-def minus(what: str, part: str) -> str:
+def less(what: str, part: str) -> str:
     """Return a PromQL expression for `what` minus `part`. A missing series of `part` counts as 0."""
     return f"({what} - ({part} or 0 * {what}))"

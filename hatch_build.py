@@ -1,0 +1,50 @@
+"""Build hook: compile the native copy kernel into the wheel.
+
+Without a C compiler, or if the compiler fails, the wheel contains no kernel and numpy copies instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = "src/kvferry/memory/strided_copy.c"
+LIBRARY = "src/kvferry/memory/_strided_copy.so"
+
+
+class NativeCopies(BuildHookInterface[Any]):
+    """Compiles `SOURCE` to `LIBRARY`, in wheels and in editable installations."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature
+        """Compile the kernel, and mark the wheel as one for this platform."""
+        if self.target_name != "wheel":
+            return
+        library = Path(self.root, LIBRARY)
+        library.unlink(missing_ok=True)
+        if why := compiled(Path(self.root, SOURCE), library):
+            self.app.display_warning(f"kvferry copies with numpy instead of its native kernel: {why}")
+            return
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform}"
+        build_data["artifacts"].append(LIBRARY)
+
+
+def compiled(source: Path, library: Path) -> str:
+    """Compile a C file to a shared library; return the reason why this is impossible, or ``""``."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if shutil.which(compiler[0]) is None:
+        return f"there is no C compiler ({compiler[0]})"
+    command = [*compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(source)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        library.unlink(missing_ok=True)
+        return f"{compiler[0]} failed: {' '.join(ended.stderr.split())[:500]}"
+    return ""

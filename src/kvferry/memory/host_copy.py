@@ -1,0 +1,82 @@
+"""Copy cells between a block pool and packed memory, both in host memory.
+
+The native kernel copies all cells in one call. Where there is no kernel, numpy copies one cell at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import TransferError
+from kvferry.memory import copy_kernel
+from kvferry.planning.descriptors import Int64s
+
+if TYPE_CHECKING:
+    from kvferry.memory.pool_cells import CopyView
+
+_WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
+
+STREAMED_BYTES = 1 << 18
+"""Bytes from which a copy is written past the CPU's caches, which it would fill."""
+
+STREAMED_GATHER_RUN = 2048
+"""Length in bytes of the longest run that is written past the caches if the destination is contiguous. Longer
+runs are faster with the C library's own copy."""
+
+
+def copy_cells(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
+    """Run one strided copy for several cells, out of the block pool or into it.
+
+    Args:
+        view: strided copy with its view of the block pool, in host memory.
+        places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
+        memory: host memory that holds the packed cells, uint8 of shape (bytes,).
+        offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
+
+    Raises:
+        TransferError: a cell is outside the block pool or `memory`. Nothing was copied.
+    """
+    if not len(places):
+        return
+    _check("places of the block pool", places, 0, len(view.elements))
+    _check("bytes of the packed memory", offsets + view.offset, 0, memory.size - view.extent + 1)
+    kernel = copy_kernel.KERNEL
+    if kernel is None or len(view.loops) > copy_kernel.MAX_LOOPS:
+        for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
+            cell = packed_cell(view, memory, offset)
+            if view.storing:
+                np.copyto(cell, view.elements[place])
+            else:
+                np.copyto(view.elements[place], cell)
+        return
+    pool = view.elements.ctypes.data + places * view.elements.strides[0]
+    packed = memory.ctypes.data + view.offset + offsets
+    streamed = len(places) * view.copy.bytes >= STREAMED_BYTES
+    if view.storing:
+        streamed = streamed and view.copy.run <= STREAMED_GATHER_RUN
+        kernel(pool, packed, view.copy.run, view.loops, streamed)
+    else:
+        kernel(packed, pool, view.copy.run, view.loops, streamed)
+
+
+def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> npt.NDArray[Any]:
+    """Return a view of the bytes of a packed cell that a strided copy reads or writes.
+
+    Args:
+        view: strided copy, which determines shape and strides.
+        memory: host memory that holds the packed cell, uint8 of shape (bytes,).
+        offset: byte offset of the cell in `memory`.
+    """
+    return np.ndarray(view.shape, _WORDS[view.word], memory.data, offset + view.offset, view.strides)
+
+
+def _check(what: str, values: Int64s, low: int, high: int) -> None:
+    """Raise `TransferError` unless all `values` are in the range ``[low, high)``."""
+    least, most = int(values.min()), int(values.max())
+    if least < low or most >= high:
+        raise TransferError(
+            f"a copy exceeds the {what}: found {least} to {most}, expected {low} to {high - 1}"
+        )

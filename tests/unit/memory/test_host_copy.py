@@ -1,0 +1,181 @@
+"""Cells are copied run by run, with the native kernel and without it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hatch_build
+from kvferry.errors import TransferError
+from kvferry.geometry import Region
+from kvferry.memory import copy_kernel, host_copy
+from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.host_copy import copy_cells
+from kvferry.memory.pool_cells import CopyView, PoolCells
+from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
+from kvferry.planning.strided_copy import Loop, StridedCopy
+
+SOURCE = Path(copy_kernel.__file__).with_name("strided_copy.c")
+
+
+def test_this_installation_has_the_kernel_if_there_is_a_compiler():
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    assert copy_kernel.KERNEL is not None, copy_kernel.WHY_NO_KERNEL
+
+
+@pytest.fixture(params=["native", "numpy"])
+def kernel(request, monkeypatch) -> None:
+    if request.param == "numpy":
+        monkeypatch.setattr(copy_kernel, "KERNEL", None)
+    elif copy_kernel.KERNEL is None:
+        pytest.skip(copy_kernel.WHY_NO_KERNEL)
+
+
+def cell(draw: random.Random) -> tuple[StridedCopy, int, int]:
+    """A strided copy with axes in any order and with gaps, and the bytes that it spans on each side."""
+    run = draw.choice([1, 2, 4, 8, 16, 3, 24, 32, 64, 128, 256, 300, 1024])
+    counts = [draw.randint(2, 19 if run < 64 else 4) for _ in range(draw.randint(0, 3))]
+    sides = []
+    for _ in range(2):
+        strides, span = [0] * len(counts), run
+        for axis in draw.sample(range(len(counts)), len(counts)):
+            strides[axis] = span = span + draw.choice([0, 0, 8, 13])
+            span *= counts[axis]
+        sides.append((strides, span))
+    (src, src_span), (dst, dst_span) = sides
+    loops = sorted(map(Loop, counts, src, dst), key=lambda loop: -loop.dst)
+    return StridedCopy(0, draw.randint(0, 40), run, tuple(loops)), src_span, dst_span + 40
+
+
+def runs(copy: StridedCopy) -> list[tuple[int, int]]:
+    """The offsets of all runs at the source and at the destination, loop by loop."""
+    steps = itertools.product(*(range(loop.count) for loop in copy.loops))
+    return [
+        (
+            copy.src + sum(i * loop.src for i, loop in zip(step, copy.loops, strict=True)),
+            copy.dst + sum(i * loop.dst for i, loop in zip(step, copy.loops, strict=True)),
+        )
+        for step in steps
+    ]
+
+
+def view_of(pool: np.ndarray, copy: StridedCopy, side: str, stride: int) -> CopyView:
+    """The view of a strided copy for blocks of `stride` bytes, which fill the pool."""
+    address = pool.ctypes.data
+    there = copy.at(address, 0) if side == "src" else copy.at(0, address)
+    space = AddressSpace([Region(address, pool.size, "DRAM", 0)])
+    part = PoolCopies(ONE_CELL, (there,))
+    (views,) = PoolCells([part], space, side=side, stride=stride, blocks=pool.size // stride).parts
+    return views.copies[0]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["cached", "streamed"])
+@pytest.mark.parametrize("seed", range(12))
+def test_cells_are_copied_run_by_run(kernel, monkeypatch, seed, streamed):
+    if streamed:
+        monkeypatch.setattr(host_copy, "STREAMED_BYTES", 0)
+    draw = random.Random(seed)
+    for _ in range(40):
+        copy, src_span, dst_span = cell(draw)
+        side = draw.choice(["src", "dst"])
+        blocks, images = 5, 4
+        src_cells, dst_cells = (blocks, images) if side == "src" else (images, blocks)
+        lead = draw.randint(0, 65)  # neither side begins at a whole line
+        source = np.frombuffer(draw.randbytes(src_span * src_cells + lead), np.uint8)[lead:].copy()
+        found = np.frombuffer(draw.randbytes(dst_span * dst_cells), np.uint8).copy()
+        expected = found.copy()
+        pool, packed = (source, found) if side == "src" else (found, source)
+        view = view_of(pool, copy, side, src_span if side == "src" else dst_span)
+        places = np.array(draw.sample(range(blocks), 3))
+        numbers = np.array(draw.sample(range(images), 3))
+        offsets = numbers * (dst_span if side == "src" else src_span)
+        copy_cells(view, places, packed, offsets)
+        for place, number in zip(places.tolist(), numbers.tolist(), strict=True):
+            read, written = (place, number) if side == "src" else (number, place)
+            for a, b in runs(copy):
+                start, end = read * src_span + a, written * dst_span + b
+                expected[end : end + copy.run] = source[start : start + copy.run]
+        assert (found == expected).all(), (copy, side)
+
+
+def test_the_cells_are_of_many_shapes():
+    copies = [cell(random.Random(number))[0] for number in range(400)]
+    transposed = [
+        copy
+        for copy in copies
+        if {loop.dst for loop in copy.loops} & {copy.run} and {loop.src for loop in copy.loops} & {copy.run}
+    ]
+    assert (
+        len({copy.run for copy in transposed if prod(loop.count for loop in copy.loops) > 64} & {1, 2, 4, 8})
+        == 4
+    )
+    assert {len(copy.loops) for copy in copies} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("places", "offsets", "what"),
+    [
+        ([0, 4], [0, 8], "found 0 to 4, expected 0 to 3"),
+        ([-1, 0], [0, 8], "found -1 to 0, expected 0 to 3"),
+        ([0, 1], [0, 25], "found 0 to 25, expected 0 to 24"),
+        ([0, 1], [-1, 8], "found -1 to 8, expected 0 to 24"),
+    ],
+)
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_cell_outside_the_memory_is_refused(kernel, side, places, offsets, what):
+    pool, packed = np.arange(32, dtype=np.uint8), np.zeros(32, np.uint8)
+    view = view_of(pool, StridedCopy(0, 0, 8), side, 8)
+    before = pool.copy(), packed.copy()
+    with pytest.raises(TransferError, match=what):
+        copy_cells(view, np.array(places), packed, np.array(offsets))
+    assert (pool == before[0]).all()
+    assert (packed == before[1]).all()
+
+
+def test_no_cells_are_no_copy(kernel):
+    pool, packed = np.arange(32, dtype=np.uint8), np.zeros(32, np.uint8)
+    copy_cells(
+        view_of(pool, StridedCopy(0, 0, 8), "src", 8), np.array([], np.int64), packed, np.array([], np.int64)
+    )
+    assert not packed.any()
+
+
+def test_more_loops_than_the_kernel_takes_are_copied_by_numpy(monkeypatch):
+    monkeypatch.setattr(copy_kernel, "MAX_LOOPS", 0)
+    monkeypatch.setattr(copy_kernel, "KERNEL", lambda *_: pytest.fail("the kernel was called"))
+    pool, packed = np.arange(32, dtype=np.uint8), np.zeros(32, np.uint8)
+    copy = StridedCopy(0, 0, 4, (Loop(2, 16, 4),))
+    copy_cells(view_of(pool, copy, "src", 32), np.array([0]), packed, np.array([0]))
+    assert packed[:8].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+
+
+def test_a_library_that_cannot_be_loaded_is_said(tmp_path):
+    with pytest.raises(OSError, match="such file"):
+        copy_kernel.load_kernel(tmp_path / "none.so")
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(OSError, match=r"text\.so"):
+        copy_kernel.load_kernel(tmp_path / "text.so")
+
+
+def test_an_installation_without_a_compiler_says_so(tmp_path, monkeypatch):
+    library = tmp_path / "found.so"
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    assert hatch_build.compiled(SOURCE, library) == "there is no C compiler (no-such-compiler)"
+    monkeypatch.setenv("CC", "false")
+    assert hatch_build.compiled(SOURCE, library).startswith("false failed")
+    assert not library.exists()
+
+
+def test_the_kernel_compiles_without_warnings(tmp_path, monkeypatch):
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    monkeypatch.setenv("CC", "cc -Wall -Wextra -Werror")
+    assert hatch_build.compiled(SOURCE, tmp_path / "found.so") == ""
+    copy_kernel.load_kernel(tmp_path / "found.so")
