@@ -376,6 +376,9 @@ def writable_blocks(kind: GroupKind, block_tokens: int, span: LoadSpan) -> slice
     >>> head = LoadSpan(local_tokens=16, total=64, prompt=64, part=(16, 48))
     >>> writable_blocks(GroupKind.FULL, 16, head), writable_blocks(GroupKind.SLIDING, 16, head)
     (slice(1, 3, None), slice(1, 0, None))
+    >>> tail = LoadSpan(local_tokens=16, total=64, prompt=64, part=(48, 64))
+    >>> writable_blocks(GroupKind.STATE, 16, head), writable_blocks(GroupKind.STATE, 16, tail)
+    (slice(0, 0, None), slice(0, None, None))
     """
     last = span.ends == span.total
     if attends_to_all(kind):

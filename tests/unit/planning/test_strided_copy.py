@@ -43,6 +43,13 @@ def test_coalescing_moves_the_same_bytes_in_no_more_runs(copy):
     assert found.bytes == copy.bytes
 
 
+def test_outer_loops_are_joined_if_they_continue_each_other_on_both_sides():
+    rows = Loop(4, 100, 50)
+    assert coalesce_copy(StridedCopy(0, 0, 8, (Loop(3, 400, 200), rows))).loops == (Loop(12, 100, 50),)
+    for next_rows in (Loop(3, 400, 208), Loop(3, 408, 200)):
+        assert coalesce_copy(StridedCopy(0, 0, 8, (next_rows, rows))).loops == (next_rows, rows)
+
+
 @given(st.lists(copies, max_size=6))
 def test_fusing_moves_the_same_bytes_in_no_more_copies(several):
     found = fuse_copies(several)
