@@ -93,7 +93,7 @@ class ChunkCache:
         """The host tier. Callers may read its state, but must not change it."""
         return self._host
 
-    def why_missed(self, key: bytes) -> HostMissReason:
+    def miss_reason(self, key: bytes) -> HostMissReason:
         """Return the reason why a chunk is missing.
 
         FILLING means that the chunk is being copied to host memory. EVICTED means that host memory or a slow
@@ -172,7 +172,7 @@ class ChunkCache:
         """Release a slot (memory of one chunk in host memory) after a load. The chunk can then be evicted."""
         self._host.close(slot)
 
-    def used(self, keys: Sequence[bytes]) -> None:
+    def mark_used(self, keys: Sequence[bytes]) -> None:
         """Mark all chunks of a prompt as used, so that other chunks are evicted before them.
 
         Within the prompt, the last chunks are evicted first.
@@ -183,7 +183,7 @@ class ChunkCache:
         """
         self._host.mark_used(keys)
         for queue in self._queues:
-            queue.used(keys)
+            queue.mark_used(keys)
 
     def poll(self) -> None:
         """Collect the results of finished reads and writes, and start more.
@@ -218,7 +218,7 @@ class ChunkCache:
         self._events += 1
         self._host.clear()
         for writing in self.writing:
-            writing.forget()
+            writing.drop_queued()
 
     def shutdown(self, patience_seconds: float) -> None:
         """Write all queued chunks to the slow tiers, and end all threads.

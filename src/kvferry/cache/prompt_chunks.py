@@ -36,7 +36,7 @@ class PromptChunks:
         self._groups = tuple(groups)
         self._numbers = np.arange(len(self._groups), dtype=np.uint64)[:, None] << _LAST
         self._of_any = tags_of(())
-        self._of_any = self._more()
+        self._of_any = self._new_tags()
 
     @property
     def has_tail(self) -> bool:
@@ -53,7 +53,7 @@ class PromptChunks:
             group: index of the group.
             number: index of the chunk in the prompt.
         """
-        return _of_group(self.keys.chunk(number), group)
+        return _group_key(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
         """Return the key of the chunk that ends the request's first `tokens` tokens.
@@ -64,7 +64,7 @@ class PromptChunks:
             group: index of the KV cache group.
             tokens: number of tokens of the prefix.
         """
-        return _of_group(self.keys.at(tokens), group)
+        return _group_key(self.keys.at(tokens), group)
 
     def all_keys(self, prompt: int) -> list[bytes]:
         """Return the keys of all chunks of the request in all KV cache groups, the first chunk first.
@@ -78,7 +78,7 @@ class PromptChunks:
         of_any = self.keys.chunks()
         if rest and self.has_tail:
             of_any.insert(whole, self.keys.at(prompt))
-        return [_of_group(key, group) for key in of_any for group in range(len(self._groups))]
+        return [_group_key(key, group) for key in of_any for group in range(len(self._groups))]
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
         """Return the key of one chunk of a prompt, which may be the incomplete chunk (tail) at its end.
@@ -149,13 +149,13 @@ class PromptChunks:
         """
         whole, rest = divmod(chunked.tokens, chunked.chunk_tokens)
         if len(self._of_any) < whole:
-            self._of_any = np.concatenate((self._of_any, self._more()))
+            self._of_any = np.concatenate((self._of_any, self._new_tags()))
         tags = self._of_any[:whole]
         if rest:
             tags = np.concatenate((tags, tags_of([self.keys.at(chunked.tokens)]) & _BUT_LAST))
         return tags | self._numbers
 
-    def _more(self) -> Tags:
+    def _new_tags(self) -> Tags:
         """Return the tags (last 8 bytes) of the keys of chunks that were added since the last call.
 
         The byte for the KV cache group is 0. The result is uint64 of shape (added chunks,).
@@ -167,7 +167,7 @@ _LAST = np.uint64(8 * (TAG_BYTES - 1))
 _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
-def _of_group(key: bytes, group: int) -> bytes:
+def _group_key(key: bytes, group: int) -> bytes:
     """Return the key of a chunk in a KV cache group, made from the chunk's key for all groups.
 
     Args:

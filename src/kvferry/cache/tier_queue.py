@@ -178,7 +178,7 @@ class TierQueue:
         self._writing.begin()
         self._writes.put(partial(self._write, key, group, body))
 
-    def used(self, keys: Sequence[bytes]) -> None:
+    def mark_used(self, keys: Sequence[bytes]) -> None:
         """Mark the chunks of a prompt as used. The refresh thread records the use in the tier later.
 
         Args:
@@ -302,19 +302,19 @@ class _Operations:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
         self._clock = clock
-        self._moved_at = clock()  # time when an operation last ended, or began while none was in flight
+        self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
         self._ended: deque[Done] = deque()
 
     def begin(self) -> None:
         """Record the start of a read or write."""
-        if not self._at_work:
-            self._moved_at = self._clock()
+        if not self._in_flight:
+            self._progress_at = self._clock()
         self.count += 1
 
     def end(self, what: Done) -> None:
         """Record the result of a read or write that has ended."""
         self._ended.append(what)
-        self._moved_at = self._clock()
+        self._progress_at = self._clock()
 
     def done(self) -> list[Done]:
         """Return the results of the reads or writes that ended since the last call, and clear them."""
@@ -327,10 +327,10 @@ class _Operations:
     @property
     def stuck(self) -> bool:
         """True if reads or writes are in flight and none ended in the last `STUCK_SECONDS`."""
-        return self._at_work > 0 and self._clock() - self._moved_at > STUCK_SECONDS
+        return self._in_flight > 0 and self._clock() - self._progress_at > STUCK_SECONDS
 
     @property
-    def _at_work(self) -> int:
+    def _in_flight(self) -> int:
         """Number of reads or writes that have begun and not ended."""
         return self.count - len(self._ended)
 

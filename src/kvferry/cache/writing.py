@@ -51,12 +51,12 @@ class Writing:
     host: HostTier
     slot_memory: Callable[[Slot], memoryview]
     lost: int = 0
-    _owed: OrderedDict[bytes, ChunkGroup] = field(default_factory=OrderedDict)
+    _queued: OrderedDict[bytes, ChunkGroup] = field(default_factory=OrderedDict)
     _held: dict[bytes, Slot] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of chunks that are queued or being written."""
-        return len(self._owed) + len(self._held)
+        return len(self._queued) + len(self._held)
 
     def enqueue(self, key: bytes, group: ChunkGroup) -> None:
         """Queue a chunk for writing to the slow tier, unless the tier has the chunk or is writing it.
@@ -66,7 +66,7 @@ class Writing:
             group: description of the content: KV cache group, number of tokens and layout.
         """
         if key not in self._held and not self.slow_tier.queue.tier.contains([key])[0]:
-            self._owed[key] = group
+            self._queued[key] = group
 
     @property
     def due(self) -> bool:
@@ -74,7 +74,7 @@ class Writing:
 
         It is False in write-back mode while host memory has room, and while the tier's writes hang.
         """
-        return bool(self._owed) and self._wanted and not self.slow_tier.queue.stuck_for_writing
+        return bool(self._queued) and self._may_write and not self.slow_tier.queue.stuck_for_writing
 
     @property
     def under_way(self) -> bool:
@@ -86,11 +86,11 @@ class Writing:
 
         A queued chunk that host memory has evicted leaves the queue too, and counts as lost.
         """
-        if not (before := len(self._owed)):
+        if not (before := len(self._queued)):
             return 0
-        while self._owed and self._wanted and self.slow_tier.queue.can_write:
+        while self._queued and self._may_write and self.slow_tier.queue.can_write:
             self._write_next()
-        return before - len(self._owed)
+        return before - len(self._queued)
 
     def on_write_ended(self, key: bytes) -> None:
         """Release the slot (memory of one chunk) of a chunk whose write has ended, whatever the outcome."""
@@ -98,15 +98,15 @@ class Writing:
 
     def flush(self) -> None:
         """Start the writes of all queued chunks, even if the tier accepts fewer writes now."""
-        while self._owed:
+        while self._queued:
             self._write_next()
 
-    def forget(self) -> None:
+    def drop_queued(self) -> None:
         """Drop all queued chunks. Writes in flight continue."""
-        self._owed.clear()
+        self._queued.clear()
 
     @property
-    def _wanted(self) -> bool:
+    def _may_write(self) -> bool:
         """True if the write mode permits a write now.
 
         Write-through always permits it. Write-back permits it when host memory is fuller than
@@ -117,7 +117,7 @@ class Writing:
 
     def _write_next(self) -> None:
         """Start the write of the oldest queued chunk, or count it as lost if host memory has evicted it."""
-        key, group = self._owed.popitem(last=False)
+        key, group = self._queued.popitem(last=False)
         slot = self.host.hold(key)
         if slot is None:
             self.lost += 1

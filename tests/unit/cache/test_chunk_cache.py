@@ -189,11 +189,11 @@ class Living(RuleBasedStateMachine):
         """What is owed no longer, and was not written, has left host memory, and is counted."""
         for number, writing in enumerate(self.cache.writing):
             self.owed[number] -= writing._held.keys()
-            gone = self.owed[number] - set(writing._owed)
+            gone = self.owed[number] - set(writing._queued)
             self.owed[number] -= gone
             self.lost[number] += len(gone)
             assert not self.host.contains(sorted(gone)).any()
-            assert self.owed[number] == set(writing._owed)
+            assert self.owed[number] == set(writing._queued)
             assert self.lost[number] == writing.lost
 
     # -- loads ------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Living(RuleBasedStateMachine):
         self.cache.poll()
         for number, key in sorted(heard):
             for faster in range(number):
-                if self.host.contains([key])[0] or key in self.cache.writing[faster]._owed:
+                if self.host.contains([key])[0] or key in self.cache.writing[faster]._queued:
                     self.note_owed(faster, key)
         self.note_lost()
         self.check_write_back(before, used)
@@ -382,7 +382,7 @@ class Living(RuleBasedStateMachine):
                 for what, key, _ in jobs_of(queue):
                     self.end(number, what, key, GetOutcome.HIT if what == "read" else PutOutcome.STORED)
             self.cache.poll()
-        owed = [set(writing._owed) for writing in self.cache.writing]
+        owed = [set(writing._queued) for writing in self.cache.writing]
         here = [{key for key in keys if self.host.contains([key])[0]} for keys in owed]
         for tier in self.made.tiers:
             tier.next_put = PutOutcome.STORED
@@ -531,7 +531,7 @@ def test_after_a_load_with_room_for_half_of_it_the_beginning_stays():
         for _, slot in fetch.take():
             made.cache.close(slot)
     assert made.host.contains(prompt).all()
-    made.cache.used(prompt)
+    made.cache.mark_used(prompt)
     for number in range(4):
         slot = made.cache.reserve(b"%031d" % (100 + number) + b"\0", 0)
         made.cache.filled(slot, CHUNK, None)
@@ -542,7 +542,7 @@ def test_a_chunk_that_is_read_when_its_prompt_was_used_is_ranked_when_it_is_let_
     made = cache([], pages=34)
     made.store(*KEYS[:3])
     ((_, slot),) = made.fetch(KEYS[1]).take()
-    made.cache.used(KEYS[:3])
+    made.cache.mark_used(KEYS[:3])
     made.cache.close(slot)
     order = [made.host._policy.evict() for _ in range(3)]
     assert order == [KEYS[2], KEYS[0], KEYS[1]]

@@ -34,7 +34,7 @@ def work(path: Path, what: str) -> dict[str, object]:
                 queue.read(key(1), GROUP, body(1))
             if what == "write" and queue.can_write:
                 queue.write(key(100 + step), GROUP, body(1))
-            queue.used([key(1)])
+            queue.mark_used([key(1)])
             queue.done()
             longest = max(longest, time.monotonic() - before)
             if queue.stuck and not stuck_after:

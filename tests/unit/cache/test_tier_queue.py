@@ -189,9 +189,9 @@ def test_what_prompts_used_is_noted_with_the_next_refresh_each_chunk_after_what_
 
     monkeypatch.setattr("kvferry.cache.tier_queue.REFRESH_SECONDS", 60)
     queue = TierQueue(Noting("file"), "file", readers=1, writers=1)
-    queue.used([b"beginning", b"one", b"its end"])
-    queue.used([b"other"])
-    queue.used([b"beginning", b"two"])
+    queue.mark_used([b"beginning", b"one", b"its end"])
+    queue.mark_used([b"other"])
+    queue.mark_used([b"beginning", b"two"])
     queue.close(5)
     assert uses == [[b"its end", b"one", b"other", b"two", b"beginning"]]
 
@@ -202,7 +202,7 @@ def test_a_tier_that_cannot_note_what_was_used_goes_on(caplog):
             raise OSError("the mount has gone")
 
     queue = TierQueue(Failing("file"), "file", readers=1, writers=1)
-    queue.used([KEY])
+    queue.mark_used([KEY])
     queue.close(5)
     assert "file tier: what was used" in caplog.text
     assert queue.tier.closed

@@ -38,7 +38,7 @@ def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
     )
     if not lacking:
         return short if chunked.prompt <= chunked.chunk_tokens else here
-    whys = {cache.why_missed(chunks.key_of(chunked, one.group, one.chunk)) for one in lacking}
+    whys = {cache.miss_reason(chunks.key_of(chunked, one.group, one.chunk)) for one in lacking}
     group = labels[lacking[0].group] if len(lacking) == 1 else "several"
     detail = ", ".join(f"chunk {one.chunk} of group {labels[one.group]}" for one in lacking)
     if len(whys) == 1 and (miss := _REMEMBERED.get(next(iter(whys)))) is not None:

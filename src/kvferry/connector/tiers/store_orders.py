@@ -182,4 +182,4 @@ class StoreOrders:
         The chunks at the end of the prompt are then evicted before those at the start.
         """
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
-            self._cache.used(self._ended.pop(request_id))
+            self._cache.mark_used(self._ended.pop(request_id))

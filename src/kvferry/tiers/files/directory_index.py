@@ -103,7 +103,7 @@ class DirectoryIndex:
             for at in range(0, len(names), _PAGE_NAMES):
                 keys = keys_of(names[at : at + _PAGE_NAMES])
                 # Skip keys with another first byte. Their files are in the wrong folder: no fetch finds them.
-                self._listed.show(key for key in keys if key[0] == part)
+                self._listed.add_page(key for key in keys if key[0] == part)
                 self._pause(_PAUSE_SECONDS)
 
     def _list(self, part: int) -> list[str]:

@@ -191,7 +191,7 @@ class SlotTable:
             KeyError: no READY chunk has this key.
         """
         chunk = self.ready.pop(key)
-        self._free_if_over(chunk)
+        self._free_if_unused(chunk)
         return chunk
 
     def clear(self) -> int:
@@ -278,10 +278,10 @@ class SlotTable:
         """
         chunk = holds.pop(slot.serial)
         chunk.holds -= 1
-        self._free_if_over(chunk)
+        self._free_if_unused(chunk)
         return chunk
 
-    def _free_if_over(self, chunk: ResidentChunk) -> None:
+    def _free_if_unused(self, chunk: ResidentChunk) -> None:
         """Free the slot of a chunk if the chunk is evicted and no read or fill holds the slot any more."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]

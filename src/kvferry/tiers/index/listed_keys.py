@@ -69,8 +69,8 @@ class ListedKeys:
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
         """Return a context manager that updates the known keys to those that a listing of the storage shows.
 
-        In the ``with`` statement, call `show` with every page of the listing. At the end of the statement,
-        keys that no page showed are removed. If an exception ends the statement, no keys are removed.
+        In the ``with`` statement, call `add_page` with every page of the listing. At the end of it, keys
+        that no page showed are removed. If an exception ends the statement, no keys are removed.
 
         Args:
             parts: first bytes of the keys that the listing covers. Keys with other first bytes do not change.
@@ -88,7 +88,7 @@ class ListedKeys:
                 for part in parts:
                     self._discarded.pop(part, None)
 
-    def show(self, page: Iterable[bytes]) -> None:
+    def add_page(self, page: Iterable[bytes]) -> None:
         """Add the keys on one page of a listing, as long as fewer than `max_keys` keys are known.
 
         Keys that were discarded since the listing began are skipped.

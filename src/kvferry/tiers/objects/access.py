@@ -58,7 +58,7 @@ class GuardedBucket:
         If reads are paused after failures, entering the context raises `Unavailable`. An `Unavailable` that
         leaves the ``with`` statement counts as a failed read.
         """
-        return self._through(self._reads)
+        return self._guard(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
         """Return a context manager that gives the client for writes.
@@ -66,10 +66,10 @@ class GuardedBucket:
         If writes are paused after failures, entering the context raises `Unavailable`. An `Unavailable` that
         leaves the ``with`` statement counts as a failed write.
         """
-        return self._through(self._writes)
+        return self._guard(self._writes)
 
     @contextmanager
-    def _through(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
+    def _guard(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
         """Return a context manager that gives the client if a circuit breaker admits a request.
 
         At the end of the ``with`` statement, the breaker records a failure if the statement raised

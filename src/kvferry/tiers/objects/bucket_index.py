@@ -106,7 +106,7 @@ class BucketIndex:
         try:
             with self._bucket.reading() as bucket, self._listed.listing():
                 for page in self._pages(bucket):
-                    self._listed.show(self._distrusted.trusted(self._keys(page)))
+                    self._listed.add_page(self._distrusted.trusted(self._keys(page)))
                     noted = noted or any(one.path == note_name(digest) for one in page)
                     time.sleep(_PAUSE_SECONDS)
                     if self._clock() >= until:

@@ -229,7 +229,7 @@ class BucketClient:
         """
         until = time.monotonic() + self._half_seconds
         for view in views:
-            while not _released(view) and time.monotonic() < until:
+            while not _try_release(view) and time.monotonic() < until:
                 time.sleep(0.0005)
 
 
@@ -270,7 +270,7 @@ def _connect(found: StoreSettings, seconds: float) -> Store:
         ConfigError: the URL names a folder that the file tier uses.
     """
     if found.scheme == "file":
-        return _folder(found.url)
+        return _connect_folder(found.url)
     pause = timedelta(seconds=seconds * _PAUSE_SHARE)
     # obstore checks names and values, which are texts. The timeout covers a whole request: to connect, to
     # send it, and to read the answer to its end.
@@ -287,7 +287,7 @@ def _connect(found: StoreSettings, seconds: float) -> Store:
     return from_url(found.url, config=config, client_options=client, retry_config=retry)
 
 
-def _folder(url: str) -> LocalStore:
+def _connect_folder(url: str) -> LocalStore:
     """Create an obstore client for a local folder.
 
     Args:
@@ -319,7 +319,7 @@ def _redacted_message(error: Exception, options: Mapping[str, str]) -> str:
     return said
 
 
-def _released(view: memoryview) -> bool:
+def _try_release(view: memoryview) -> bool:
     """Release a view of a buffer.
 
     Return False if that is not possible because another thread still uses the view.

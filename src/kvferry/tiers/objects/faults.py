@@ -94,11 +94,11 @@ def _fault(said: str, debug: str) -> Fault:
     if re.search(_SKEWED, said + debug):
         return Fault.SKEWED
     if status := re.search(r"status code: (\d{3})", said):
-        return _of_status(int(status[1]))
+        return _fault_of_status(int(status[1]))
     return next((fault for pattern, fault in _KINDS if re.search(pattern, debug)), Fault.UNEXPECTED)
 
 
-def _of_status(status: int) -> Fault:
+def _fault_of_status(status: int) -> Fault:
     """Return the reason of a failed request, derived from the HTTP status of the answer."""
     if status in (401, 403):
         return Fault.DENIED

@@ -250,10 +250,10 @@ class ObjectTier(StorageTier):
             self._distrusted.add(chunk.key, found.etag)
             self._listed.discard(chunk.key)
         if done is GetOutcome.CORRUPT:
-            self._set_aside(chunk.key, found)
+            self._quarantine(chunk.key, found)
         return done, why
 
-    def _set_aside(self, key: bytes, found: OpenObject) -> None:
+    def _quarantine(self, key: bytes, found: OpenObject) -> None:
         """Move a bad object to quarantine. If that fails, the next store of the chunk replaces the object.
 
         If the store now reports another length or ETag (content tag) for the object than `found` has, the

@@ -306,7 +306,7 @@ def test_what_a_request_found_and_neither_loaded_nor_stored_was_used_by_it():
 
 def test_after_a_reset_what_had_ended_before_is_not_ranked(monkeypatch):
     engine, used = Engine(), []
-    monkeypatch.setattr(engine.cache, "used", used.append)
+    monkeypatch.setattr(engine.cache, "mark_used", used.append)
     one = arrived(engine, range(16))
     engine.step((one, 16))
     engine.finish(one)

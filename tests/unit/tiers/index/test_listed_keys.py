@@ -22,14 +22,14 @@ def has(listed: ListedKeys, *numbers: int) -> list[bool]:
 
 def list_all(listed: ListedKeys, *numbers: int) -> None:
     with listed.listing():
-        listed.show(keys(*numbers))
+        listed.add_page(keys(*numbers))
 
 
 def test_a_shown_key_is_known_at_once_and_one_not_shown_is_removed_at_the_end():
     listed = ListedKeys(TierKeys())
     list_all(listed, 1, 2)
     with listed.listing():
-        listed.show(keys(2, 3))
+        listed.add_page(keys(2, 3))
         assert has(listed, 1, 2, 3) == [True, True, True]
     assert has(listed, 1, 2, 3, 4) == [False, True, True, False]
     assert len(listed) == 2
@@ -41,7 +41,7 @@ def test_a_listing_that_breaks_off_removes_nothing():
 
     def breaks_off():
         with listed.listing():
-            listed.show(keys(2))
+            listed.add_page(keys(2))
             raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
@@ -57,7 +57,7 @@ def test_what_happens_during_a_listing_is_newer_than_it():
         listed.add(key(3))
         listed.discard(key(4))
         listed.add(key(4))
-        listed.show(keys(1, 2))
+        listed.add_page(keys(1, 2))
     assert has(listed, 1, 2, 3, 4) == [False, True, True, True]
     list_all(listed, 1, 2)
     assert has(listed, 1, 2, 3, 4) == [True, True, False, False]
@@ -67,15 +67,15 @@ def test_a_listing_of_one_part_leaves_the_others_alone():
     one, other, third = bytes([7]) * 32, bytes([8]) * 32, bytes([7]) + bytes(31)
     listed = ListedKeys(TierKeys())
     with listed.listing():
-        listed.show([one, other])
+        listed.add_page([one, other])
     with listed.listing((7,)):
         listed.discard(other)
         listed.add(other)
-        listed.show([third])
+        listed.add_page([third])
     assert [each in listed for each in (one, other, third)] == [False, True, True]
     with listed.listing((8,)):
         listed.discard(third)
-        listed.show([other])
+        listed.add_page([other])
     assert [each in listed for each in (one, other, third)] == [False, True, False]
 
 

@@ -76,5 +76,5 @@ def test_a_listing_remembers_what_it_has_no_longer() -> None:
     known.discard(other)
     assert [tier.recently_evicted(each) for each in (one, other, never)] == [False, True, False]
     with known.listing():
-        known.show([])
+        known.add_page([])
     assert tier.recently_evicted(one)
