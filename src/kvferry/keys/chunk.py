@@ -244,7 +244,8 @@ def _of_array(tokens: npt.NDArray[np.integer]) -> bytes:
     """Encode an array of token ids as little-endian integers of 4 bytes each.
 
     Raises:
-        Unnameable: the array is not a row of integers, or a token id does not fit into 4 bytes.
+        Unnameable: the array is not one-dimensional or not of integers, or a token id does not fit into 4
+            bytes.
     """
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise Unnameable(

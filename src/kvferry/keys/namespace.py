@@ -34,7 +34,7 @@ _DEEPEST = 32
 class Namespace:
     """The scope of chunk keys: all facts about model and format that decide the bytes of chunks.
 
-    Create it from facts with `of`, or from a stored note with `read`.
+    Create it from facts with `of`, or with `read` from the note (small JSON file) that a tier stores.
 
     Attributes:
         text: facts as canonical JSON.

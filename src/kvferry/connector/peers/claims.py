@@ -28,8 +28,8 @@ class Claim:
     Attributes:
         address: address (host, port) of the producer's control channel.
         ticket: random id that the request sends to the producer to claim the lease.
-        prompt: digests of the prompt content, sent with the ticket.
-        number: number of the message with this ticket, by which the control client finds the answer.
+        prompt: digests of the content of the offered tokens, sent with the ticket.
+        number: id of the message that sent the ticket. The control client finds the answer by this id.
     """
 
     address: Address
@@ -42,13 +42,13 @@ class Claim:
 class _Shared:
     """The redemptions of one ticket, shared by all requests that came with the ticket.
 
-    A ticket is a random id that claims a lease at a producer. To redeem a ticket is to send it to the
-    producer, once per distinct prompt.
+    A ticket is a random id that claims a lease at a producer. A redemption is a message that sends the ticket
+    to the producer. There is one redemption per distinct prompt content.
 
     Attributes:
-        users: number of requests that share each redemption, by redemption number.
-        numbers: redemption number of each prompt content.
-        held: True if a redemption that has ended may have claimed the lease.
+        users: number of requests that still use each redemption, by the id of the redemption.
+        numbers: id of each redemption, by the digests of the prompt content that it was sent with.
+        held: True if the producer may have granted the lease to a redemption that no request uses any more.
     """
 
     users: dict[int, int] = field(default_factory=dict)
@@ -98,8 +98,8 @@ class Claims:
     def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
         """Return the producer's answer to a claim: the block tables and the lease.
 
-        Wait for the answer until this step has waited for `STEP_WAIT_SECONDS` in total. Return Pending if
-        there is no answer by then. Return Unusable with the reason if the producer refuses.
+        Wait for the answer, but at most `STEP_WAIT_SECONDS` for all calls in one engine step together. Return
+        Pending if there is no answer by then. Return Unusable with the reason if the producer refuses.
         """
         began = time.monotonic()
         answer = self._client.redemption(claim.number, self._wait_seconds)
@@ -107,13 +107,14 @@ class Claims:
         return answer
 
     def step(self) -> None:
-        """Allow the calls of `answer` in the coming step to wait for `STEP_WAIT_SECONDS` in total."""
+        """Begin an engine step, in which the calls of `answer` may wait for `STEP_WAIT_SECONDS` in total."""
         self._wait_seconds = STEP_WAIT_SECONDS
 
     def end(self, claim: Claim) -> None:
-        """End a request's claim on a lease. Release the lease after the last claim with the same ticket.
+        """End a request's claim on a lease.
 
-        The lease is released only if the producer may have granted it to this engine.
+        If this was the last claim with the same ticket, tell the producer to release the lease, unless the
+        producer cannot have granted it to this engine.
         """
         name = claim.address, claim.ticket
         shared = self._shared[name]

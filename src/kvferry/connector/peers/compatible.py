@@ -22,8 +22,8 @@ def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None
         ours: cards of this engine's ranks.
 
     Raises:
-        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs.
-            The message names every difference.
+        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs
+            (a shorter attention window). The message names every difference.
     """
     peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
     absent = absent_layer_names(peer, here)

@@ -69,8 +69,8 @@ class Producer:
             config: the connector's settings.
             incarnation: random number that identifies this run of the engine.
             events: stream that receives the events of each lease.
-            names: object that computes names of token content. Peers find the KV of finished requests by
-                these names.
+            names: object that computes digests of token content. Peers look up the KV of finished requests
+                by these digests.
             adapters: the engine's LoRA adapters.
         """
         self._engine, self._adapters = engine, adapters
@@ -119,16 +119,17 @@ class Producer:
     def busy(self) -> bool:
         """Whether the engine must run steps although it has no requests.
 
-        Steps are needed to publish or release retained turns (KV of finished requests, kept for the next turn
-        of their conversations).
+        Steps are needed until peers can find each new retained turn (a finished request's KV, kept for the
+        next turn of its conversation), and until the blocks of turns that are given up have been freed.
         """
         return self._turns is not None and self._turns.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of retained turns become free soon, without preempting a request.
+        """Whether blocks of retained turns become free soon, so that the engine need not preempt a request.
 
-        A retained turn is a finished request's KV, kept for the next turn of its conversation.
+        A retained turn is a finished request's KV, kept for the next turn of its conversation. This is True
+        while the workers still have to confirm the end of a turn's lease.
         """
         return self._turns is not None and self._turns.holds_blocks
 

@@ -27,7 +27,8 @@ class Pull:
             the KV of an earlier turn of the conversation, which needs no claim.
         grant: the peer's block tables and lease word (integer in registered memory that shows whether the
             lease is valid); None until they are known.
-        incarnation: random number of the peer's run that gave the grant; None until it is known.
+        incarnation: random number that identifies the run of the peer's engine that granted the lease; None
+            until it is known.
         settled: True once the request no longer reads from this peer.
         bid: last offer of the peer source to load KV for the request; None if there was no offer.
     """
@@ -54,8 +55,8 @@ class Pull:
     def mismatch(self, peer: PeerInfo) -> str | None:
         """Return the reason why this KV cannot be read from the engine that now has the peer's address.
 
-        Return None if that engine is still the one that granted the lease, and block tables for all of its
-        KV cache groups are known.
+        Return None if the KV can be read: that engine is still the run that granted the lease, and block
+        tables for all of its KV cache groups are known.
 
         Args:
             peer: description of the engine, from the handshake with it.
@@ -74,7 +75,8 @@ class Pull:
 def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
     """Return (tokens per block, identities of the layers on all ranks) for each KV cache group of an engine.
 
-    Groups of two engines are matched by their layers, because another engine may keep a windowed layer as
+    With the layer identities, groups of two engines can be matched by the layers that they share. Group
+    numbers do not match, because engines may group layers differently: one may keep a layer with a window as
     full attention.
 
     Args:

@@ -36,7 +36,7 @@ class Siblings:
         """Remember a request's offer of KV if the request is one of several samples of a prompt.
 
         Args:
-            request_id: id of the request. The lease on its blocks has this name.
+            request_id: id of the request, which is also the name of the lease on the request's blocks.
             offer: ``kv_transfer_params`` of the request's response.
         """
         if (parent := self._parent_of(request_id)) is not None:

@@ -48,9 +48,13 @@ UNUSED_SECONDS = 600.0
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
-    """Return a bid of `tokens` tokens from the source of `bid`; None if there is no bid or no token is left.
+    """Return a bid from the same peer for `tokens` tokens; None if `bid` is None or `tokens` is below 1.
 
     A bid is the offer of a source to load a part of a prompt.
+
+    Args:
+        bid: bid whose source and `looking` mark the result takes over.
+        tokens: number of tokens in the new bid.
     """
     return (
         Bid(bid.source, (PlaceTokens(PEER, tokens),), bid.looking) if bid is not None and tokens > 0 else None
@@ -203,7 +207,7 @@ class PeerSource:
 
         Args:
             request: request that waits to be scheduled.
-            local_tokens: number of tokens that the engine has already, from the start of the prompt.
+            local_tokens: number of tokens that the engine has already; unused.
             first: number of tokens, from the start of the prompt, at which the other source's part ends.
         """
         bid, tokens = self._last_bid(request)
@@ -258,10 +262,10 @@ class PeerSource:
         )
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of loaded content in tokens, for each KV cache group.
+        """Return the alignment of content loaded from a request's peer, in tokens, for each KV cache group.
 
-        In each group, content that is loaded from the request's peer begins at a multiple of this number: the
-        greatest common divisor of both engines' block sizes. While the peer is unknown, the number is 1.
+        Loaded content of a group begins at a multiple of the group's alignment. The alignment is the greatest
+        common divisor of the block sizes of both engines, or 1 until the handshake with the peer is complete.
         """
         pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
@@ -292,7 +296,8 @@ class PeerSource:
     def ended(self, load: Load, report: Report) -> None:
         """Exclude the peer from serving a request whose load has failed. Do nothing if the load succeeded.
 
-        If the peer may be gone, also forget the handshake with that peer.
+        If the workers lost the peer or the load was late, also forget the handshake with the peer, because
+        the peer may be gone or restarted.
         """
         if report.failure is not None:
             if report.peer_lost or report.late:
@@ -419,10 +424,15 @@ class PeerSource:
         return peer
 
     def _ask(self, request: Request, local_tokens: int) -> Bid | None:
-        """Process the peers' answers to the question for KV of earlier turns of a request's conversation.
+        """Check whether peers have answered that they keep KV of an earlier turn of a request's conversation.
 
-        If a peer has such KV, prepare to read it. Return a placeholder bid (offer to load KV) while peers
-        have not answered, else None.
+        While answers are missing, return a placeholder bid (offer to load KV) for all tokens that could be
+        loaded. Otherwise return None; if a peer has usable KV, the exchange with that peer is then recorded,
+        so that the caller can make a real bid. Also return None if peers were not asked.
+
+        Args:
+            request: request that waits to be scheduled.
+            local_tokens: number of tokens that the engine has already, from the start of the prompt.
         """
         name, most = request.request_id, request.num_tokens - 1 - local_tokens
         if name not in self._turns or most <= 0:
@@ -448,8 +458,9 @@ class PeerSource:
     def _last_bid(self, request: Request) -> tuple[Bid | None, int]:
         """Return the last offer to load KV for a request, and the position at which the offer ends.
 
-        The offer (bid) is the last result of `bids`. The position is a number of tokens from the start of the
-        prompt. Return (None, 0) if there was no offer.
+        The offer (bid) is the last result of `bids`, or a placeholder while peers are asked for earlier turns
+        of the conversation. The position is a number of tokens from the start of the prompt. Return (None, 0)
+        if peers have nothing for the request.
         """
         pull = self._pulls.get(request.request_id)
         if pull is not None:

@@ -100,7 +100,8 @@ class TurnFinder:
 def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
     """Return the number of tokens whose KV a prompt can use from the KV that a peer keeps.
 
-    Return 0 if the prompt cannot continue from so few tokens. The last token of the prompt is never counted,
+    These are the tokens that the prompt and the peer's KV share from the start. Return 0 if they are fewer
+    than the shortest prefix that the peer can still serve. The last token of the prompt is never counted,
     because the engine always computes this token.
 
     Args:

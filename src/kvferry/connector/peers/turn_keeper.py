@@ -239,7 +239,8 @@ class TurnKeeper:
     def _tokens(self, request: Request) -> int:
         """Return the number of tokens whose KV the blocks of a finished request certainly hold.
 
-        Return 0 if the number is not certain.
+        Return 0 if the number is not certain, for example because the request was aborted, or was preempted
+        during its last step.
         """
         if not request.is_complete:
             return 0
@@ -254,11 +255,13 @@ class TurnKeeper:
     def _least(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
         """Return the length in tokens of the shortest prefix of a finished request that a peer can use.
 
-        Shorter prefixes need blocks or recurrent state that the engine no longer has. Return None if no
-        prefix can be used.
+        Shorter prefixes need KV that the engine has freed already: blocks that lie before the attention
+        window of the request's end, or the recurrent state at an earlier position. Return None if no prefix
+        can be used.
 
         Args:
-            tables: block ids of the request for each KV cache group, by position. Missing blocks are null.
+            tables: block ids of the request for each KV cache group, in token order; `NULL_BLOCK` for freed
+                blocks.
             tokens: number of tokens whose KV the blocks hold.
         """
         least = 1

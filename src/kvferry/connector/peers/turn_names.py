@@ -37,9 +37,10 @@ class TurnNames:
         self._adapters, self._epoch = adapters, ""
 
     def content(self, request: Request, tokens: int) -> TurnContent | None:
-        """Return the names of the content of a request's first `tokens` tokens; None if they are not certain.
+        """Return the names (digests) of the content of a request's first `tokens` tokens.
 
-        For example, a prompt of embeddings has no certain name.
+        Return None if not all content that decides the KV is known, for example in a prompt of embeddings, or
+        if generated tokens are included and only prompts are named (`prompts_only`).
         """
         if self._prompts_only and tokens > request.num_prompt_tokens:
             return None
@@ -54,8 +55,8 @@ class TurnNames:
     def start_anew(self) -> None:
         """Change all names from now on, because the engine's cache was reset.
 
-        KV from before the reset is not found any more. The new names contain a random number, so other
-        engines do not find KV that this engine keeps later either. Blocks of running requests may still hold
-        KV from before the reset.
+        KV from before the reset is not found any more. Running requests may still use blocks with such KV, so
+        other engines must not find what this engine keeps later either. The new names therefore depend on a
+        random number that other engines do not know.
         """
         self._epoch = f"{secrets.token_hex(16)} "

@@ -19,7 +19,7 @@ def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
 
     The result names the chunks that are missing for the prefix that comes closest to being usable. The reason
     is EVICTED if every missing chunk was cached recently, so that a larger cache would have hit. It is LOCAL
-    if the engine has the start of the prompt itself and no group has a chunk after this start.
+    if the engine has the start of the prompt itself and no tier has a chunk beyond it.
 
     Args:
         chunks: chunk keys of the request.

@@ -76,7 +76,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Loading:
-    """A load of chunks that is under way, until the ranks are ordered to end it.
+    """A load of chunks that is under way: its end has not been ordered from the ranks yet.
 
     Attributes:
         load: load that the scheduler has begun.
@@ -95,7 +95,7 @@ class _Brought:
 
     Attributes:
         sizes: number of bytes over all ranks, by index of the KV cache group in the storage format.
-        miss: reason for a failure.
+        miss: reason to report if the load fails and is not late.
     """
 
     sizes: Counter[int] = field(default_factory=Counter)
@@ -129,7 +129,8 @@ class TierSource:
             groups: the engine's KV cache groups, as one rank describes them.
             canonical: format in which chunks are stored.
             refusals: log of the requests that a tier cannot serve.
-            apart: True to make further bids for shorter prefixes that need no chunk of the slowest tiers.
+            apart: True to make further bids for shorter prefixes that need no chunk of the slowest tiers, so
+                that the source policy can choose a shorter but faster load.
         """
         self._copy_seconds: list[float] = []
         chunk_tokens = canonical.chunk_tokens
@@ -248,7 +249,8 @@ class TierSource:
     def why_no_bid(self, request: Request, local_tokens: int) -> SourceMiss:
         """Return the reason why the tiers made no offer (bid) to load tokens of a request's prompt.
 
-        If chunks are missing, the result names these chunks and, if the tiers remember it, the reason.
+        If chunks are missing, the result names these chunks and, where the tiers know it, why they are
+        missing (for example eviction).
         """
         asked, chunks = self._asked[request.request_id], self._prompts.get(request)
         if asked.declined:
@@ -258,10 +260,14 @@ class TierSource:
         return miss_of(chunks, asked.looked, self._labels, self._cache)
 
     def room(self, bid: Bid, blocks: int) -> bool:
-        """Return True: a load from tiers may always begin.
+        """Return whether a load of `blocks` KV blocks may begin now: always True for tiers.
 
-        Chunks that arrive after the load's deadline stay in host memory and are not copied to KV blocks. So a
-        late load keeps no blocks allocated.
+        Other sources limit their loads, because a late transfer keeps its KV blocks allocated. A late load
+        from tiers keeps none: chunks that arrive after the deadline stay in host memory.
+
+        Args:
+            bid: offer to load a part of a prompt; unused.
+            blocks: number of KV blocks that the load would fill; unused.
         """
         return True
 
@@ -292,7 +298,10 @@ class TierSource:
         return self._cache.reading.origin(self._loading[load.key].fetch)
 
     def loaded_bytes(self, load: Load, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that all ranks have copied for a load, per KV cache group as stored."""
+        """Return the bytes that all ranks together have copied for a load, per KV cache group as stored.
+
+        The groups are those of the storage format, which may differ from the engine's groups.
+        """
         sizes = self._brought[load.key].sizes
         return tuple(
             GroupBytes(self._labels[number], COPIED, size) for number, size in sorted(sizes.items()) if size
@@ -305,8 +314,8 @@ class TierSource:
     def ended(self, load: Load, report: Report) -> None:
         """Log the reason of a failed load. Do nothing if the load did not fail.
 
-        If some chunks had not arrived by the load's deadline, the tiers that still owe them are not used for
-        this request again.
+        If some chunks had not arrived by the load's deadline, the tiers that these chunks were requested from
+        are not used for this request again.
         """
         if report.failure is None:
             return
@@ -389,8 +398,9 @@ class TierSource:
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[PlaceTokens, ...]:
         """Return the number of prompt tokens that each tier provides for an offer to load.
 
-        The tokens are counted in the KV cache group that needs the most chunks. A chunk that no tier holds is
-        not needed, and is counted as a chunk in host memory.
+        The tokens are counted in the KV cache group that needs the most chunks. A chunk of this group that no
+        tier holds is one that the load does not need (for example before an attention window). It is counted
+        as a chunk in host memory, the fastest tier.
 
         Args:
             found: result of the look-up of the request's chunks.
@@ -406,11 +416,11 @@ class TierSource:
         return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
     def _keeps_windows(self, tokens: int) -> bool:
-        """Return True if, after a load of the whole prompt, its last token can still be computed.
+        """Return True if a load may cover the whole prompt: its last token can then still be computed.
 
-        The engine computes the last prompt token again, after it has freed the blocks to which the next token
-        does not attend. In groups with windows, these blocks may contain tokens that the last prompt token
-        attends to.
+        After such a load the engine first frees the blocks before the attention window of the next token, and
+        then computes the last prompt token again. The window of the last prompt token begins one token
+        earlier, so it may need a block that has been freed.
 
         Args:
             tokens: length of the prompt in tokens.

@@ -160,7 +160,7 @@ class StoreOrders:
         """Record that a request has ended, so that no more of its chunks will be stored.
 
         When the last store (copy to host memory) of the request has ended, the chunks of its prompt are
-        marked as used.
+        marked as used, for the eviction policy.
 
         Args:
             request_id: id of the request.
@@ -170,16 +170,16 @@ class StoreOrders:
         self._rank(request_id)
 
     def start_anew(self) -> None:
-        """Forget the chunk keys of ended requests, because the cache was reset.
+        """Forget the requests that have ended but still have stores under way, because the cache was reset.
 
-        The chunks will not be marked as used.
+        When these stores end, the requests' chunks are not marked as used, because the chunks are invalid.
         """
         self._ended.clear()
 
     def _rank(self, request_id: str) -> None:
         """Mark the chunks of a request as used if the request has ended and none of its stores is under way.
 
-        The chunks at the end of the prompt are then evicted before those at the start.
+        They are marked in an order in which the end of the prompt is evicted before its start.
         """
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores.values()):
             self._cache.mark_used(self._ended.pop(request_id))

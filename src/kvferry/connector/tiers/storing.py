@@ -228,12 +228,12 @@ class Storing:
         self._orders.order(progress.request.request_id, group, wanted, stretches, available)
 
     def _since(self, group: int, number: int, tables: BlockIds, until: int, found: int) -> int | None:
-        """Return the position of the first token of a chunk that can be stored from the engine's blocks.
+        """Return the position of the first token of a chunk whose KV the engine's blocks hold.
 
-        A chunk may lack tokens before the window, because no request that continues from the chunk's end or
-        later attends to them. Return None if other tokens are missing too. If the first tokens of the prompt
-        came from a prefix cache or a load, only their last window is stored, from the start of its first
-        block. A load does not bring earlier tokens.
+        The chunk is stored from this position on. Tokens before the group's attention window may be missing,
+        because no request that continues from the chunk's end or later attends to them. Return None if other
+        tokens are missing too. Of the tokens that came from a prefix cache or a load, those before their last
+        window count as missing, because a load does not bring them.
 
         Args:
             group: index of the KV cache group in the storage format.

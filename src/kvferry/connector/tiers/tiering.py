@@ -128,7 +128,7 @@ class Tiering:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether KV blocks become free soon, without preempting a request.
+        """Whether KV blocks become free soon, so that the engine need not preempt a request.
 
         These are blocks from which chunks are being copied to host memory (stores under way).
         """
