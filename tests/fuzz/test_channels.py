@@ -68,12 +68,16 @@ def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
     odd = Odd(seed(), requests())
     handlers = [
         ControlServer._serve,
-        ControlServer._take,
-        ControlServer._met,
+        ControlServer._handle_request,
+        ControlServer._add_keeper,
         ProducerCard.answer,
         FairQueue.put,
     ]
-    handlers += [ControlServer._redeem, ControlServer._hear, *methods(TicketBook, without=("__len__",))]
+    handlers += [
+        ControlServer._redeem,
+        ControlServer._handle_lease_message,
+        *methods(TicketBook, without=("__len__",)),
+    ]
     handlers += [TurnIndex.find, TurnIndex.leases, PromptContent.difference]
     with Reached(*handlers, messages.decode_request, messages.compare_facts) as reached:
         server, honest = rig.server(), rig.client()
@@ -110,7 +114,7 @@ def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog):
 def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, monkeypatch):
     monkeypatch.setattr(turns, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(turns, "ASK_SECONDS", 0.05)
-    handlers = methods(Handshakes, without=("__init__", "crowded", "deadlines"))
+    handlers = methods(Handshakes, without=("__init__",))
     handlers += methods(Redemptions, TurnQueries, without=("__init__",))
     checks = [
         one for one in vars(check_ranks).values() if getattr(one, "__module__", "") == check_ranks.__name__
@@ -187,7 +191,7 @@ def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, mo
 
 
 def test_a_reader_goes_on_whatever_a_worker_with_the_key_answers(rig, caplog):
-    handlers = [GatherClient._receive, GatherClient.answer, GatherClient.ask, GatherClient._introduce]
+    handlers = [GatherClient._receive, GatherClient.answer, GatherClient.ask, GatherClient._announce_routes]
     with Reached(*handlers, gather_messages.decode_reply) as reached:
         asking = Reader(rig)
         cost = Costs(asking.ask)

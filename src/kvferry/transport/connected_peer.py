@@ -82,7 +82,7 @@ class ConnectedPeer:
         self._absent = page_clearings(absent_layers(templates, own_geometry))
         self.src_groups = len(cards[0].geometry.groups)
         with ExitStack() as made:
-            prepare = _Preparing(
+            prepare = _RankPreparation(
                 agent=agent,
                 own_geometry=own_geometry,
                 words=words,
@@ -109,7 +109,7 @@ class ConnectedPeer:
         by_group = [0] * len(self._own_geometry.groups)
         strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
         ranks, tallies = [], []
-        clears = self._clears_of_absent(order)
+        clears = self._absent_layer_clearings(order)
         number = 0
         for source in self.sources:
             direct, packed = list[DescriptorIndices](), list[PackedCells]()
@@ -129,7 +129,7 @@ class ConnectedPeer:
                 number += 1
                 if not len(cells):
                     continue
-                method = prepared.chosen(len(cells), self._settings.costs, pinned)
+                method = prepared.choose(len(cells), self._settings.costs, pinned)
                 counted = prepared.counts(cells, method)
                 by_group[route.dst_group] += counted.bytes
                 strategies[route.dst_group][method.method.strategy] = None
@@ -142,7 +142,7 @@ class ConnectedPeer:
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if direct or packed:
-                ranks.append(RankRead(source, _joined(direct), tuple(packed)))
+                ranks.append(RankRead(source, _join_indices(direct), tuple(packed)))
         return ReadPlan(
             ranks=tuple(ranks),
             clears=tuple(clears),
@@ -159,7 +159,7 @@ class ConnectedPeer:
         """
         self._made.close()
 
-    def _clears_of_absent(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
+    def _absent_layer_clearings(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
         """Return the blocks to zero in layers that only this rank has, such as those of a draft model.
 
         The read cannot fill these layers, and the blocks may hold KV of earlier requests.
@@ -195,7 +195,7 @@ class ConnectedPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Preparing:
+class _RankPreparation:
     """The state that is shared by the preparation of all ranks of a peer, while the peer is connected.
 
     Attributes:
@@ -253,7 +253,7 @@ def _word_rows(region: Region) -> Int64s:
     return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
 
 
-def _joined(parts: Sequence[DescriptorIndices]) -> DescriptorIndices | None:
+def _join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     return DescriptorIndices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))

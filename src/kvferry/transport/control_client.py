@@ -105,7 +105,7 @@ class ControlClient:
         """
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
         self._check_ranks = check
-        self._handshakes = Handshakes(facts, self._usable, handshake_seconds)
+        self._handshakes = Handshakes(facts, self._check_and_resolve, handshake_seconds)
         self._questions = TurnQueries(time.monotonic)
         self._consumer = facts.incarnation
         self._redemptions = Redemptions(self._consumer, handshake_seconds)
@@ -140,7 +140,7 @@ class ControlClient:
             if self._handshakes.is_full:
                 return Pending()
             answer = self._handshakes.start(address)
-            self._command(address, None)
+            self._queue_command(address, None)
         return answer
 
     def forget(self, address: Address) -> None:
@@ -161,7 +161,7 @@ class ControlClient:
         """
         self._questions.note_ticket(address)
         message = self._redemptions.begin(address, ticket, tokens, content)
-        self._command(address, message)
+        self._queue_command(address, message)
         return message.number
 
     def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
@@ -205,7 +205,7 @@ class ControlClient:
             address: (host, port) of the control channel of the engine that keeps the KV.
             ticket: random id that names the lease.
         """
-        self._command(address, Heartbeat(self._consumer, [ticket]))
+        self._queue_command(address, Heartbeat(self._consumer, [ticket]))
 
     def release(self, address: Address, ticket: bytes) -> None:
         """Tell the producer that this engine no longer needs a lease, and stop sending heartbeats for it.
@@ -214,7 +214,7 @@ class ControlClient:
             address: (host, port) of the producer's control channel.
             ticket: random id that names the lease.
         """
-        self._command(address, Release(self._consumer, [ticket]))
+        self._queue_command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
         """Ask peers whether they keep KV of an earlier turn of the conversation that a prompt continues.
@@ -230,7 +230,7 @@ class ControlClient:
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
         for address in asked:
-            self._command(address, question)
+            self._queue_command(address, question)
         if not asked:
             self._questions.drop(number)
         return number if asked else None
@@ -264,7 +264,7 @@ class ControlClient:
         self._names.close()
         os.close(self._wake)
 
-    def _command(self, address: Address, message: Request | None) -> None:
+    def _queue_command(self, address: Address, message: Request | None) -> None:
         """Queue a message to a peer, which the client's thread sends.
 
         Args:
@@ -309,13 +309,13 @@ class ControlClient:
         unresolved, self._unresolved = self._unresolved, []
         self._unnamed.clear()
         for command in unresolved:
-            self._execute(poller, *command)
+            self._try_execute(poller, *command)
         while self._commands:
-            self._execute(poller, *self._commands.popleft())
+            self._try_execute(poller, *self._commands.popleft())
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat_seconds
-            self._beat(poller)
+            self._send_heartbeats(poller)
         self._handshakes.refuse_silent()
         for address in self._handshakes.pop_refused():
             self._close_if_idle(poller, address)
@@ -331,7 +331,7 @@ class ControlClient:
         soonest = min([beat, *self._handshakes.deadlines])
         return min(1.0, max(0.0, soonest - time.monotonic()) + 0.001)
 
-    def _beat(self, poller: zmq.Poller) -> None:
+    def _send_heartbeats(self, poller: zmq.Poller) -> None:
         """Send a heartbeat for every lease that this engine holds, and close sockets that are not needed.
 
         A socket is not needed if the peer has no status (`look_up`) and this engine holds none of its leases.
@@ -348,9 +348,9 @@ class ControlClient:
             if not held and self._handshakes.is_unknown(address):
                 self._close(poller, address)
 
-    def _execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
+    def _try_execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         try:
-            self._carry_out(poller, address, message)
+            self._execute(poller, address, message)
         except Exception as error:  # noqa: BLE001 - only the request of this command fails
             # These two are expected: the address is malformed or not allowed.
             if not isinstance(error, AddressNotAllowed | zmq.ZMQError):
@@ -362,7 +362,7 @@ class ControlClient:
                     "control channel: %s for %a was dropped: %s", type(message).__name__, address, error
                 )
 
-    def _carry_out(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
+    def _execute(self, poller: zmq.Poller, address: Address, message: Request | None) -> None:
         peer = self._peers.get(address)
         if peer is None and isinstance(message, Redeem):
             return  # the handshake will send it; a ticket alone must not open a connection
@@ -429,7 +429,7 @@ class ControlClient:
         Commands for the same peer stay in order.
 
         Args:
-            command: (address of the peer, message to send), as passed to `_command`.
+            command: (address of the peer, message to send), as passed to `_queue_command`.
 
         Raises:
             AddressNotAllowed: too many commands wait for names already.
@@ -442,7 +442,7 @@ class ControlClient:
         self._unresolved.append(command)
         self._unnamed.add(command[0])
 
-    def _usable(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
+    def _check_and_resolve(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
         """Check that this engine can read from a peer's ranks. Resolve the host names in their descriptions.
 
         The names are those of gather channels. Over such a channel a reader asks a rank to pack cells (parts

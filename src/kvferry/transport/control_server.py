@@ -189,16 +189,16 @@ class ControlServer:
     def _serve(self) -> None:
         try:
             sender, data = self._listener.receive()
-            self._take(sender, decode_request(data))
+            self._handle_request(sender, decode_request(data))
         except ProtocolError as error:
             self.rejected += 1
             self._log.say("dropped", f"control channel: dropped a message: {error}")
 
-    def _take(self, sender: bytes, message: Request) -> None:
+    def _handle_request(self, sender: bytes, message: Request) -> None:
         if isinstance(message, Redeem):
             self._redeem(sender, message)
         elif isinstance(message, Heartbeat | Release):
-            self._hear(sender, message)
+            self._handle_lease_message(sender, message)
         elif isinstance(message, AskTurn):
             self._listener.send(sender, encode(self.turns.find(message)))
         elif reply := self._card.answer(message):
@@ -208,7 +208,7 @@ class ControlServer:
 
     def _on_hello(self, message: Hello, reply: Reply) -> None:
         if not isinstance(reply, Refused):
-            self._met(message.facts)
+            self._add_keeper(message.facts)
             return
         found = _differences((message.protocol, message.facts), (PROTOCOL, self._card.facts))
         who, why = (
@@ -224,7 +224,7 @@ class ControlServer:
             claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
             self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
 
-    def _hear(self, sender: bytes, message: Heartbeat | Release) -> None:
+    def _handle_lease_message(self, sender: bytes, message: Heartbeat | Release) -> None:
         if isinstance(message, Heartbeat):
             claimed = self.tickets.claimed(message.consumer, message.tickets)
             if leases := claimed + self.turns.leases(message.tickets):
@@ -233,7 +233,7 @@ class ControlServer:
             # Each ticket is released at most once, so the number of leases limits these events.
             self.events.put(sender, LeasesReleased(leases), force=True)
 
-    def _met(self, peer: Facts) -> None:
+    def _add_keeper(self, peer: Facts) -> None:
         if peer.keeps_turns is not None and self._peers.may_allow(peer.keeps_turns[0]):
             self._keepers.pop(peer.keeps_turns, None)
             self._keepers[peer.keeps_turns] = peer.incarnation

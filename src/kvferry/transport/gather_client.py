@@ -74,7 +74,7 @@ class GatherClient:
         self._socket.connect(zmq_endpoint(self._socket, host, port))
         self._introduction = AnnounceRoutes(PROTOCOL, list(routes))
         self._introductions = 0
-        self._introduce()
+        self._announce_routes()
         self._numbers = itertools.count(1)
         self._wanted: dict[int, int] = {}  # segment to number of announcements when it was requested
         self._answers: dict[int, Gathered | NotGathered] = {}
@@ -176,9 +176,9 @@ class GatherClient:
             # them again, but only once for several such replies.
             unknown = isinstance(reply, NotGathered) and reply.unknown
             if unknown and self._wanted[reply.segment] == self._introductions:
-                self._introduce()
+                self._announce_routes()
 
-    def _introduce(self) -> None:
+    def _announce_routes(self) -> None:
         self._introductions += 1
         self._send(self._introduction)
 

@@ -177,12 +177,12 @@ class GatherServer:
     def _run(self) -> None:
         while not self._stop.is_set():
             if self._listener.wait(_POLL_SECONDS):
-                self._guarded(self._serve)
-            self._guarded(self._expire)
-            self._guarded(self._serve_waiting)
+                self._run_guarded(self._serve)
+            self._run_guarded(self._expire)
+            self._run_guarded(self._serve_waiting)
         self._listener.close()
 
-    def _guarded(self, step: Callable[[], None]) -> None:
+    def _run_guarded(self, step: Callable[[], None]) -> None:
         """Call a step of the thread's loop. Log an exception, so that the thread goes on for other readers.
 
         Args:
@@ -199,13 +199,13 @@ class GatherServer:
         sender, data = self._listener.receive()
         message = decode_request(data)
         if isinstance(message, AnnounceRoutes):
-            self._introduce(sender, message)
+            self._set_routes(sender, message)
         elif isinstance(message, Done):
-            self._done(sender, message.segment)
+            self._handle_done(sender, message.segment)
         else:
             self._ask(sender, message)
 
-    def _introduce(self, sender: bytes, message: AnnounceRoutes) -> None:
+    def _set_routes(self, sender: bytes, message: AnnounceRoutes) -> None:
         routes = [
             (route, StagingCopies(route.parts, self._pool, "src", route.src_stride, route.src_blocks))
             for route in message.routes
@@ -214,11 +214,11 @@ class GatherServer:
             self._free_all(known)
         cells = sum(len(part.at) for route in message.routes for part in route.parts)
         self._readers[sender] = _Reader(routes, cells=cells)
-        while len(self._readers) > 1 and self._crowded():
+        while len(self._readers) > 1 and self._has_too_many_readers():
             _, oldest = self._readers.popitem(last=False)
             self._free_all(oldest)
 
-    def _crowded(self) -> bool:
+    def _has_too_many_readers(self) -> bool:
         """Return whether there are too many readers, so that the routes of the oldest must be forgotten.
 
         The number of readers is limited, and so is the total number of cell offsets in their routes.
@@ -340,7 +340,7 @@ class GatherServer:
     def _answer(self, sender: bytes, reply: Gathered | NotGathered) -> None:
         self._listener.send(sender, encode(reply))
 
-    def _done(self, sender: bytes, segment: int) -> None:
+    def _handle_done(self, sender: bytes, segment: int) -> None:
         reader = self._readers.get(sender)
         if reader is not None and (held := reader.allocations.pop(segment, None)):
             self._free(held)

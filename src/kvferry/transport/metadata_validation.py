@@ -134,7 +134,7 @@ class SandboxValidator:
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                request.verdict.reason = self._judge(request.cards)
+                request.verdict.reason = self._validate_cards(request.cards)
             except Exception as error:
                 logger.exception("transport metadata")
                 request.verdict.reason = f"its transport metadata cannot be tried: {error}"
@@ -142,18 +142,18 @@ class SandboxValidator:
         if self._sandbox is not None:
             self._sandbox.kill()
 
-    def _judge(self, cards: Sequence[RankCard]) -> str:
+    def _validate_cards(self, cards: Sequence[RankCard]) -> str:
         try:
             for card in cards:
                 check_metadata(card)
         except ProtocolError as error:
             return str(error)
-        if reason := self._unready():
+        if reason := self._ensure_ready():
             return reason
         deadline = self._clock() + TRY_SECONDS
-        return next(filter(None, (self._passes(card, deadline) for card in cards)), "")
+        return next(filter(None, (self._validate_card(card, deadline) for card in cards)), "")
 
-    def _passes(self, card: RankCard, deadline: float) -> str:
+    def _validate_card(self, card: RankCard, deadline: float) -> str:
         """Try a worker's metadata in the child process, unless the result is already known.
 
         Args:
@@ -169,7 +169,7 @@ class SandboxValidator:
             return ""
         if digest in self._refused:
             return self._refused[digest][0]
-        if reason := self._unready() or self._tried(card, deadline - self._clock()):
+        if reason := self._ensure_ready() or self._run_trial(card, deadline - self._clock()):
             self._refused[digest] = reason, self._clock() + REFUSED_SECONDS
             return reason
         self._passed[digest] = None
@@ -177,7 +177,7 @@ class SandboxValidator:
             del self._passed[next(iter(self._passed))]
         return ""
 
-    def _tried(self, card: RankCard, seconds: float) -> str:
+    def _run_trial(self, card: RankCard, seconds: float) -> str:
         assert self._sandbox is not None  # noqa: S101 - it is ready
         reason = self._sandbox.run_trial(card, seconds)
         self._trials += 1
@@ -185,7 +185,7 @@ class SandboxValidator:
             self._replace()
         return reason
 
-    def _unready(self) -> str:
+    def _ensure_ready(self) -> str:
         """Wait until a child process is ready. Start a child process if there is none.
 
         Returns:

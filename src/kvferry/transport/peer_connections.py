@@ -102,7 +102,7 @@ class PeerConnections:
         if link is None or link.peer is None:
             link = self._links[name] = _PeerConnection(cards)
             self._ask(name, link)
-            self._settle(name, link)
+            self._apply_verdict(name, link)
 
     def disconnect(self, name: str) -> None:
         """Forget a peer. Its connection is closed when no read uses it any more."""
@@ -127,7 +127,7 @@ class PeerConnections:
             return f"peer {name} is not connected"
         if link.peer is None and link.verdict is None and self._clock() >= link.retry_at:
             self._ask(name, link)
-        self._settle(name, link)
+        self._apply_verdict(name, link)
         if link.verdict is not None:
             return None
         return link.reason if link.peer is None else link.peer
@@ -137,7 +137,7 @@ class PeerConnections:
 
         Return whether there was any result.
         """
-        settled = [self._settle(name, link) for name, link in self._links.items()]
+        settled = [self._apply_verdict(name, link) for name, link in self._links.items()]
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
@@ -153,7 +153,7 @@ class PeerConnections:
             if link.peer is peer:
                 link.peer = None
                 self._leaving.append((name, peer))
-                self._down(link, reason)
+                self._mark_down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
         """Reset the number of consecutive failures of a peer, because a read from the peer has succeeded.
@@ -187,7 +187,7 @@ class PeerConnections:
             return
         link.verdict = self._vet(link.cards)
 
-    def _settle(self, name: str, link: _PeerConnection) -> bool:
+    def _apply_verdict(self, name: str, link: _PeerConnection) -> bool:
         if link.verdict is None or (refusal := link.verdict.reason) is None:
             return False
         link.verdict = None
@@ -197,10 +197,10 @@ class PeerConnections:
             link.peer = self._make(link.cards)
         except Exception as error:  # noqa: BLE001 - only this peer is DOWN
             log_unexpected(error)
-            self._down(link, f"peer {name} cannot be read from: {error}")
+            self._mark_down(link, f"peer {name} cannot be read from: {error}")
         return True
 
-    def _down(self, link: _PeerConnection, reason: str) -> None:
+    def _mark_down(self, link: _PeerConnection, reason: str) -> None:
         link.reason, link.failures = reason, link.failures + 1
         link.retry_at = self._clock() + pause_seconds(link.failures)
 

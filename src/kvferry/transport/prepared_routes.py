@@ -231,32 +231,32 @@ class PreparedRoute:
         """Return the index that the first of these cells (parts of blocks) has within its source block."""
         return int(cells.number[0]) % self.route.src_cells
 
-    def chosen(self, cells: int, costs: Costs, pinned: Strategy | None) -> PreparedMethod:
+    def choose(self, cells: int, costs: Costs, strategy: Strategy | None) -> PreparedMethod:
         """Return the transfer method that is expected to move a number of cells (parts of blocks) fastest.
 
         Args:
             cells: number of cells to move.
             costs: measured costs of this machine.
-            pinned: only strategy to consider; None to consider all. All are considered too if no method has
+            strategy: only strategy to consider; None to consider all. All are considered too if no method has
                 this strategy.
         """
         return self.methods[
-            choose_method([prepared.method for prepared in self.methods], cells, costs, pinned)
+            choose_method([prepared.method for prepared in self.methods], cells, costs, strategy)
         ]
 
-    def counts(self, cells: Cells, chosen: PreparedMethod) -> TransferCounts:
+    def counts(self, cells: Cells, prepared: PreparedMethod) -> TransferCounts:
         """Return the number of bytes and descriptors that a transfer of cells needs.
 
         Args:
             cells: cells (parts of blocks) to move.
-            chosen: method that moves the cells.
+            prepared: method that moves the cells.
         """
-        if chosen.method.image is None:
+        if prepared.method.image is None:
             return count_transfer(self.route, cells)
-        count, longest = len(cells), chosen.method.image.longest
-        if chosen.method.landing is not None:
-            longest = chosen.stride
-        rows = count * chosen.rows
+        count, longest = len(cells), prepared.method.image.longest
+        if prepared.method.landing is not None:
+            longest = prepared.stride
+        rows = count * prepared.rows
         return TransferCounts(self.route.cell_bytes * count, rows, rows, longest if count else 0)
 
 
@@ -302,8 +302,12 @@ class RoutePreparation:
         there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
         found = transfer_methods(route, self._costs, self._landing.largest_image, self._region_starts)
-        possible = [(method, *self._rows(route, method)) for method in found if self._possible(method, room)]
-        made = [self._made(route, *prepared) for prepared in self._fitting(possible)]
+        possible = [
+            (method, *self._descriptor_rows(route, method))
+            for method in found
+            if self._is_possible(method, room)
+        ]
+        made = [self._prepare_method(route, *prepared) for prepared in self._drop_largest(possible)]
         if not made:
             raise TransferError(
                 f"cells of {route.cell_bytes} bytes in {route.run_count} runs can only move staged, and the "
@@ -311,7 +315,7 @@ class RoutePreparation:
             )
         self.routes.append(PreparedRoute(route, tuple(made), _clearing(route, self._space)))
 
-    def _possible(self, method: TransferMethod, room: int) -> bool:
+    def _is_possible(self, method: TransferMethod, room: int) -> bool:
         if method.strategy is not Strategy.STAGED or method.image is None:
             return True
         parts = [*(part for gather in self.gathers for part in gather.parts), *method.image.pool_copies]
@@ -321,7 +325,7 @@ class RoutePreparation:
         )
         return self._card.outgoing is not None and method.image.stride <= room and few
 
-    def _fitting(self, found: list[_Prepared]) -> list[_Prepared]:
+    def _drop_largest(self, found: list[_Prepared]) -> list[_Prepared]:
         """Drop the methods with most descriptors until the others fit in the lists. Keep at least one method.
 
         Args:
@@ -336,7 +340,9 @@ class RoutePreparation:
             found = found[:most] + found[most + 1 :]
         return found
 
-    def _rows(self, route: Route, method: TransferMethod) -> tuple[_DescriptorRows, _DescriptorRows]:
+    def _descriptor_rows(
+        self, route: Route, method: TransferMethod
+    ) -> tuple[_DescriptorRows, _DescriptorRows]:
         """Return the rows that generate the descriptors of a transfer method.
 
         Args:
@@ -370,7 +376,7 @@ class RoutePreparation:
             )
             return _DescriptorRows(fetched, *pools[0]), _DescriptorRows(inside, *here)
         outgoing = self._card.outgoing
-        assert outgoing is not None  # noqa: S101 - `_possible` requires it
+        assert outgoing is not None  # noqa: S101 - `_is_possible` requires it
         there = image.stride, image_capacity(outgoing.bytes, image.stride)
         if method.landing is not None:
             whole = np.array([image.bytes], np.int64)
@@ -384,7 +390,7 @@ class RoutePreparation:
         placed = tuple((part.descriptors.dst, part.descriptors.length, part.at) for part in read)
         return _DescriptorRows(packed, *there), _DescriptorRows(placed, *pools[1])
 
-    def _made(
+    def _prepare_method(
         self, route: Route, method: TransferMethod, src: _DescriptorRows, dst: _DescriptorRows
     ) -> PreparedMethod:
         ends = (

@@ -140,7 +140,7 @@ class Transfers:
             parts = self._parts[result.key]
             parts.append(result)
             if len(parts) == len(self._lanes):
-                done.append(_joined(self._parts.pop(result.key)))
+                done.append(_join_results(self._parts.pop(result.key)))
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:
@@ -162,7 +162,7 @@ class Transfers:
         self._exposed.close()
 
 
-def _joined(parts: list[ReadResult]) -> ReadResult:
+def _join_results(parts: list[ReadResult]) -> ReadResult:
     plans = [part.plan for part in parts if part.plan is not None]
     return ReadResult(
         key=parts[0].key,

@@ -193,7 +193,7 @@ def test_a_message_at_which_the_server_raises_costs_that_message_only(ends, monk
     assert granted(client, again) == Redeemed(again, 1, GRANT)
 
 
-@pytest.mark.parametrize("method", ["_receive", "_beat"])
+@pytest.mark.parametrize("method", ["_receive", "_send_heartbeats"])
 def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monkeypatch, caplog, method):
     server, client = ends.server(), ends.client(handshake_seconds=2.0, heartbeat_seconds=0.05)
     raises_once(monkeypatch, client, method)
@@ -317,7 +317,7 @@ def test_a_peer_that_is_met_anew_still_hears_of_the_leases_held_there(ends):
 
 
 def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, monkeypatch):
-    obey = ControlClient._execute
+    obey = ControlClient._try_execute
 
     def late(self, *command):
         self._handshakes.refuse_silent()  # as the thread does between two steps of the asking thread
@@ -327,7 +327,7 @@ def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends, 
         address = HOST, silent.getsockname()[1]
         client = ends.client(handshake_seconds=0.3)
         settled(client, address[1])
-        monkeypatch.setattr(ControlClient, "_execute", late)
+        monkeypatch.setattr(ControlClient, "_try_execute", late)
         client.forget(address)
         began = time.monotonic()
         settled(client, address[1])
