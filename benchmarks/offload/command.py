@@ -19,7 +19,7 @@ def offload(
     geometry: Annotated[
         str, typer.Option(help="Model whose chunks to look up, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
-    layers: Annotated[int, typer.Option(min=1, help="Overrides the model's.")] = 16,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers, instead of the model's.")] = 16,
     path: Annotated[
         Path | None,
         typer.Option(help="Folder for files; by default a new one in the user's cache, removed after."),

@@ -17,9 +17,15 @@ def overhead(
     ] = "Llama-3.1-8B",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is planned.")] = 131_072,
     moved: Annotated[int, typer.Option(min=1, help="Tokens that are under way while hooks run.")] = 4096,
-    layers: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Number of layers; by default the model's.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Number of KV heads; by default the model's.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Elements per head; by default the model's.")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
     dtype: Annotated[str, typer.Option(help="Element type: auto, float32, bfloat16, fp8, ...")] = "auto",
     repeats: Annotated[int, typer.Option(min=7, help="Rounds of planning and of getting ready.")] = 9,

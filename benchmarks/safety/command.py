@@ -18,7 +18,7 @@ def safety(
     geometry: Annotated[
         str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
-    layers: Annotated[int, typer.Option(min=1, help="Overrides the model's.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers, instead of the model's.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
     repeats: Annotated[int, typer.Option(min=7, help="Rounds; each with and without.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all rounds, in seconds.")] = False,

@@ -334,7 +334,7 @@ def test_doctor_finds_both_engines_behind_the_router_and_lets_them_read(served):
     sections = {one["title"]: one["findings"] for one in json.loads(done.stdout)["sections"]}
     for role, url in (("prefill", served.prefill), ("decode", served.decode)):
         said = {one["subject"]: one["found"] for one in sections[f"{role} engine {url}"]}
-        assert said["metrics"] == "kvferry's are on its /metrics"
+        assert said["metrics"] == "/metrics has kvferry's metrics"
         assert "weights " in said["content"]
     (pair,) = [findings for title, findings in sections.items() if "->" in title]
     assert f"{served.prefill} (there) -> {served.decode} (here)" in sections

@@ -26,14 +26,20 @@ def transfer(
     geometry: Annotated[
         str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
-    layers: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Overrides the model's.")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the moved request, in tokens.")] = 4096,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Number of layers; by default the model's.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Number of KV heads; by default the model's.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Elements per head; by default the model's.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per block; by default 16.")] = None,
     dtype: Annotated[str, typer.Option(help="Element type: auto, float32, bfloat16, fp8, ...")] = "auto",
     order: Annotated[
-        str, typer.Option(help="Block tables: scattered, as in a busy engine, or contiguous.")
+        str, typer.Option(help="Order of block ids: scattered, as in a busy engine, or contiguous.")
     ] = "scattered",
     repeats: Annotated[int, typer.Option(min=7, help=REPEATS_HELP)] = 9,
     transports: Annotated[
@@ -87,15 +93,17 @@ def tiers(
     geometry: Annotated[
         str, typer.Option(help="Model whose chunks to store and load, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
-    layers: Annotated[int, typer.Option(min=1, help="Overrides the model's.")] = 16,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers, instead of the model's.")] = 16,
     layouts: Annotated[
-        str, typer.Option(help="Orders of the axes in an engine's memory, for the host tier.")
+        str, typer.Option(help="Memory layouts to measure for the host tier, separated by commas.")
     ] = "LBNHC,BHLNC",
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block; 16 by default.")] = None,
-    depths: Annotated[str, typer.Option(help="Chunks in flight at a time.")] = "1,8,32",
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per block; by default 16.")] = None,
+    depths: Annotated[
+        str, typer.Option(help="Numbers of chunks in flight to measure, separated by commas.")
+    ] = "1,8,32",
     path: Annotated[
         Path | None,
-        typer.Option(help="Folder for files; by default a new one in the user's cache, removed after."),
+        typer.Option(help="Folder for files; by default a new one in the user's cache, removed at the end."),
     ] = None,
     url: Annotated[
         str | None,
@@ -136,10 +144,10 @@ def tiers(
 @app.command()
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option(help="File to write; by default where kvferry looks for it.")
+        Path | None, typer.Option(help="File to write; by default the one that kvferry reads.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, write nothing.")] = False,
-    repeats: Annotated[int, typer.Option(min=7, help="Rounds; each measures every size once.")] = 9,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, but write nothing.")] = False,
+    repeats: Annotated[int, typer.Option(min=7, help="Number of rounds; each measures every size once.")] = 9,
     transports: Annotated[
         str | None, typer.Option(help="UCX_TLS for both processes, e.g. tcp,self; by default unchanged.")
     ] = None,

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from kvferry.errors import ConfigError
 
-REPEATS_HELP = "Rounds; each moves the bytes once in every way."
+REPEATS_HELP = "Number of rounds; each measures every method once."
 
 
 def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ..
     """
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--{option} {unknown[0]} is not known; choose of {', '.join(known)}")
+        raise ConfigError(f"--{option} {unknown[0]} is not known; choose from {', '.join(known)}")
     return names
 
 
@@ -65,7 +65,7 @@ def work_folder(path: Path | None) -> Iterator[Path]:
     """
     if path is not None:
         if not path.is_dir():
-            raise ConfigError(f"--path {path} is no folder; make it, or choose another")
+            raise ConfigError(f"--path {path} is not a folder; create it, or name another")
         yield path
         return
     from kvferry.tiers.paths import default_directory
@@ -76,7 +76,7 @@ def work_folder(path: Path | None) -> Iterator[Path]:
         made = TemporaryDirectory(prefix="bench-", dir=cache)
     except OSError as error:
         raise ConfigError(
-            f"cannot make a folder in {cache}: {error.strerror}; name one with --path"
+            f"cannot create a folder in {cache}: {error.strerror}; name one with --path"
         ) from error
     with made as folder:
         yield Path(folder)

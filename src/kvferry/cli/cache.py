@@ -29,7 +29,8 @@ _Options = Annotated[
         "--option",
         "-o",
         metavar="NAME=VALUE",
-        help="Object storage option: endpoint, region, ... Credentials come from the environment.",
+        help="Object storage option, such as endpoint or region; repeatable. Credentials come from the "
+        "environment.",
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds since 1970.")]
@@ -125,7 +126,7 @@ def gc(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Capacity for this run, such as 10GiB; by default the directory's own.",
+            help="Capacity for this run, such as 10GiB; by default that of the directory.",
         ),
     ] = None,
     option: _Options = None,

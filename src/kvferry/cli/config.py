@@ -23,7 +23,7 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
             "is loopback, else all."
         ),
     ),
-    "lease_seconds": (float, "SECONDS", "Time that blocks are kept for a consumer without heartbeats."),
+    "lease_seconds": (float, "SECONDS", "Time that blocks are kept for a consumer that sends no heartbeats."),
     "load_timeout_seconds": (float, "SECONDS", "Timeout of a load."),
     "handshake_seconds": (float, "SECONDS", "Timeout of the handshake with a peer."),
     "attempts": (int, "COUNT", "Number of loads to try before the prompt is computed."),
@@ -33,7 +33,7 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "staging_mib": (int, "MIB", "Staging memory per worker and direction; 0 for none."),
     "lanes": (int, "COUNT", "Number of reading threads per worker."),
     "costs": (str, "FILE", "File that `kvferry bench calibrate` wrote."),
-    "tiers": (str, "JSON", 'Tiers that keep chunks: default, or JSON: [{"type": "host"}, ...].'),
+    "tiers": (str, "JSON", 'Tiers that store chunks: default, or JSON: [{"type": "host"}, ...].'),
     "transfer": (
         bool,
         None,
@@ -43,7 +43,11 @@ SETTINGS: Mapping[str, tuple[Any, str | None, str]] = {
     "snapshot_tokens": (int, "COUNT", "Tokens between kept windows and state snapshots."),
     "source_policy": (str, "NAME", "Policy for choosing a source: weight, cost or first."),
     "load_weight": (float, "WEIGHT", "Weight of tokens that peers offer (source policy weight)."),
-    "patience_seconds": (float, "SECONDS", "Time that a request waits for a source that is still looking."),
+    "patience_seconds": (
+        float,
+        "SECONDS",
+        "Time that a request waits for a source that is still looking up its KV.",
+    ),
     "turn_seconds": (
         float,
         "SECONDS",

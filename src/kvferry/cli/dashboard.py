@@ -28,7 +28,9 @@ def dashboard(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        raise ConfigError(f"cannot make the folder {out}: {reason}; name one that can be made") from error
+        raise ConfigError(
+            f"cannot create the folder {out}: {reason}; name one that can be created"
+        ) from error
     files = {"kvferry-dashboard.json": json.dumps(model(), indent=2) + "\n", "kvferry-alerts.yaml": rules()}
     for name, text in files.items():
         write_file(out / name, text)

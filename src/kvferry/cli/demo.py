@@ -25,7 +25,7 @@ def demo(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="Path or id of a model that vLLM can load; by default tiny ones."
+            metavar="MODEL", help="Path or id of a model that vLLM can load; by default tiny built-in models."
         ),
     ] = None,
     vllm_args: Annotated[

@@ -30,11 +30,17 @@ def doctor(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON of `kvferry config`, or its kv_connector_extra_config."),
+        typer.Option(
+            metavar="FILE",
+            help="File with the output of `kvferry config`, or with kv_connector_extra_config.",
+        ),
     ] = None,
     secret_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The engines' secret; by default the one that --config names."),
+        typer.Option(
+            metavar="FILE",
+            help="File with the engines' secret; by default the one in --config, or this machine's.",
+        ),
     ] = None,
     machine: Annotated[bool, typer.Option("--machine/--no-machine", help="Check this machine too.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,

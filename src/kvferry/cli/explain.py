@@ -42,7 +42,7 @@ def explain(
     from kvferry.observe.wire import MAX_QUESTION_BYTES, Question
 
     if request_id is not None and not 0 < len(request_id.encode()) < MAX_QUESTION_BYTES // 8:
-        raise ConfigError("the id of a request has 1 to 511 bytes; see kvferry explain for those there are")
+        raise ConfigError("a request id has 1 to 511 bytes; run kvferry explain to list the last requests")
     answers = ask_engines(Question("", last) if request_id is None else Question(request_id, _MAX_TRACES))
     for silent in answers.problems:
         print_error(silent)
@@ -75,7 +75,8 @@ def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
     remembered = ", ".join(str(one.remembered) for one in engines)
     return (
         f"no request {request_id!r} is remembered by {len(engines)} engine{'s' * (len(engines) > 1)} "
-        f"(of their last requests: {remembered}); kvferry explain lists them, explain_requests sets how many"
+        f"(of their last requests: {remembered}); kvferry explain lists them, and the setting "
+        "explain_requests limits their number"
     )
 
 

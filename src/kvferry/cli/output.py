@@ -37,7 +37,7 @@ def flushed_output() -> Iterator[None]:
             raise
         _drop_the_rest()
         if not unread:
-            print_error(f"cannot write to standard output: {error.strerror}; see where it is sent to")
+            print_error(f"cannot write to standard output: {error.strerror}; check where it is redirected to")
         sys.exit(_FAILED)
 
 

@@ -47,9 +47,10 @@ def plan(
 ) -> None:
     """Predict what a transfer of MODEL's KV cache costs.
 
-    Prints bytes, pieces and time of a transfer from one engine to another, and what the tiers keep of a
-    prompt. No engine runs and no weights are read: the memory of both engines is laid out as vLLM would, and
-    the planner of real transfers runs on it, with block tables as scattered as on a busy engine.
+    Prints the bytes, descriptors and time of a transfer from one engine to another, and the storage that a
+    prompt takes in the tiers. No engine runs and no weights are read. The memory of both engines is laid out
+    as in vLLM, with block tables as scattered as on a busy engine, and the planner of real transfers plans
+    the copies.
     """
     if listed:
         _print_table()
@@ -81,7 +82,7 @@ def _read(model: str | None, dtype: str, *, mtp: bool) -> ModelReading:
 
     if model is None:
         raise ConfigError(
-            "MODEL is missing: a config.json, its folder, or a name that `kvferry plan --list` has"
+            "MODEL is missing; give a config.json, its folder, or a name that `kvferry plan --list` prints"
         )
     name, config = find_config(model)
     return read_model(config, dtype, name=name, draft=mtp)

@@ -16,7 +16,7 @@ from kvferry.user_cache import expanded
 _FAR_OFF = 3.0
 """Largest tolerated factor between measured and expected READ times. It allows for other load."""
 _STALE_DAYS = 180
-_CALIBRATE = "kvferry bench calibrate, while nothing else runs"
+_CALIBRATE = "run kvferry bench calibrate while nothing else runs"
 
 
 def check(path: str | None, found: ReadTimings | None, now: datetime | None = None) -> Finding:
@@ -47,7 +47,7 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
     if found and (ratio := _read_ratio(used, found)) and not 1 / _FAR_OFF < ratio < _FAR_OFF:
         return note(
             subject,
-            f"{file} of {written.made[:10]} is far off: a READ takes {ratio:.1f} times what it says",
+            f"{file} of {written.made[:10]} is far off: a READ takes {ratio:.1f} times the predicted time",
             _CALIBRATE,
         )
     if (days := _age_days(written.made, now)) is not None and days > _STALE_DAYS:
@@ -72,7 +72,7 @@ def _read_ratio(used: Costs, found: ReadTimings) -> float:
 
 
 def _ratio_text(used: Costs, found: ReadTimings | None) -> str:
-    return f"; a READ takes {_read_ratio(used, found):.1f} times what they say" if found else ""
+    return f"; a READ takes {_read_ratio(used, found):.1f} times the predicted time" if found else ""
 
 
 def _age_days(made: str, now: datetime | None) -> float | None:

@@ -92,7 +92,7 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
     if host and port and parts.scheme == _SCHEME and not parts.path.strip("/"):
         return Target(text, role, control=(host, port))
     raise ConfigError(
-        f"{text!r} is no address of an engine; give http://host:port of its OpenAI endpoint, or "
+        f"{text!r} is not an engine's address; give http://host:port of its OpenAI endpoint, or "
         "kvferry://host:port (remote_host and remote_port of its kv_transfer_params)"
     )
 
@@ -119,7 +119,16 @@ def examine_engines(
             if isinstance(answer, BaseException):
                 why = str(answer) or type(answer).__name__
                 found.append(
-                    _section(one, [bad("engine", f"cannot be checked: {why}", "find out what blocks there")])
+                    _section(
+                        one,
+                        [
+                            bad(
+                                "engine",
+                                f"cannot be checked: {why}",
+                                "check whether the engine or the network hangs",
+                            )
+                        ],
+                    )
                 )
                 continue
             engine, backends = answer
@@ -134,7 +143,7 @@ def examine_engines(
                             [
                                 bad(
                                     "router",
-                                    f"names an engine {url!r}: {error}",
+                                    f"lists an engine with the URL {url!r}: {error}",
                                     "give engine URLs such as http://host:port to that router",
                                 )
                             ],
@@ -200,9 +209,9 @@ def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedK
         return identity
     if offered.engine_id != identity.facts.engine_id:
         raise IdentifyError(
-            f"engine {offered.engine_id} tells peers this address, but "
-            f"{identity.facts.engine_id} answers there",
-            "set the connector's host to an address that leads peers to its machine",
+            f"engine {offered.engine_id} advertises this address, but "
+            f"engine {identity.facts.engine_id} answers there",
+            "set the connector's host to an address at which peers reach its machine",
         )
     release_ticket(control, keys, offered.ticket, http_engine.PROBE_TOKENS)
     return identity
@@ -246,7 +255,9 @@ def _check_ranks(
                 bad(rank, f"it differs from rank 0: {different}", "start all ranks with the same settings")
             )
     if not found:
-        found.append(ok("data-parallel", f"{len(other_ranks) + 1} ranks, all of which answer and are alike"))
+        found.append(
+            ok("data-parallel", f"{len(other_ranks) + 1} ranks; all answer and have the same settings")
+        )
     return found
 
 
@@ -277,8 +288,9 @@ def _check_advertised(url: str, control: Address) -> list[Finding]:
     return [
         note(
             "control channel",
-            f"it tells peers {control[0]} but serves on {host}: only engines of its machine can exchange KV",
-            "set the connector's host to an address that others reach, and one secret_file for all",
+            f"it advertises {control[0]} to peers: only engines on its own machine can exchange KV with it",
+            "set the connector's host to an address that peers can reach, and give all engines the same "
+            "secret_file",
         )
     ]
 

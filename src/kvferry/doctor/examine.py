@@ -65,7 +65,7 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
         found, timed = _check_machine(given.configs, progress)
         sections.append(ReportSection("this machine", tuple(found)))
     if job.config:
-        progress("looking at what the configuration names")
+        progress("checking the configuration")
         named = (*given.findings, *_check_config(given.configs, timed))
         sections.append(ReportSection(f"configuration {job.config}", named))
     if job.targets:

@@ -164,7 +164,7 @@ def _list_backends(body: dict[str, Any]) -> UrlFindings:
         ok("router", f"{len(engines)} engines behind it, {len(engines) - len(down)} of them up")
     )
     seen.findings += [
-        bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "see that engine's log")
+        bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "read that engine's log")
         for one in down
     ]
     return seen
@@ -183,7 +183,7 @@ def _is_engine(answer: HttpReply, seen: UrlFindings) -> bool:
         seen.findings.append(
             bad(
                 "HTTP",
-                "what answers there is not vLLM: it has no /version",
+                "the server is not vLLM: it has no /version",
                 "give an engine's own address",
             )
         )
@@ -210,13 +210,17 @@ def _check_metrics(answer: HttpReply, seen: UrlFindings) -> int:
     shown = [name for prefix, name in _METRICS.items() if prefix in answer.text] if answer.fine else []
     if not answer.fine:
         seen.findings.append(
-            note("metrics", f"/metrics answers {answer.status}", "allow GET /metrics, to see what moves")
+            note(
+                "metrics",
+                f"/metrics answers {answer.status}",
+                "allow GET /metrics, so that transfers can be observed",
+            )
         )
     elif _METRICS["kvferry_"] in shown:
-        seen.findings.append(ok("metrics", "kvferry's are on its /metrics"))
+        seen.findings.append(ok("metrics", "/metrics has kvferry's metrics"))
     else:
-        others = f", but {' and '.join(shown)}'s are" if shown else ""
-        seen.findings.append(note("metrics", f"kvferry's are not on its /metrics{others}"))
+        others = f", but has those of {' and '.join(shown)}" if shown else ""
+        seen.findings.append(note("metrics", f"/metrics has none of kvferry's metrics{others}"))
     return max(1, len(set(_ENGINE.findall(answer.text)))) if answer.fine else 1
 
 
@@ -247,7 +251,7 @@ async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
             bad(
                 "completion",
                 f"a prompt of {len(_PROMPT)} tokens gets status {answer.status}",
-                "see the engine's log",
+                "read the engine's log",
             )
         )
         return
@@ -261,13 +265,14 @@ async def _request_kv(ask: _Ask, seen: UrlFindings, engines: int) -> None:
         what = (
             "offers KV, but not as kvferry does"
             if other.get("remote_block_ids")
-            else "offers no KV of a prompt"
+            else "offers no KV for a prompt"
         )
         seen.findings.append(
             bad(
                 "connector",
-                f"{what}: it does not run KVFerryConnector, or not with transfer on",
-                'start it with --kv-transfer-config "$(kvferry config --role ...)"; add --transfer to tiers',
+                f"{what}: it does not run KVFerryConnector, or its transfer setting is off",
+                'start it with --kv-transfer-config "$(kvferry config --role ...)"; with tiers, '
+                "add --transfer",
             )
         )
 

@@ -46,7 +46,7 @@ _ROUNDS = 7
 _LINGER_MILLISECONDS = 1000
 _GREETING_BYTES = 64
 _GIVE_KEY = (
-    "give --secret-file, or a --config that names it; on the engine's machine, run this as the engine's user"
+    "give --secret-file, or a --config with secret_file; or run this as the engine's user on its machine"
 )
 _MECHANISM = slice(12, 32)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
@@ -98,11 +98,11 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
     until = time.monotonic() + seconds
     if (mechanism := _mechanism(address, seconds)) != "CURVE":
         raise IdentifyError(
-            f"it speaks without encryption ({mechanism}), which no engine does",
-            "use the same kvferry here and there",
+            f"it communicates without encryption ({mechanism}), which no kvferry engine does",
+            "use the same kvferry version on both sides",
         )
     if keys is None:
-        raise IdentifyError("it asks for a key, and this user has none on this machine", _GIVE_KEY)
+        raise IdentifyError("it asks for a key, but this user has none on this machine", _GIVE_KEY)
     facts = Facts("kvferry-doctor", new_incarnation(), f"kvferry {kvferry.__version__}", {})
     with _connected(address, keys) as channel:
         durations, accepted = [], None
@@ -112,7 +112,7 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
             durations.append(time.perf_counter() - asked)
         ranks = _ask(channel, AskRanks(PROTOCOL, facts), Ranks, until)
     if accepted is None or not ranks.ranks:
-        raise IdentifyError("it names no ranks", "use the same kvferry here and there")
+        raise IdentifyError("its description has no ranks", "use the same kvferry version on both sides")
     return EngineIdentity(address, accepted.facts, tuple(ranks.ranks), median(durations))
 
 
@@ -154,7 +154,7 @@ def _connected(
         channel = ControlSocket(context, *address, keys)
         yield channel
     except zmq.ZMQError as error:
-        raise IdentifyError(f"it cannot be asked: {error}", "correct the address") from error
+        raise IdentifyError(f"cannot connect: {error}", "correct the address") from error
     finally:
         if channel is not None:
             channel.close(linger_milliseconds)
@@ -177,19 +177,20 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
         reply = channel.ask(message, deadline)
     except TimeoutError as error:
         raise IdentifyError(
-            "it does not answer: it has another key, or its peers setting leaves this machine out", _GIVE_KEY
+            "it does not answer: it has another key, or its peers setting does not include this machine",
+            _GIVE_KEY,
         ) from error
     except ProtocolError as error:
-        raise IdentifyError(f"its answer is {error}", "use the same kvferry here and there") from error
+        raise IdentifyError(f"its answer is {error}", "use the same kvferry version on both sides") from error
     if isinstance(reply, Refused):
         raise IdentifyError(
-            "; ".join(reply.differences) or "it refuses, and gives no reason",
-            "use the same kvferry here and there",
+            "; ".join(reply.differences) or "it refuses without a reason",
+            "use the same kvferry version on both sides",
         )
     if not isinstance(reply, kind):
         raise IdentifyError(
             f"it answers {type(reply).__name__} to {type(message).__name__}",
-            "use the same kvferry here and there",
+            "use the same kvferry version on both sides",
         )
     return reply
 
@@ -217,7 +218,8 @@ def _mechanism(address: Address, seconds: float) -> str:
     except TimeoutError as error:
         if not received:
             raise IdentifyError(
-                f"no answer within {seconds:g} s", "check that it is up, and that no firewall is in between"
+                f"no answer within {seconds:g} s",
+                "check that it is up, and that no firewall blocks the connection",
             ) from error
     except OSError as error:
         raise IdentifyError(
@@ -226,7 +228,7 @@ def _mechanism(address: Address, seconds: float) -> str:
         ) from error
     if len(received) < _GREETING_BYTES or received[0] != 0xFF:
         raise IdentifyError(
-            "what listens there is no control channel of an engine",
+            "the server at this address is not an engine's control channel",
             "give remote_host and remote_port from its kv_transfer_params, or its HTTP address with http://",
         )
     return received[_MECHANISM].rstrip(b"\0").decode("ascii", "replace")

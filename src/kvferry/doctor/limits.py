@@ -92,9 +92,15 @@ def run_check(subject: str, seconds: float, check: Callable[[], Iterable[Finding
     try:
         return run_within(seconds, lambda: list(check()))
     except CheckTimeout as error:
-        return [bad(subject, f"no answer: {error}", "find out what blocks there")]
+        return [bad(subject, f"no answer: {error}", "check whether a device, mount or driver hangs")]
     except Exception as error:  # noqa: BLE001 - a broken check must not hide the findings of others
-        return [bad(subject, f"this check broke: {type(error).__name__}: {error}", "please report it")]
+        return [
+            bad(
+                subject,
+                f"this check failed unexpectedly: {type(error).__name__}: {error}",
+                "please report it",
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True)

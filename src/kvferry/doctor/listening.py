@@ -61,11 +61,12 @@ def key(secret_file: str | None) -> Finding:
     except ConfigError as error:
         return from_error(subject, error)
     if keys is None:
-        return ok(subject, f"{place}: made by the first engine that needs it")
+        return ok(subject, f"{place}: created by the first engine that needs it")
     mode = f"{stat.S_IMODE(place.path.stat().st_mode):o}"
     return ok(
         subject,
-        f"{place} (mode {mode}), fingerprint {keys.fingerprint}: engines that have the same can exchange KV",
+        f"{place} (mode {mode}), fingerprint {keys.fingerprint}: engines with the same fingerprint can "
+        "exchange KV",
     )
 
 
@@ -79,14 +80,15 @@ def access(config: ConnectorConfig, host: str) -> Finding:
     subject = "host"
     advertised_host = config.advertise_host or host
     if is_loopback(host):
-        return ok(subject, f"{advertised_host}: only engines of this machine can exchange KV")
+        return ok(subject, f"{advertised_host}: only engines on this machine can exchange KV")
     if config.secret_file is not None:
         where = f" at {', '.join(config.peers)} (peers)" if config.peers else ""
-        return ok(subject, f"{advertised_host}: whoever has the key{where} can exchange KV")
+        return ok(subject, f"{advertised_host}: all engines with the key{where} can exchange KV")
     return note(
         subject,
         f"{advertised_host}, and no secret_file: only this user's engines on this machine have the key",
-        "for engines on other machines, run kvferry keygen FILE, copy the file to all, and set secret_file",
+        "for engines on other machines, run kvferry keygen FILE, copy the file to all machines, and set "
+        "secret_file",
     )
 
 
@@ -103,8 +105,9 @@ def advertised(advertised_host: str | None) -> list[Finding]:
     return [
         note(
             "advertise_host",
-            f"{advertised_host} is a name, which other engines resolve only if their peers setting lists it",
-            f"add --peers {advertised_host} to their configuration, or advertise an address",
+            f"{advertised_host} is a host name, which other engines resolve only if their peers setting "
+            "lists it",
+            f"add --peers {advertised_host} to their configuration, or advertise an IP address",
         )
     ]
 
@@ -123,8 +126,8 @@ def address(host: str, port: int) -> list[Finding]:
         return [
             bad(
                 "host",
-                f"{host} is no address: {error.strerror or error}",
-                "give an address of this machine, or node",
+                f"{host} cannot be resolved: {error.strerror or error}",
+                'give an address of this machine, or "node"',
             )
         ]
     with socket.socket(family, kind, number) as sock:
@@ -139,7 +142,9 @@ def address(host: str, port: int) -> list[Finding]:
 def _cannot_listen(host: str, port: int, error: OSError) -> Finding:
     if error.errno == errno.EADDRNOTAVAIL:
         return bad(
-            "host", f"{host} is no address of this machine", "run this where the engine runs, or correct host"
+            "host",
+            f"{host} is not an address of this machine",
+            "run this where the engine runs, or correct host",
         )
     if error.errno == errno.EADDRINUSE:
         return bad(

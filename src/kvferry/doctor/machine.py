@@ -44,15 +44,15 @@ def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Fi
     subject = "locked memory"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     rdma = devices() if rdma is None else rdma
-    may = "without limit" if limit < 0 else f"up to {format_bytes(limit)}"
+    may = "unlimited" if limit < 0 else f"up to {format_bytes(limit)}"
     if not rdma:
-        return ok(subject, f"may be locked {may}; no RDMA device here needs it")
+        return ok(subject, f"{may}; no RDMA device here needs it")
     if limit < 0:
-        return ok(subject, f"may be locked {may}, as {', '.join(rdma)} needs it")
+        return ok(subject, f"{may}, as {', '.join(rdma)} requires")
     return bad(
         subject,
-        f"may be locked {may} (ulimit -l), and {', '.join(rdma)} has to lock the whole KV cache",
-        "ulimit -l unlimited for whoever starts engines (docker: --ulimit memlock=-1)",
+        f"{may} (ulimit -l), but {', '.join(rdma)} must lock the whole KV cache",
+        "set ulimit -l unlimited for the user that starts engines (docker: --ulimit memlock=-1)",
     )
 
 
@@ -70,16 +70,18 @@ def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
     if most <= _FEW_FILES:
         return bad(
             subject,
-            f"{soft:,}, at most {most:,} (ulimit -Hn): a request takes two sockets of a router",
+            f"{soft:,}, at most {most:,} (ulimit -Hn): a router opens two sockets per request",
             f"raise both limits to {_ENOUGH_FILES:,}",
         )
     if soft < 4 * _FEW_FILES:
         return note(
             subject,
-            f"{soft:,} (ulimit -n): vLLM raises its own limit, kvferry router does not; a request takes two",
-            f"ulimit -n {min(most, _ENOUGH_FILES)} before kvferry router, for hundreds of requests at once",
+            f"{soft:,} (ulimit -n): kvferry router opens two sockets per request, and does not raise the "
+            "limit",
+            f"run ulimit -n {min(most, _ENOUGH_FILES)} before kvferry router if it serves hundreds of "
+            "requests at once",
         )
-    return ok(subject, f"{soft:,} may be open at a time")
+    return ok(subject, f"up to {soft:,} at a time")
 
 
 def threads(limit: int | None = None, used: int | None = None, user: int | None = None) -> Finding:
@@ -94,14 +96,14 @@ def threads(limit: int | None = None, used: int | None = None, user: int | None 
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
     user = os.geteuid() if user is None else user
     if limit < 0 or user == 0:
-        return ok(subject, "without limit")
+        return ok(subject, "unlimited")
     used = _threads_of(user) if used is None else used
-    has = f"{used:,} of {limit:,} that this user may have (ulimit -u) are in use"
+    has = f"{used:,} in use, of {limit:,} that this user may have (ulimit -u)"
     if limit - used < _ENGINES_THREADS:
         return bad(
             subject,
-            f"{has}: an engine of one rank has over a hundred, more on many cores",
-            f"ulimit -u {used + 4096} for whoever starts engines",
+            f"{has}: an engine with one rank has over a hundred, and more on a machine with many cores",
+            f"set ulimit -u {used + 4096} for the user that starts engines",
         )
     return ok(subject, has)
 
@@ -127,7 +129,7 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
         return bad(
             subject,
             f"cannot be used: {os.strerror(error.errno or 0)}",
-            f"mount a tmpfs there: engines of several processes talk through {path}",
+            f"mount a tmpfs there: the processes of an engine communicate through {path}",
         )
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     room = f"{format_bytes(free)} free of {format_bytes(total)}"
@@ -137,15 +139,15 @@ def shared_memory(path: str = "/dev/shm", stat: Callable[[str], os.statvfs_resul
         return bad(
             subject,
             f"{room}: processes keep semaphores and locks there, so no engine starts",
-            "docker: --shm-size=1g; remove files there that nobody uses",
+            "remove unused files there, or enlarge it (docker: --shm-size=1g)",
         )
     if free < _LITTLE_SHM:
         return note(
             subject,
-            f"{room}: vLLM and UCX keep queues there; the host tier needs none of it",
-            "docker: --shm-size=8g or --ipc=host, for engines of several ranks",
+            f"{room}: vLLM and UCX keep queues there; the host tier does not use it",
+            "enlarge it for engines with several ranks (docker: --shm-size=8g or --ipc=host)",
         )
-    return ok(subject, f"{room}; the host tier needs none of it")
+    return ok(subject, f"{room}; the host tier does not use it")
 
 
 def file_size(limit: int | None = None) -> Finding:
@@ -157,12 +159,12 @@ def file_size(limit: int | None = None) -> Finding:
     subject = "size of a file"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] if limit is None else limit
     if limit < 0:
-        return ok(subject, "without limit")
+        return ok(subject, "unlimited")
     return bad(
         subject,
-        f"up to {format_bytes(limit)} (ulimit -f), which bounds host memory, chunk files and UCX's "
-        "queues as well",
-        "ulimit -f unlimited for whoever starts engines",
+        f"up to {format_bytes(limit)} (ulimit -f), which also limits the host tier, chunk files and "
+        "UCX's queues",
+        "set ulimit -f unlimited for the user that starts engines",
     )
 
 
@@ -176,7 +178,7 @@ def memory_files() -> Finding:
         os.close(sealed_file("kvferry-doctor", 4096))
     except ConfigError as error:
         return from_error(subject, error)
-    return ok(subject, "can be made and sealed, as the host tier needs it")
+    return ok(subject, "can be created and sealed, as the host tier requires")
 
 
 def large_pages(read: Read = read, release: str | None = None) -> Finding:
@@ -191,10 +193,10 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
     version = release or os.uname().release
     numbers = re.match(r"(\d+)\.(\d+)", version)
     collapses = numbers is not None and (int(numbers[1]), int(numbers[2])) >= _COLLAPSES_SINCE
-    slow = "reads between processes of one machine are several times slower in small pages"
+    slow = "reads between processes of one machine are several times slower with small pages"
     if enabled is None:
         return note(
-            subject, f"this kernel ({version}) has none: {slow}", "use a kernel with them, if that matters"
+            subject, f"this kernel ({version}) has none: {slow}", "use a kernel with them, if speed matters"
         )
     if enabled[1] == "never":
         later = "memory in use is copied to them" if collapses else f"and Linux {version} cannot copy to them"

@@ -24,7 +24,7 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
         probe: function that starts the plugins one by one in another process, and returns its result.
     """
     if version is None:
-        absent = "is not installed here: engines of this machine can keep KV in tiers, but exchange none"
+        absent = "is not installed here: engines on this machine can keep KV in tiers, but not exchange it"
         return [note("NIXL", absent, _INSTALL)]
     ended = probe()
     lines = parse_output(ended.out)
@@ -33,15 +33,19 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
     if "UCX" not in start:
         why = tried.get("UCX") or ended.last_words
         return [
-            bad("NIXL", f"{version}, whose plugin UCX does not start: {why}", f"check UCX_TLS; {_INSTALL}")
+            bad(
+                "NIXL",
+                f"{version}, whose plugin UCX does not start: {why}",
+                f"check UCX_TLS, or reinstall NIXL: {_INSTALL}",
+            )
         ]
     found = [ok("NIXL", f"{version}; plugins that start: {', '.join(start)}")]
     rest = ", ".join(plugin for plugin, why in tried.items() if why)
     if rest:
-        found.append(ok("NIXL plugins", f"do not start here, and kvferry uses none of them: {rest}"))
+        found.append(ok("NIXL plugins", f"kvferry does not need these, which do not start here: {rest}"))
     trying = [line["trying"] for line in lines if "trying" in line]
     if len(trying) > len(tried):
-        stopped = f"{trying[-1]} crashes the process that tries it ({ended.how}); kvferry does not use it"
+        stopped = f"{trying[-1]} crashes the process that starts it ({ended.how}); kvferry does not use it"
         return [*found, note("NIXL plugins", stopped)]
     libraries = any(line.get("verbs") for line in lines)
     return [*found, _check_exit(ended, libraries)]
@@ -58,7 +62,7 @@ def _check_exit(ended: ProcessResult, libraries: bool) -> Finding:
     if ended.code:
         return bad(
             "RDMA libraries",
-            f"a process that used NIXL dies as it exits ({ended.how}); {beside}",
+            f"a process that used NIXL crashes when it exits ({ended.how}); {beside}",
             "reinstall the system's rdma-core, or remove it where there is no RDMA device",
         )
-    return ok("RDMA libraries", f"a process that used NIXL ends as it should; {beside}")
+    return ok("RDMA libraries", f"a process that used NIXL exits normally; {beside}")

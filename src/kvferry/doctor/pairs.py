@@ -111,8 +111,8 @@ def _check_pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local
         found.append(
             bad(
                 "address",
-                f"the first tells peers {there.address[0]}, which is another machine to the second",
-                "set host (or advertise_host) of the first to an address that others reach",
+                f"the first advertises {there.address[0]}, at which the second reaches only its own machine",
+                "set host (or advertise_host) of the first to an address that peers can reach",
             )
         )
     if not different:
@@ -135,7 +135,8 @@ def _check_pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local
         found.append(
             note(
                 "software",
-                f"{there.facts.software} there, {here.facts.software} here; this alone rejects no peer",
+                f"{there.facts.software} there, {here.facts.software} here; this alone does not prevent "
+                "transfers",
             )
         )
     return [*found, _describe_link(there, here, local)]
@@ -167,9 +168,9 @@ def _describe_link(there: EngineIdentity, here: EngineIdentity, local: str) -> F
     took = " and ".join(
         map(format_seconds, sorted(identity.round_trip_seconds for identity in (there, here)))
     )
-    channel = f"asked from here, control channels answer in {took}"
+    channel = f"control channels answer in {took}, measured from here"
     if there.address[0] == here.address[0]:
-        place = f"one machine; two processes where the doctor runs read {local}" if local else "one machine"
+        place = f"one machine; two processes on the doctor's machine read {local}" if local else "one machine"
     else:
         place = "two machines; neither the speed between them nor UCX's transport there was measured"
     return ok("link", f"{place}; {channel}")
@@ -193,7 +194,7 @@ def _describe_transfers(there: EngineIdentity, here: EngineIdentity, costs: Cost
     except ConfigError as error:
         return f"{ranks}; {error}"
     runs = [copy.run for t in templates for route in t.routes for copy in route.copies]
-    return f"{ranks}; bytes go {' and '.join(strategies)}, in runs of {_size_range(runs)}"
+    return f"{ranks}; strategy {' and '.join(strategies)}, runs of {_size_range(runs)}"
 
 
 def _size_range(runs: Sequence[int]) -> str:
@@ -232,8 +233,8 @@ def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> list[Fin
     return [
         note(
             "draft model",
-            f"{len(names)} layer(s) of the draft model here are not kept there, {names[0]} for one: the "
-            "model's layers move without them, and fewer drafts are accepted",
+            f"{len(names)} layer(s) of the draft model here are missing there, such as {names[0]}: the "
+            "model's own layers are transferred without them, and fewer drafts are accepted",
             "run both with the same draft model (--speculative-config) if that matters",
         )
     ]

@@ -18,7 +18,7 @@ _PROC = Path("/proc")
 _LISTEN = "0A"
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 _CHILD = "kvferry.transport.metadata_sandbox"
-_SHUT = "close it to all but peers: docs/network.md has a firewall rule and a NetworkPolicy"
+_SHUT = "let only peers reach it; docs/network.md has a firewall rule and a NetworkPolicy"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -122,8 +122,8 @@ def _finding(port: Port, command: str, known: Mapping[int, str]) -> Finding:
     subject = f"port {where}:{port.number}"
     whose = f"process {port.process}, {_role(command)}"
     if (purpose := known.get(port.number)) is not None:
-        return ok(subject, f"{purpose} ({whose}); lets in holders of the key only")
-    who = "processes of this machine" if port.is_loopback else "whoever reaches it"
+        return ok(subject, f"{purpose} ({whose}); only clients with the key are let in")
+    who = "processes of this machine" if port.is_loopback else "everyone who can reach it"
     if _is_api(command):
         text = f"vLLM's API, or a channel between its processes ({whose}); open to {who}"
     else:
@@ -137,7 +137,7 @@ def _is_api(command: str) -> bool:
 
 def _role(command: str) -> str:
     if _CHILD in command:
-        return "child that tries peers' metadata"
+        return "child process that validates peers' metadata"
     name = command.split(" ", maxsplit=1)[0]
     if name.startswith("VLLM::"):
         return name

@@ -49,7 +49,9 @@ class ReadTimings:
             f"{moved / seconds / 1e9:.2g} GB/s in pieces of {format_bytes(moved / count)}"
             for count, moved, seconds in self.timed
         ]
-        return f"by {' and '.join(self.transports) or 'a transports UCX does not name'}: {', '.join(parts)}"
+        return (
+            f"by {' and '.join(self.transports) or 'a transport that UCX does not name'}: {', '.join(parts)}"
+        )
 
 
 def transport_of(out: Iterable[str]) -> tuple[str, ...]:
@@ -118,7 +120,7 @@ def check(
         advice = (
             f"UCX_TLS is {given!r}: unset it, or add tcp, which UCX needs for its messages"
             if given
-            else "see what UCX says with UCX_LOG_LEVEL=info kvferry bench transfer"
+            else "run UCX_LOG_LEVEL=info kvferry bench transfer, and read UCX's messages"
         )
         yield bad("READ of host memory", f"does not work: {shared}", advice)
         return
@@ -138,8 +140,8 @@ def check(
     if rdma and over_tcp:
         yield bad(
             subject,
-            f"{remote.summary}, though there is {', '.join(rdma)}",
-            "see why UCX leaves it out: ulimit -l, permissions on /dev/infiniband, UCX_NET_DEVICES",
+            f"{remote.summary}, although this machine has {', '.join(rdma)}",
+            "find out why UCX does not use it: ulimit -l, permissions on /dev/infiniband, UCX_NET_DEVICES",
         )
     elif over_tcp:
         yield note(
@@ -148,4 +150,4 @@ def check(
             "measure between the machines themselves before you rely on it",
         )
     else:
-        yield ok(subject, f"{remote.summary}; local, without the network between machines")
+        yield ok(subject, f"{remote.summary}; measured on this machine, without a network between machines")

@@ -69,13 +69,13 @@ def _load_json(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: {why}; name the file with the settings") from error
     if len(text) > _MOST_BYTES:
         raise ConfigError(
-            f"--config {path} is larger than 1 MiB, which no configuration is; name another file"
+            f"--config {path} is larger than 1 MiB, so it is no configuration; name another file"
         )
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--config {path} is no JSON ({error}); `kvferry config` prints a configuration"
+            f"--config {path} is not JSON ({error}); `kvferry config` prints a configuration"
         ) from error
     if not isinstance(given, dict):
         raise ConfigError(
@@ -121,7 +121,7 @@ def _read_transfer_config(given: Mapping[str, Any], *, compare_role: bool = True
             (note("settings", f"kv_connector is {name!r}, which is not kvferry's; it is not checked"),),
         )
     configs = list[ConnectorConfig]()
-    findings.append(note("settings", f"{_OURS} within {name}; the others are not checked"))
+    findings.append(note("settings", f"{_OURS} inside {name}; other connectors are not checked"))
     for number, each in enumerate(ours):
         read = _read_transfer_config(each, compare_role=name != _MULTI)
         configs += read.configs
@@ -192,9 +192,7 @@ def _read_extra_config(
         config = parse_config(extra, kv_role)
     except ConfigError as error:
         return (), (from_error("settings", error),)
-    return (config,), (
-        ok("settings", f"{len(extra)} keys, all of which the connector takes: {summary(config)}"),
-    )
+    return (config,), (ok("settings", f"the connector accepts all {len(extra)} keys: {summary(config)}"),)
 
 
 def summary(config: ConnectorConfig) -> str:

@@ -55,18 +55,20 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
     ended = probe()
     printed = {name: value for line in parse_output(ended.out) for name, value in line.items()}
     if "connector" not in printed:
-        what = "vLLM itself cannot be imported" if "version" not in printed else "vLLM does not take it"
+        what = "vLLM itself cannot be imported" if "version" not in printed else "vLLM cannot load it"
         return [bad(subject, f"{what}: {ended.last_words}", f"repair the installation: {_INSTALL}")]
     found = [ok(subject, f"vLLM {printed['version']} loads it, for {printed['device']}")]
     if printed["connector"] and printed["platform"]:
         hybrid = ok(
             "hybrid manager",
-            "would be on: windows and recurrent state move as such, unless an engine is told otherwise",
+            "would be on, so sliding windows and recurrent state are transferred, unless an engine turns "
+            "it off",
         )
     else:
         hybrid = bad(
             "hybrid manager",
-            f"would be off: vLLM's platform {printed['device']} has none, so windows move as full attention",
+            f"would be off: vLLM's platform {printed['device']} has none, so windows are transferred as "
+            "full attention",
             "use a platform that has one",
         )
     return [*found, hybrid]
@@ -82,7 +84,7 @@ def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
     return ok(
         "keys",
         "chunks are named by BLAKE2b of their tokens, in a namespace of the weights' content and the model's "
-        f"configuration; PYTHONHASHSEED ({'not set' if seed is None else seed}) plays no part",
+        f"configuration; PYTHONHASHSEED ({'not set' if seed is None else seed}) does not matter",
     )
 
 
@@ -97,8 +99,8 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
     if path is None:
         return note(
             subject,
-            "this user has no home: every engine start reads all weights again, at several GB/s",
-            "set XDG_CACHE_HOME to a folder that stays",
+            "this user has no home directory: every engine start reads all weights again, at several GB/s",
+            "set XDG_CACHE_HOME to a folder that is kept",
         )
     there = next(folder for folder in path.parents if folder.exists())
     if not os.access(path if path.exists() else there, os.W_OK):

@@ -61,15 +61,16 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
     subject = "host memory"
     found = room()
     if found is None:
-        return note(subject, "how much is available cannot be read here", "check /proc/meminfo")
+        return note(subject, "the available memory cannot be read here", "check /proc/meminfo")
     available, where = found
     if settings.capacity is None:
-        return ok(subject, f"a tenth of the {format_bytes(available)} {where}, at start")
+        return ok(subject, f"an engine takes a tenth of the {format_bytes(available)} {where} when it starts")
     capacity = parse_size(settings.capacity)
     if capacity > available:
         return bad(
             subject,
-            f"{format_bytes(capacity)} are asked for, {format_bytes(available)} are {where}: the engine "
+            f"the tier needs {format_bytes(capacity)}, but only {format_bytes(available)} are {where}: the "
+            "engine "
             "would not start",
             "lower the tier's capacity, unless a running engine holds that memory already",
         )
@@ -120,7 +121,7 @@ def file(
     if "failed" in probed:
         yield bad(
             subject,
-            f"{path}{on}: a file cannot be made, locked and written: {probed['failed']}",
+            f"{path}{on}: cannot create, lock and write a file: {probed['failed']}",
             _remedy(probed["number"]),
         )
     yield from _check_capacity(subject, settings, probed)
@@ -129,14 +130,14 @@ def file(
     if probed.get("direct") is False:
         yield note(
             subject,
-            "no direct I/O there: chunks go through the page cache, at the cost of memory and a core's time",
+            "no direct I/O there: chunks go through the page cache, which costs memory and CPU time",
             "use another file system, if that matters",
         )
     if path == directory and probed["mode"] & _OTHERS:
         yield note(
             subject,
-            f"{path} has mode {probed['mode']:o}: others here can reach chunks, which reveal prompts",
-            f"chmod 700 {path}, unless that is wanted",
+            f"{path} has mode {probed['mode']:o}: other users can access chunks, which reveal prompts",
+            f"chmod 700 {path}, unless you want that",
         )
 
 
@@ -217,7 +218,7 @@ def _describe_mount(subject: str, path: str, mount: Mount) -> Finding:
         return note(
             subject,
             f"{where}: machines can share it if all engines run as one user; it hangs if its server does",
-            "keep it to share it; otherwise a local disk is faster",
+            "keep it if machines share the tier; otherwise a local disk is faster",
         )
     return ok(subject, where)
 

@@ -91,7 +91,7 @@ def _kernel_block_tokens(caches: Iterable[LayerCache], configured: int | None) -
         return BLOCK_TOKENS, ""
     main = next(cache.kind for cache in caches if cache.fields[0].name != "indexer")
     found = _INDEXED.get(main, BLOCK_TOKENS)
-    return found, f"blocks of {found} tokens: vLLM's kernels for sparse attention take no smaller ones"
+    return found, f"blocks of {found} tokens: vLLM's kernels for sparse attention need at least this size"
 
 
 def block_sizes(

@@ -88,7 +88,7 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     if model.count("/") == 1:
         return model, _load(_from_hub(model))
     raise ConfigError(
-        f"no model is called {model!r}{_hint(model)}; `kvferry plan --list` names all, or give a path"
+        f"no model is called {model!r}{_hint(model)}; run `kvferry plan --list` for all names, or give a path"
     )
 
 
@@ -134,12 +134,14 @@ def _from_hub(model: str) -> Path:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415 - comes with the engine, slow to import
     except ImportError:
         raise ConfigError(
-            f"{model!r} is not in the table{_hint(model)}, and huggingface_hub is not installed; {give}"
+            f"{model!r} is not in the built-in table{_hint(model)}, and huggingface_hub is not installed; "
+            f"{give}"
         ) from None
     try:
         return Path(hf_hub_download(model, _FILE))
     except Exception as error:  # for every failure of network or hub, the remedy is the same
         raise ConfigError(
-            f"{model!r} is not in the table{_hint(model)}, and the hub could not be asked "
+            f"{model!r} is not in the built-in table{_hint(model)}, and the Hugging Face hub cannot be "
+            "reached "
             f"({type(error).__name__}); {give}"
         ) from error

@@ -137,7 +137,5 @@ def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
     cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]
     if min(stages) < 1:
-        raise ConfigError(
-            f"with pp {pp} a pipeline rank has no layer that keeps anything; choose fewer ranks"
-        )
+        raise ConfigError(f"with pp {pp} a pipeline rank has no layer with a KV cache; choose fewer ranks")
     return tuple(stages)

@@ -27,9 +27,9 @@ def _run(*arguments: str) -> None:
             ("transfer", "--order", "sorted"),
             "--order sorted is not known; choose one of scattered, contiguous",
         ),
-        (("tiers", "--layouts", "LBNHC,HND"), "--layouts HND is not known; choose of LBNHC"),
+        (("tiers", "--layouts", "LBNHC,HND"), "--layouts HND is not known; choose from LBNHC"),
         (("tiers", "--depths", "1,0"), "--depths 0 is not a number from 1 to 256"),
-        (("tiers", "--path", "/nowhere"), "--path /nowhere is no folder; make it"),
+        (("tiers", "--path", "/nowhere"), "--path /nowhere is not a folder; create it"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(arguments: tuple[str, ...], says: str) -> None:
@@ -40,7 +40,7 @@ def test_a_setting_that_cannot_be_used_is_named(arguments: tuple[str, ...], says
 def test_a_cache_that_cannot_be_written_to_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     with pytest.raises(
-        ConfigError, match=r"cannot make a folder in /proc/none/kvferry: .* name one with --path"
+        ConfigError, match=r"cannot create a folder in /proc/none/kvferry: .* name one with --path"
     ):
         _run("tiers")
 

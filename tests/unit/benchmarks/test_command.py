@@ -24,16 +24,16 @@ def _run(*arguments: str) -> None:
     ("arguments", "says"),
     [
         (("layout", "--geometry", "gpt-9"), "no model is called 'gpt-9'"),
-        (("layout", "--layouts", "LBNHC,HND"), "--layouts HND is not known; choose of LBNHC"),
+        (("layout", "--layouts", "LBNHC,HND"), "--layouts HND is not known; choose from LBNHC"),
         (("layout", "--parallel", "1:1,2"), "--parallel 2 is not two numbers of ranks, like 2:1"),
         (("layout", "--parallel", "0:1"), "--parallel 0:1 is not two numbers of ranks"),
         (("layout", "--parallel", "3:1", "--geometry", "Qwen3-0.6B"), "8 heads on 3 tensor-parallel ranks"),
         (("layout", "--plot", "table.png"), r"--plot table.png is not an .svg file"),
-        (("offload", "--parts", "lookup,speed"), "--parts speed is not known; choose of lookup, asking"),
-        (("offload", "--path", "/nowhere"), "--path /nowhere is no folder; make it"),
+        (("offload", "--parts", "lookup,speed"), "--parts speed is not known; choose from lookup, asking"),
+        (("offload", "--path", "/nowhere"), "--path /nowhere is not a folder; create it"),
         (
             ("safety", "--parts", "curve,locks"),
-            "--parts locks is not known; choose of lease, checksum, curve",
+            "--parts locks is not known; choose from lease, checksum, curve",
         ),
         (("choice", "--sources", "peers"), "--sources peers is not known; choose one of connectors, tiers"),
         (("choice", "--trace", "/nowhere"), "--trace /nowhere: No such file or directory; name a file"),
@@ -67,4 +67,4 @@ def test_what_is_refused_is_one_sentence_and_an_exit_code_from_the_root_of_the_r
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvferry: --parts locks is not known; choose of lease, checksum, curve\n"
+    assert done.stderr == "kvferry: --parts locks is not known; choose from lease, checksum, curve\n"

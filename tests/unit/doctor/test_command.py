@@ -77,7 +77,7 @@ def test_an_address_where_nobody_answers_is_bad_and_ends_in_time(run):
     ("arguments", "said"),
     [
         ([], "there is nothing to check"),
-        (["x"], "'x' is no address of an engine"),
+        (["x"], "'x' is not an engine's address"),
         (["--config", "/nowhere"], "--config /nowhere: No such file"),
         (["--secret-file", "/nowhere"], "secret_file /nowhere: No such file"),
     ],

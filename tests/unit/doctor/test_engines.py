@@ -156,7 +156,7 @@ def test_all_ranks_of_a_data_parallel_engine_are_met_and_have_their_blocks_back(
         for server in servers:
             has_its_blocks_back(server)
     assert {one.state for one in section.findings} == {State.OK}
-    assert said(section)["data-parallel"].found == "3 ranks, all of which answer and are alike"
+    assert said(section)["data-parallel"].found == "3 ranks; all answer and have the same settings"
     assert seen.identity.facts.engine_id == "P_dp0"
 
 
@@ -188,7 +188,7 @@ def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it()
         server.close()
     assert seen.identity is None
     assert (
-        "engine P tells peers this address, but somebody answers there"
+        "engine P advertises this address, but engine somebody answers there"
         in said(section)["control channel"].found
     )
 
@@ -238,7 +238,7 @@ def test_a_router_leads_to_its_engines(control):
     [
         ({"/version": {"version": "0.31.0"}}, "vLLM", State.BAD, "0.31.0; kvferry is tested with"),
         ({"/version": 404}, "HTTP", State.BAD, "is not vLLM"),
-        ({"/metrics": "vllm:nixl_xfer 1"}, "metrics", State.NOTE, "but NixlConnector's are"),
+        ({"/metrics": "vllm:nixl_xfer 1"}, "metrics", State.NOTE, "but has those of NixlConnector"),
         ({"/metrics": 403}, "metrics", State.NOTE, "answers 403"),
         ({"/v1/models": 401}, "HTTP", State.BAD, "/v1/models answers 401"),
         ({"/v1/models": {"data": []}}, "HTTP", State.BAD, "names no model"),
@@ -293,9 +293,9 @@ def test_every_open_port_of_an_engine_is_listed_with_who_may_use_it():
     found = said(section)
     for of, purpose in ((server.port, "control channel"), (port, "gather channel")):
         assert found[f"port {HOST}:{of}"].found.startswith(f"{purpose} (process {os.getpid()}, ")
-        assert found[f"port {HOST}:{of}"].found.endswith("lets in holders of the key only")
+        assert found[f"port {HOST}:{of}"].found.endswith("only clients with the key are let in")
     assert found[f"port 0.0.0.0:{anybodys}"].state is State.NOTE
-    assert "open to whoever reaches it" in found[f"port 0.0.0.0:{anybodys}"].found
+    assert "open to everyone who can reach it" in found[f"port 0.0.0.0:{anybodys}"].found
 
 
 def test_loopback_told_by_an_engine_that_serves_others_is_noted(control):
@@ -311,7 +311,7 @@ def test_loopback_told_by_an_engine_that_serves_others_is_noted(control):
     ["", "x", "ftp://a:1", "kvferry://a", "host:port", "kvferry://a:1/x", "http://", "a:99999", "[::1"],
 )
 def test_what_is_no_address_is_one_sentence(text):
-    with pytest.raises(ConfigError, match="is no address of an engine; give"):
+    with pytest.raises(ConfigError, match="is not an engine's address; give"):
         parse_target(text)
 
 

@@ -97,7 +97,7 @@ def test_nobody_listens():
 def test_what_is_no_control_channel_is_told_apart():
     with (
         listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port,
-        pytest.raises(IdentifyError, match="no control channel"),
+        pytest.raises(IdentifyError, match="not an engine's control channel"),
     ):
         identify((HOST, port), KEYS, 5.0)
 

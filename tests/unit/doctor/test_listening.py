@@ -43,7 +43,7 @@ def test_a_secret_that_cannot_be_used(secret):
 def test_the_machines_key_is_looked_at_and_not_made(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     found = listening.key(None)
-    assert (found.state, "made by the first engine" in found.found) == (State.OK, True)
+    assert (found.state, "created by the first engine" in found.found) == (State.OK, True)
     assert list(tmp_path.iterdir()) == []
     keys = read_keys(None)
     assert keys.fingerprint in listening.key(None).found
@@ -52,15 +52,15 @@ def test_the_machines_key_is_looked_at_and_not_made(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "state", "said"),
     [
-        ({}, State.OK, "only engines of this machine"),
+        ({}, State.OK, "only engines on this machine"),
         ({"host": "10.0.0.7"}, State.NOTE, "no secret_file: only this user's engines on this machine"),
-        ({"host": "10.0.0.7", "secret_file": "x"}, State.OK, "whoever has the key"),
+        ({"host": "10.0.0.7", "secret_file": "x"}, State.OK, "all engines with the key"),
         (
             {"host": "10.0.0.7", "secret_file": "x", "peers": ["10.0.0.0/8"]},
             State.OK,
             "at 10.0.0.0/8 (peers)",
         ),
-        ({"host": "0.0.0.0", "advertise_host": "kv1", "secret_file": "x"}, State.OK, "kv1: whoever"),
+        ({"host": "0.0.0.0", "advertise_host": "kv1", "secret_file": "x"}, State.OK, "kv1: all engines"),
     ],
 )
 def test_who_may_read_an_engines_memory(extra, state, said):
@@ -91,7 +91,7 @@ def test_a_port_in_use_is_bad():
 
 
 def test_a_host_that_is_not_this_machine_is_bad():
-    assert "is no address of this machine" in listening.address("192.0.2.77", 5600)[0].found
+    assert "is not an address of this machine" in listening.address("192.0.2.77", 5600)[0].found
     assert states(listening.address("no.such.host.invalid", 5600)) == [State.BAD]
 
 

@@ -47,7 +47,7 @@ def test_engines_that_fit_are_one_line_for_both_directions():
     (section,) = checked(identity(), identity("D"))
     assert section.title == "A (there) <-> B (here)"
     assert {one.state for one in section.findings} == {State.OK}
-    assert "1 rank(s) there, 1 here; bytes go " in found(section, "compatible")[0]
+    assert "1 rank(s) there, 1 here; strategy " in found(section, "compatible")[0]
 
 
 def test_each_difference_is_named_once():
@@ -127,7 +127,7 @@ def test_larger_blocks_of_windows_are_noted():
 def test_loopback_is_of_no_use_to_another_machine():
     far = identity("D", address=("10.0.0.2", 5600))
     (section,) = checked(identity(), far, (Role.PREFILL, Role.DECODE))
-    assert "the first tells peers 127.0.0.1" in found(section, "address")[0]
+    assert "the first advertises 127.0.0.1" in found(section, "address")[0]
     (section,) = checked(far, identity(), (Role.PREFILL, Role.DECODE))
     assert not found(section, "address")
 
@@ -135,7 +135,7 @@ def test_loopback_is_of_no_use_to_another_machine():
 @pytest.mark.parametrize(
     ("addresses", "said"),
     [
-        ((NEAR, NEAR), "two processes where the doctor runs read by cma"),
+        ((NEAR, NEAR), "two processes on the doctor's machine read by cma"),
         ((("10.0.0.1", 1), ("10.0.0.2", 1)), "neither the speed between them nor"),
     ],
 )
@@ -162,7 +162,7 @@ def test_layers_of_a_draft_model_that_only_one_keeps_are_noted():
 
     sections = checked(identity(of=drafting("3fa9")), identity("D", drafting("other")))
     assert [found(section, "draft model")[0].split(":")[0] for section in sections] == [
-        "1 layer(s) of the draft model here are not kept there, layers.1 for one"
+        "1 layer(s) of the draft model here are missing there, such as layers.1"
     ]
     assert not found(
         checked(identity(of=drafting("3fa9")), identity("D", drafting("3fa9")))[0], "draft model"

@@ -56,11 +56,11 @@ def test_who_may_use_a_port_is_said(process):
     said = {finding.subject: (finding.state, finding.found, finding.advice) for finding in found}
     assert said[f"port 127.0.0.1:{one}"][:2] == (
         State.OK,
-        f"control channel (process {process.pid}, VLLM::Worker_TP0); lets in holders of the key only",
+        f"control channel (process {process.pid}, VLLM::Worker_TP0); only clients with the key are let in",
     )
     state, text, advice = said[f"port 0.0.0.0:{other}"]
     assert state is State.NOTE
-    assert "open to whoever reaches it, who can end the process with random bytes" in text
+    assert "open to everyone who can reach it, who can end the process with random bytes" in text
     assert "docs/network.md" in advice
     state, text, _ = said[f"port [::1]:{third}"]
     assert state is State.OK
@@ -69,6 +69,6 @@ def test_who_may_use_a_port_is_said(process):
 
 def test_roles_are_told_from_command_lines(process):
     child = {process.pid: f"{sys.executable} -P -m kvferry.transport.metadata_sandbox 5 6 nixl_cu12"}
-    assert all("child that tries" in finding.found for finding in ports.findings(child, {}))
+    assert all("child process that validates" in finding.found for finding in ports.findings(child, {}))
     api = {process.pid: "python /bin/vllm serve model"}
     assert all("API" in finding.found for finding in ports.findings(api, {}))

@@ -143,9 +143,9 @@ def test_settings_that_are_no_object_are_bad(given):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "holds a JSON list"),
-        ("[" * 10**5, "is no JSON"),
+        ("[" * 10**5, "is not JSON"),
         (" " * (1 << 21), "1 MiB"),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_platform_without_the_hybrid_manager():
         ),
         (
             told({"version": "0.40.0"}, err="ImportError: cannot import name 'x'", code=1),
-            "vLLM does not take it: ImportError",
+            "vLLM cannot load it: ImportError",
         ),
         (told(code=None), "vLLM itself cannot be imported: it did not finish in time"),
     ],
@@ -68,7 +68,7 @@ def test_it_is_said_what_copies_cells():
 
 
 def test_the_hash_seed_plays_no_part():
-    assert "PYTHONHASHSEED (not set) plays no part" in software.hash_seed({}).found
+    assert "PYTHONHASHSEED (not set) does not matter" in software.hash_seed({}).found
     assert "(7)" in software.hash_seed({"PYTHONHASHSEED": "7"}).found
 
 

@@ -73,7 +73,7 @@ def test_without_ucx_there_is_no_transport(ended, said):
 
 def test_a_process_that_dies_after_nixl_is_bad():
     last = nixl.check("1.5.1", lambda: told(*plugins(UCX=""), code=-11))[-1]
-    assert (last.state, "dies as it exits (signal 11 ended it)" in last.found) == (State.BAD, True)
+    assert (last.state, "crashes when it exits (signal 11 ended it)" in last.found) == (State.BAD, True)
 
 
 @pytest.mark.parametrize("code", [-11, None])
@@ -160,7 +160,7 @@ def test_costs_that_are_not_there(monkeypatch, tmp_path):
     [
         ({"made": "2024-01-31T12:00:00"}, "days ago"),
         ({"cpu": "Another CPU"}, "measured on another machine (Another CPU; this is Some CPU)"),
-        ({"of": Costs(read_byte_seconds=1e-9)}, "is far off: a READ takes 0.1 times what it says"),
+        ({"of": Costs(read_byte_seconds=1e-9)}, "is far off: a READ takes 0.1 times the predicted time"),
         ({"of": Costs(read_descriptor_seconds=1e-9, read_byte_seconds=1e-11)}, "is far off"),
     ],
 )

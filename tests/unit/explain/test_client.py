@@ -512,6 +512,6 @@ def test_engines_that_are_not_there_are_told_apart_from_requests_that_are_not(
         assert said("a").startswith(
             "kvferry: no request 'a' is remembered by 1 engine (of their last requests: 0)"
         )
-        assert said("x" * 600).startswith("kvferry: the id of a request has 1 to 511 bytes")
+        assert said("x" * 600).startswith("kvferry: a request id has 1 to 511 bytes")
     finally:
         serving.close()

@@ -202,7 +202,7 @@ def test_the_table_is_listed_with_sources(capsys):
     [
         ((), "MODEL is missing"),
         (("lama-3.1-8b",), "no model is called 'lama-3.1-8b'; did you mean Llama-3.1-8B or "),
-        (("zzzzzz",), "no model is called 'zzzzzz'; `kvferry plan --list` names all"),
+        (("zzzzzz",), "no model is called 'zzzzzz'; run `kvferry plan --list`"),
         (("./nowhere/config.json",), "cannot read nowhere/config.json: No such file or directory; give"),
         (("Llama-3.1-8B", "--tokens", "0"), "--tokens is 0; a prompt has at least 1"),
         (("Llama-3.1-8B", "--tokens", "-3"), "--tokens is -3"),
@@ -261,7 +261,7 @@ def test_an_id_of_the_hub_without_a_hub_is_one_sentence(monkeypatch, tmp_path):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="'someone/else' is not in the table, and ") as raised:
+    with pytest.raises(ConfigError, match="'someone/else' is not in the built-in table, and ") as raised:
         run("someone/else")
     assert "\n" not in str(raised.value)
     assert "give the path of its config.json" in str(raised.value)

@@ -55,7 +55,7 @@ def test_no_room_for_the_output_is_one_sentence(arguments, unbuffered):
     finally:
         os.close(full)
     assert said == (
-        "kvferry: cannot write to standard output: No space left on device; see where it is sent to\n"
+        "kvferry: cannot write to standard output: No space left on device; check where it is redirected to\n"
     )
     assert code == 1
 
