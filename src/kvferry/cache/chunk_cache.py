@@ -51,7 +51,7 @@ class ChunkCache:
         groups: Sequence[CanonicalGroup],
         slow_tiers: Sequence[SlowTier] = (),
     ) -> None:
-        """Create a cache. Chunks that the slow tiers already have can be loaded at once.
+        """Create a cache. Chunks that the slow tiers already contain can be loaded from the start.
 
         Args:
             host: empty host tier. From now on, only the cache may change it.
@@ -77,14 +77,17 @@ class ChunkCache:
 
     @property
     def events(self) -> int:
-        """Number of operations so far. The values in `counts` change only when this number changes."""
+        """Number of calls and results so far that may have changed `counts`.
+
+        If it is the same as before, the values in `counts` are the same too, and need not be read again.
+        """
         return self._events + self.reading.events
 
     @property
     def busy(self) -> bool:
         """True if a load waits for chunks, or chunks are due to be written or being written.
 
-        Reads of a cancelled load do not count. A later `poll` collects their results.
+        Reads that only a cancelled load needed do not make the cache busy, although they still run.
         """
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
@@ -94,7 +97,7 @@ class ChunkCache:
         return self._host
 
     def miss_reason(self, key: bytes) -> HostMissReason:
-        """Return the reason why a chunk is missing.
+        """Return the reason why a chunk could not be found in any tier.
 
         FILLING means that the chunk is being copied to host memory. EVICTED means that host memory or a slow
         tier had the chunk recently. ABSENT means that no tier had the chunk recently.
@@ -111,11 +114,11 @@ class ChunkCache:
 
     @property
     def same_name_namespace(self) -> str:
-        """Digest, in hex, of another namespace of chunks that belongs to a model of the same name.
+        """Digest, in hex, of another namespace in a slow tier that belongs to a model of the same name.
 
-        A namespace is the scope of keys: model, weights and format. A slow tier reports another namespace if
-        it has no chunks in this engine's namespace. This suggests that the configurations of the engines
-        differ. The value is empty if no tier reports one.
+        A namespace is the scope of chunk keys: model, weights and format. The value is set only if a tier has
+        no chunks in this engine's namespace but has some in the other one, which suggests that the engines
+        are configured differently. Otherwise it is empty.
         """
         return next(
             (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
@@ -127,7 +130,7 @@ class ChunkCache:
 
         Args:
             keys: keys of the chunks.
-            without: names of tiers whose chunks do not count.
+            without: names of tiers from which the chunks must not be loaded.
         """
         return self.reading.tier_numbers(tags_of(keys), without) < NO_TIER
 
@@ -221,11 +224,11 @@ class ChunkCache:
             writing.drop_queued()
 
     def shutdown(self, patience_seconds: float) -> None:
-        """Write all queued chunks to the slow tiers, and end all threads.
+        """Write all queued chunks to the slow tiers, and end the threads that read and write these tiers.
 
         Args:
-            patience_seconds: approximate longest time to block. Operations that have not ended by then are
-                abandoned, with a warning.
+            patience_seconds: approximate longest time to block. Reads and writes that have not ended by then
+                are abandoned, with a warning.
         """
         for writing in self.writing:
             writing.flush()

@@ -16,8 +16,8 @@ class CacheCounts:
         stored: number of chunks that ranks have copied to host memory.
         failed: number of chunks that ranks failed to copy to host memory.
         fetched: number of chunks made ready for a load, by name of the tier that they came from.
-        missed: number of failed reads, by name of the tier and outcome. The tier's index of keys had the
-            chunk in each case.
+        missed: number of reads that did not return the chunk although the tier's index of keys listed it, by
+            name of the tier and outcome.
     """
 
     stored: int = 0
@@ -31,8 +31,8 @@ class TransferTimes:
     """Durations of successful chunk transfers between host memory and storage tiers.
 
     Attributes:
-        reads: seconds that each read took, by name of the tier.
-        writes: seconds that each write took, by name of the tier.
+        reads: list with the seconds that each read took, by name of the tier.
+        writes: list with the seconds that each write took, by name of the tier.
     """
 
     reads: dict[str, list[float]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ class WantedChunk:
 
     Attributes:
         group: index of the KV cache group.
-        number: index of the chunk in the prompt, counted in whole chunks.
+        number: index of the chunk in the prompt; 0 for the chunk that starts at the first token.
         key: key of the chunk in this group.
         tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
     """
@@ -40,10 +40,11 @@ class Fetch:
         ready: chunks in host memory, each with its slot (memory of one chunk). The chunk is not evicted until
             the load closes the slot.
         tiers: names of the tiers that chunks have come from.
-        failed: names of tiers with an I/O error in a read of this load. Tiers that turned out not to have a
-            chunk are not included, because they no longer offer that chunk.
-        failure: reason why the fetch cannot continue; None if it can. Ready chunks stay ready.
-        miss: outcome of the read that caused the failure; None if there is no failure or no such read.
+        failed: names of the tiers in which a read for this load had an I/O error. A tier that merely no
+            longer has a chunk is not included.
+        failure: reason why the fetch cannot continue; None if it can. Chunks in `ready` stay ready.
+        miss: outcome for the chunk that caused the failure, e.g. ABSENT if no tier has it any more; None if
+            there is no failure, or if the failure is a reset of the cache.
     """
 
     remaining: deque[WantedChunk] = field(default_factory=deque)
@@ -57,7 +58,7 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """True if no more chunks will become ready: all have, or the load's fetch failed or was cancelled."""
+        """True if no more chunks will become ready: all are, or the fetch has failed or was cancelled."""
         return self.failure is not None or not (self.remaining or self.reading)
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:

@@ -56,13 +56,13 @@ class PromptChunks:
         return _group_key(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
-        """Return the key of the chunk that ends the request's first `tokens` tokens.
+        """Return the key of the last chunk of the prefix that has `tokens` tokens.
 
-        This chunk is incomplete (a tail) unless `tokens` is a multiple of the tokens of a chunk.
+        This chunk is incomplete (a tail) unless `tokens` is a multiple of the number of tokens per chunk.
 
         Args:
             group: index of the KV cache group.
-            tokens: number of tokens of the prefix.
+            tokens: number of tokens in the prefix of the request.
         """
         return _group_key(self.keys.at(tokens), group)
 
@@ -103,11 +103,12 @@ class PromptChunks:
 
         Args:
             tokens: number of tokens of the request to look up; `keys` must have at least as many.
-            local_tokens: number of tokens of the prefix that the engine has already computed.
-            tier_numbers: function that maps the tags (last 8 bytes of keys) of chunks to the numbers of their
-                tiers, as `Reading.tier_numbers` does.
-            in_full: True if the last token may be loaded too. If False, only whole chunks that end before the
-                last token are looked up.
+            local_tokens: number of tokens at the start of the request whose KV the engine already has.
+            tier_numbers: function that returns, for the tags (last 8 bytes of keys) of chunks, the number
+                that identifies each chunk's tier: 0 for host memory, n for the n-th slow tier, `NO_TIER` for
+                none.
+            in_full: True to look up the chunks of all `tokens` tokens. False to look up only whole chunks
+                that do not contain the last of these tokens, which the engine then computes itself.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
         ends_inside = in_full and rest > 0 and self.has_tail
@@ -156,9 +157,10 @@ class PromptChunks:
         return tags | self._numbers
 
     def _new_tags(self) -> Tags:
-        """Return the tags (last 8 bytes) of the keys of chunks that were added since the last call.
+        """Return the tags of the keys of chunks that were added since the last call.
 
-        The byte for the KV cache group is 0. The result is uint64 of shape (added chunks,).
+        A tag is the last 8 bytes of a key. The last of these bytes holds the KV cache group; it is 0 here,
+        and the caller fills it in. The result is uint64 of shape (added chunks,).
         """
         return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
 
@@ -168,10 +170,10 @@ _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
 def _group_key(key: bytes, group: int) -> bytes:
-    """Return the key of a chunk in a KV cache group, made from the chunk's key for all groups.
+    """Return the key of a chunk in a KV cache group: the common key with the group in its last byte.
 
     Args:
-        key: key of the chunk for all groups.
-        group: index of the group, which replaces the last byte of the key.
+        key: common key of the chunk, from which its keys in all groups are made.
+        group: index of the KV cache group, below 256.
     """
     return key[:-1] + bytes((group,))

@@ -49,8 +49,9 @@ class Reading:
     Attributes:
         incoming: chunks that are being read, by key.
         fetches: fetches in progress. A fetch is the set of chunks that one load needs.
-        events: number of calls so far that may have changed the cache's counts. Calls of `on_read_ended`
-            change the counts too, but the caller counts them.
+        events: number of calls so far that may have changed the cache's statistics; if it is unchanged, they
+            need not be collected again. It does not include calls of `on_read_ended`, which the caller counts
+            itself.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Reading:
                 memory).
             describe_chunk: function that takes the index of a KV cache group and the number of tokens in a
                 chunk, and returns the description of the chunk's content for storage.
-            counts: counts of the cache; reads update them.
+            counts: statistics of the cache, in which fetched and missed chunks are counted. Mutated.
         """
         self.incoming: dict[bytes, _Incoming] = {}
         self.fetches: list[Fetch] = []
@@ -87,15 +88,18 @@ class Reading:
         self._counts = counts
 
     def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
-        """Return the number of the tier that each chunk would come from now: int64 of shape (len(tags),).
+        """Return, for each chunk, the number that identifies the tier from which it would be read now.
 
-        0 stands for host memory, n for the n-th slow tier, `NO_TIER` for none. If another load is already
-        reading a chunk, the number is that of the tier being read. It is `NO_TIER` if this tier hangs or is
-        excluded.
+        The number is 0 for host memory, n for the n-th slow tier, and `NO_TIER` for none. A chunk that is
+        already being read for another load has the number of the tier being read, or `NO_TIER` if that tier
+        hangs or is excluded.
 
         Args:
             tags: tags (last 8 bytes) of the chunks' keys, uint64, as `tags_of` returns them.
             without: names of tiers to exclude.
+
+        Returns:
+            Tier numbers, int64 of shape (len(tags),).
         """
         names = frozenset(without)
         allowed = (True, *(queue.name not in names and not queue.refuses_reads for queue in self._queues))
@@ -150,9 +154,9 @@ class Reading:
         return {self._queues[self.incoming[key].source].name for key in fetch.reading}
 
     def origin(self, fetch: Fetch) -> str:
-        """Return the name of the slowest tier that chunks of a fetch come from; the host tier if none does.
+        """Return the name of the slowest tier from which chunks of a fetch have been or are being read.
 
-        Reads in flight count too.
+        If no slow tier is read, return the name of the host tier.
 
         Args:
             fetch: set of chunks that one load needs.
@@ -201,11 +205,11 @@ class Reading:
     def _fastest_tier_table(self, allowed: tuple[bool, ...]) -> TierNumbers:
         """Return a table that maps a set of tiers to the number of the fastest allowed tier in the set.
 
-        The index is the bitwise OR of the bits of the tiers. The table is int64 of shape (1 << MAX_TIERS,).
-        It contains `NO_TIER` where no tier of the set is allowed.
+        The index into the table is the set as a bit mask, with one bit per tier as in the key table. The
+        table is int64 of shape (1 << MAX_TIERS,). An entry is `NO_TIER` if no tier of its set is allowed.
 
         Args:
-            allowed: True for each allowed tier, by tier number.
+            allowed: whether each tier may be read, by tier number: host memory first, then the slow tiers.
         """
         if allowed not in self._fastest_tier_tables:
             marks = np.arange(1 << MAX_TIERS)
@@ -217,9 +221,10 @@ class Reading:
         return self._fastest_tier_tables[allowed]
 
     def _incoming_tiers(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
-        """Return the number of the tier that each chunk is being read from, or 0 if it is not being read.
+        """Return, for each chunk, the number that identifies the slow tier from which it is being read.
 
-        The number is `NO_TIER` if that tier hangs or is excluded. At least one chunk must be in `incoming`.
+        The entry is 0 if the chunk is not being read, and `NO_TIER` if it is being read from a tier that
+        hangs or is excluded. At least one chunk must be in `incoming`.
 
         Args:
             tags: tags (last 8 bytes) of the chunks' keys, uint64.
@@ -250,16 +255,17 @@ class Reading:
             fetch.remaining.popleft()
 
     def _advance_chunk(self, fetch: Fetch, want: WantedChunk) -> bool:
-        """Hold a chunk that is in host memory, start its read, or wait for a read that another load started.
+        """Bring one chunk of a fetch towards host memory.
 
-        If no tier has the chunk any more, the fetch fails.
+        A chunk in host memory is held (not evicted). A chunk that another load is already reading is waited
+        for. For any other chunk, a read is started. If no tier has the chunk any more, the fetch fails.
 
         Args:
             fetch: set of chunks that one load needs.
             want: chunk of this set to bring to host memory.
 
         Returns:
-            False if host memory has no room for the chunk yet, else True.
+            False if host memory has no room for the chunk yet, so that the fetch must try again later.
         """
         if incoming := self.incoming.get(want.key):
             incoming.waiting.append(fetch)

@@ -161,7 +161,7 @@ class TierQueue:
         Args:
             key: key of the chunk.
             group: description of the expected content: KV cache group, number of tokens and layout.
-            into: writable memory of the size of the chunk's content in host memory.
+            into: writable memory with exactly the size of the chunk's content as stored in host memory.
         """
         self._reading.begin()
         self._reads.put(partial(self._read, key, group, into))
@@ -270,10 +270,11 @@ class TierQueue:
                 logger.exception("%s tier: refresh", self.name)
 
     def _record_uses(self) -> None:
-        """Record in the tier which chunks the queued prompts have used, and clear the queue of prompts.
+        """Tell the tier which chunks were used since the last call, so that it evicts them late.
 
-        The tier evicts chunks in the order of this record. So the later chunks of a prompt come before its
-        earlier ones. A chunk that several prompts used is recorded once, at its last use.
+        `used` has queued the keys prompt by prompt. The tier evicts chunks in the order in which it is told
+        of them, so the last chunk of a prompt is reported first. A chunk that several prompts used is
+        reported once, at its last use.
         """
         order: dict[bytes, None] = {}
         while self._uses:

@@ -62,7 +62,8 @@ def digest_of_files(
         files: paths of the files.
         digest_file: path of the JSON file that caches digests; None for the one in the user's cache
             directory.
-        now: function that returns the time of the file system's clock, in seconds since 1970.
+        now: function that returns the time of the file system's clock, in seconds since 1970. The digest of a
+            file that changed only a short time ago is not cached.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
@@ -177,7 +178,7 @@ def _read_digest_file(digest_file: Path | None) -> dict[str, str]:
 
 
 def _check(files: dict[str, str]) -> str:
-    """Return the checksum of cached digests. The digest file contains it, so that damage is detected.
+    """Return a checksum of cached digests, which is stored beside them in the digest file to detect damage.
 
     Args:
         files: digests by file key.

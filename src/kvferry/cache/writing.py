@@ -70,7 +70,7 @@ class Writing:
 
     @property
     def due(self) -> bool:
-        """True if queued chunks can be written as soon as the tier accepts a write.
+        """True if chunks are queued and should be written as soon as the tier accepts a write.
 
         It is False in write-back mode while host memory has room, and while the tier's writes hang.
         """
